@@ -9,12 +9,11 @@ from .log import configure
 if TYPE_CHECKING:
     from autotp.cost import Cluster
     from autotp.cost.machines.calibrate import calibrate
-    from autotp.driver.verify import certify
+    from autotp.driver.stages import stages
+    from autotp.driver.verify import certify, verify
     from autotp.proof.prove import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
-    from autotp.runtime.stages.make import stages
-    from autotp.runtime.verify import verify
 
     from .api import Sweep, compile, parallelize, plan, sweep
     from .errors import AutoTPError
@@ -38,9 +37,9 @@ HOMES = {
     "plan": "autotp.api",
     "prove_rule": "autotp.proof.prove",
     "register_rule": "autotp.rules.register",
-    "stages": "autotp.runtime.stages.make",
+    "stages": "autotp.driver.stages",
     "sweep": "autotp.api",
-    "verify": "autotp.runtime.verify",
+    "verify": "autotp.driver.verify",
 }
 
 configure()

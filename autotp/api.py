@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.capture.request import CaptureRequest
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
+from autotp.driver.build import Build, capture_on_ranks
+from autotp.driver.compare.module import kind_of
 from autotp.driver.like import plan_like
 from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
-from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
+from autotp.driver.options import Options, Steering, read_axis, refuse_late
 from autotp.driver.pipeline import capture_model, example, required_inputs, solve_plan
 from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
@@ -26,8 +29,6 @@ from autotp.passes.shard.pins import Pins
 from autotp.plans.choices import MeshChoice, Sweep
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
-from autotp.runtime.build import Build, capture_on_ranks
-from autotp.runtime.compare.module import kind_of
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
@@ -109,7 +110,7 @@ def plan(
     degree = 1 if tp is None or tp == "auto" else tp
     options = Options.read(degree, steering, axis := read_axis(dp, fully_shard, tp, cp))
     inputs = required_inputs(model, example_inputs, "autotp.plan", axis)
-    request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options)
+    request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options.tp, options.cluster)
     capture = model, inputs, torch.device("cpu"), check_capture, request
     if devices is not None:
         captured, notes = capture_model(*capture)
@@ -151,7 +152,9 @@ def parallelize(
     """
     _refuse_other(plan)
     options_of = Options.of_plan(plan)
-    request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(options_of)
+    request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(
+        options_of.tp, options_of.cluster
+    )
     lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
     ranks = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name)
     inputs = None if example_inputs is None else _examples(model, example_inputs, plan.batch, ranks)
@@ -220,7 +223,8 @@ def compile(
     ranks, settings = _ranks(plan, tp, mesh, axis, steering)
     inputs = _examples(model, example_inputs, axis, ranks)
     refuse_late(axis, inputs)
-    build = Build(model, ranks, settings, request.within(settings), lowering, plan, check, check_capture, captured)
+    request = request.within(settings.tp, settings.cluster)
+    build = Build(model, ranks, settings, request, lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 

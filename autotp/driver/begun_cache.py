@@ -16,6 +16,7 @@ from torch import nn
 
 from autotp import compat
 from autotp.capture.cut import cut, cuts
+from autotp.capture.request import Mode, mode_of
 from autotp.capture.stacks import kinds, path_of, place_in
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs, is_transformers, with_cache
@@ -23,8 +24,6 @@ from autotp.ir.carried import Returned
 from autotp.ir.graph import Capture, placed_outputs, resolve
 from autotp.ir.scopes import module_path
 from autotp.log import log, stage
-
-from .modes import Mode, mode_of
 
 Capturer = Callable[[nn.Module, Inputs, torch.device, Mode], Capture]
 Stacks = Mapping[str, list[Hashable | None]]  # by name, the kinds of their blocks

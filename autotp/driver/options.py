@@ -1,8 +1,8 @@
-"""What a public function is asked for, read and checked once at the door: how to plan, and what to capture."""
+"""What a public function is asked for, read and checked once at the door: how to plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autotp.comm.ranks import check_degree
@@ -10,8 +10,6 @@ from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
-from autotp.ir.named_states import Names, read_carried
-from autotp.ir.precision import Precision
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
@@ -110,66 +108,7 @@ class Options:
         return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band)
 
 
-@dataclass(frozen=True)
-class CaptureRequest:
-    """What a capture is to be.
-
-    Attributes:
-        dp: number of slices of the batch, of which one is captured; `cp`: likewise of every sequence.
-        inner: with cp, number of tp ranks, which split heads before it does; `cluster`: that prices it.
-        outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
-        random: what draws random numbers: "counter", or "torch".
-        carried: which outputs come back as which inputs.
-        precision: of large products; None for the model's own.
-    """
-
-    dp: int = 1
-    outputs: str = "full"
-    random: str = "counter"
-    carried: Names = ()
-    precision: Precision | None = None
-    cp: int = 1
-    inner: int = 1
-    cluster: Cluster | None = None
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The arguments that come back from the call before."""
-        return tuple(name for _, name in self.carried)
-
-    @classmethod
-    def read(
-        cls, axis: Axis | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
-        precision: Any = None,
-    ) -> CaptureRequest:  # fmt: skip
-        """The request that a public function's arguments make, checked.
-
-        Args:
-            axis: beside tp; of dp its size does. outputs, random, carried, precision: see `autotp.compile`.
-        """
-        _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
-        _refuse_unknown("random", random, ("counter", "torch"))
-        axis = Axis(axis) if isinstance(axis, int) else axis
-        dp, cp = (axis.size, 1) if axis.name == "dp" else (1, axis.size)
-        names = read_carried(carried)
-        if names and cp > 1:
-            raise InputError("carried= with cp: what comes back from a call is not dealt along the sequence. Use cp=1.")
-        return cls(dp, outputs, random, names, Precision.read(precision), cp)
-
-    def within(self, options: Options) -> CaptureRequest:
-        """The same for the tp ranks and the cluster of a plan, which matter with cp alone."""
-        return self if self.cp == 1 else replace(self, inner=options.tp, cluster=options.cluster)
-
-
-DEFAULT_CAPTURE = CaptureRequest()
-
-
 PART = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
-
-
-def _refuse_unknown(what: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, choices))}.")
 
 
 def read_band(band: Any) -> float:

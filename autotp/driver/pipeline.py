@@ -15,6 +15,7 @@ from autotp.capture.capture import capture, skeleton
 from autotp.capture.copies import with_histories
 from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_scripted, refuse_unsaid
+from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.capture.subclasses.weights import plain_weights
@@ -41,8 +42,7 @@ from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
 
 from .begun_cache import BegunCache, begun_cache
-from .modes import Mode, mode_of
-from .options import DEFAULT_CAPTURE, CaptureRequest, Options
+from .options import Options
 from .schedule import schedule
 
 GATHERED = (
@@ -106,6 +106,15 @@ def prepare(
         name_states(program, bare.forward, request.carried)
     run_passes(program, order.requested)
     return program
+
+
+def further(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, request: CaptureRequest) -> Capture:
+    """Capture a call that there is no program for yet; it is not compared with the model.
+
+    Args:
+        bare, inputs, device, mode, request: see `prepare`.
+    """
+    return prepare(bare, inputs, device, mode, request=request)
 
 
 def _small(trial: Trial, states: Collection[str] = ()) -> Capture:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autotp.capture.exported import EXPORTED, Exported
+from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
 from autotp.ir.precision import DELAYED
@@ -24,8 +25,6 @@ from autotp.passes.optimise import RankProgram
 from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.ranks import ShardedProgram, ShardOperators, Specialise
 from autotp.passes.shard.sequence_program import SequenceAxis
-
-from .options import DEFAULT_CAPTURE, CaptureRequest
 
 
 class Schedule(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -14,24 +13,10 @@ from autotp.errors import InputError, PlanError
 from autotp.ir.graph import tensors
 from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.planner import Builder
-from autotp.passes.stages.balance import Division, Weight, divide
+from autotp.passes.stages.balance import Staging, Weight, divide
 from autotp.passes.stages.units import Unit, units_of
 from autotp.plans.describe.layer_times import Steps
 from autotp.text import amount
-
-
-@dataclass(frozen=True)
-class Staging:
-    """A model's units and how they are divided: plain data, the same on all ranks.
-
-    Attributes:
-        units: paths of the repeated blocks. weights: what each costs a rank, with what follows it.
-        division: over the stages.
-    """
-
-    units: tuple[str, ...]
-    weights: tuple[Weight, ...]
-    division: Division
 
 
 def found_units(sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:

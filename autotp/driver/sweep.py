@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.capture.request import CaptureRequest
 from autotp.cost import Cluster
 from autotp.cost.memory import Memory, lifetimes
 from autotp.cost.prices import lengths
@@ -20,7 +21,7 @@ from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 
-from .options import CaptureRequest, Options, Steering
+from .options import Options, Steering
 from .pipeline import Staged, capture_model, plan_stages, required_inputs
 
 DEGREES = (1, 2, 4, 8, 16, 32)

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from autotp import compat
+from autotp.capture.rank0 import capture_once
 from autotp.comm.ranks import agree, from_all, together
 from autotp.comm.turn import holding
-from autotp.driver.once import capture_once
 from autotp.errors import StateError
 from autotp.ir.graph import Capture, draws
 from autotp.ir.leaves import CONSTANT
@@ -126,7 +126,7 @@ class Finds:
                 return None, "the model's attributes cannot be compared"
             return repr((source.key, self._mode(), state.dtypes(self._shards), call.entry, changes)), ""
 
-        return capture_once(source.ranks, key, make, take)[0]
+        return capture_once(source.ranks, source.agreed, key, make, take)[0]
 
     def _match(self, call: Arguments) -> tuple[Program, list[int]] | None:
         """A program that was captured for such a call in this mode and accepts these sizes."""

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering, sizes_of_states
+from autotp.capture.request import Mode
 from autotp.comm.ranks import agree, no_ranks_error
 from autotp.comm.turn import Turn
-from autotp.driver.modes import Mode
-from autotp.driver.pipeline import prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -180,9 +179,9 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
         request = source.want_of(call.entry)
         with entering(bare, call.entry), sizes_of_states(self._carriers.sizes):
-            captured = prepare(bare, inputs, self._shards.device, mode, request=request)
+            captured = source.capture(bare, inputs, self._shards.device, mode, request)
             if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
-                captured = prepare(bare, inputs, self._shards.device, mode, request=request)
+                captured = source.capture(bare, inputs, self._shards.device, mode, request)
             return captured
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor], late: bool) -> list[Any]:

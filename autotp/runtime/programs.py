@@ -9,19 +9,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.capture.model_key import Untold, model_key
+from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
-from autotp.driver.modes import Mode, serves
-from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
 from autotp.errors import StateError
+from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS
 from autotp.ir.precision import LATEST
 from autotp.ir.program import MeshPlace, Sharded
+from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
 from autotp.runtime.generation.arguments import Returns
@@ -195,6 +197,8 @@ class Source:
         bare: the original with fake tensors; it holds no weights.
         make: the program of a capture, under the module's plan, with states where programs before have them, and with
             such outputs as are wanted.
+        capture: the capture of a skeleton for inputs on a device, in a mode, by a request.
+        agreed: passes of a capture that every rank has made for itself.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
@@ -206,6 +210,8 @@ class Source:
 
     bare: nn.Module
     make: Callable[[Capture, Mapping[str, Layout], str], Sharded]
+    capture: Callable[[nn.Module, Inputs, torch.device, Mode, CaptureRequest], Capture]
+    agreed: Sequence[Pass[Capture]]
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]

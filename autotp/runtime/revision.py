@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.capture.model_key import Untold, words
-from autotp.driver.modes import TRAINING, Mode, mode_with, parameters_of, shortened
+from autotp.capture.request import TRAINING, Mode, mode_with, parameters_of, shortened
 from autotp.runtime.interop import data_writes
 from autotp.runtime.interop.data_writes import DataWrites
 

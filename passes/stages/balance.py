@@ -38,6 +38,20 @@ class Division:
     memory: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Staging:
+    """A model's units and how they are divided: plain data, the same on all ranks.
+
+    Attributes:
+        units: paths of the repeated blocks. weights: what each costs a rank, with what follows it.
+        division: over the stages.
+    """
+
+    units: tuple[str, ...]
+    weights: tuple[Weight, ...]
+    division: Division
+
+
 def in_flight(stage: int, ranks: int, chunks: int) -> int:
     """How many micro-batches a stage holds activations of at most in a 1F1B schedule (with `chunks` stages a rank in
     the interleaved one, where a rank's are dealt out evenly: Narayanan et al. 2021)."""

@@ -16,7 +16,6 @@ from autotp.capture.capture import skeleton
 from autotp.capture.model_key import Untold, model_key
 from autotp.driver import pipeline
 from autotp.inputs import Inputs
-from autotp.runtime import module as runtime
 from tests.helpers.errors import error_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -49,7 +48,7 @@ def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
     counted = Counted()
-    with patch.object(pipeline, "prepare", counted), patch.object(runtime, "prepare", counted):
+    with patch.object(pipeline, "prepare", counted):
         model = Net().eval()
         sharded: Any = autotp.compile(model, mesh=mesh, example_inputs=X)
         found["first"], found["error"] = counted.times, sharded._programs_made[0].capture.error

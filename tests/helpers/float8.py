@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.capture.copies import with_histories
+from autotp.capture.request import CaptureRequest
 from autotp.cost import Cluster
-from autotp.driver.options import CaptureRequest, Options, Steering
+from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import capture_model, plan_stages
 from autotp.inputs import Inputs
 from autotp.proof import simulate

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from autotp.driver.options import CaptureRequest, Options, Steering
+from autotp.capture.request import CaptureRequest
+from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded

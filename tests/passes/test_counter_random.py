@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
+from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import Capture

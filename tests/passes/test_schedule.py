@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.driver.options import CaptureRequest
+from autotp.capture.request import CaptureRequest
 from autotp.driver.schedule import schedule
 from autotp.ir.graph import Capture
 from autotp.ir.op import aten

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.driver.options import CaptureRequest, Options
+from autotp.capture.request import CaptureRequest
+from autotp.driver.options import Options
 from autotp.driver.pipeline import apply_plan, capture_model, plan_stages
 from autotp.driver.verify import compare
 from autotp.errors import InputError, PlanError

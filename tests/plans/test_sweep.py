@@ -13,11 +13,11 @@ from torch import nn
 import autotp
 from autotp import sweep as public
 from autotp.cost import call_seconds
+from autotp.driver import build
 from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError
 from autotp.plans.choices import Sweep
 from autotp.plans.plan import Plan
-from autotp.runtime import build
 from tests.helpers.models import inputs_of, transformer
 
 

@@ -28,7 +28,7 @@ ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
 # The floors of the house, lowest first: a file imports from its own folder or from folders below it.
 FLOORS = (
     "_version", "errors", "compat", "log", "text", "inputs",  # compat is a folder, the others files
-    "ir", "comm", "cost", "kernels", "rules", "passes", "plans", "proof", "capture", "driver", "runtime",  # folders
+    "ir", "comm", "cost", "kernels", "rules", "passes", "plans", "proof", "capture", "runtime", "driver",  # folders
     "integrations", "api", "cli", "__main__",
 )  # fmt: skip
 # A Plan, and a Sweep of plans, offer their views as methods, and the views take one: the only circles allowed.

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 import autotp
-from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
+from autotp.capture.request import CaptureRequest
+from autotp.driver.options import Options, Steering, read_axis
 from autotp.driver.verify import grid_of
 from autotp.errors import InputError
 from autotp.inputs import normalise

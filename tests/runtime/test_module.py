@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
+from autotp.driver import pipeline
 from autotp.errors import StateError
-from autotp.runtime import module
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.counting import Counting
 from tests.helpers.models import inputs_of, redrawn, transformer
@@ -29,7 +29,7 @@ def compiled(model: nn.Module, inputs: Any, **options: Any) -> Any:
 @pytest.fixture
 def captures() -> Iterator[Mock]:
     """Counts the captures made by calls."""
-    with patch.object(module, "prepare", wraps=module.prepare) as prepare:
+    with patch.object(pipeline, "prepare", wraps=pipeline.prepare) as prepare:
         yield prepare
 
 

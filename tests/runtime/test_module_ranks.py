@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp.runtime import module, storage
+from autotp.driver import pipeline
+from autotp.runtime import storage
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.counting import Counting
 from tests.helpers.models import inputs_of, redrawn, transformer
@@ -24,7 +25,7 @@ from tests.helpers.wrapped import Wrapper
 def using(rank: int, world: int, group: Any) -> dict[str, Any]:
     """Everything at tp=2 that needs no optimizer, on a Llama with dropout in its attention and a tied head."""
     with (
-        patch.object(module, "prepare", wraps=module.prepare) as captures,
+        patch.object(pipeline, "prepare", wraps=pipeline.prepare) as captures,
         patch.object(storage.Unwrap, "apply", wraps=storage.Unwrap.apply) as unwraps,
     ):
         return {"buffers": buffers(group), **modes(group, captures, unwraps)}

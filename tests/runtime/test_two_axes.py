@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import autotp
 from autotp.capture.packing import pack, unpack
+from autotp.capture.request import CaptureRequest
 from autotp.comm import conversions
-from autotp.driver.options import CaptureRequest
 from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis

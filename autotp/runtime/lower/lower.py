@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,10 @@ from autotp.comm import symmetric
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
-from autotp.driver.schedule import schedule
 from autotp.errors import InputError
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.log import dump
-from autotp.passes.base import run_passes
+from autotp.passes.base import Pass, run_passes
 from autotp.passes.optimise import MEASURED, OPTIMISATIONS, Fired, Judge, RankProgram, Setting, read_switches
 
 from .measured import Measures, path_of
@@ -38,6 +37,7 @@ class Lowering:
         switches: optimisations that are switched on or off, or to be measured, by name.
         cluster, objective: what they are priced by.
         reduces: type in which gradients of narrower parameters are added up; None for their own.
+        passes: of a rank's program: what makes it of all ranks', then those that make it faster.
     """
 
     backend: str | Callable[..., Any] = EAGER
@@ -46,6 +46,7 @@ class Lowering:
     cluster: Cluster = field(default_factory=lambda: Cluster.resolve(None))
     objective: Objective = TRAINING
     reduces: torch.dtype | None = None
+    passes: Sequence[Pass[RankProgram]] = ()
 
     @classmethod
     def read(cls, backend: Any, options: Any, switches: Any, reduce_dtype: Any = None) -> Lowering:
@@ -81,9 +82,9 @@ class Lowering:
         """The backend's."""
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "backend")
 
-    def priced(self, cluster: Cluster, objective: Objective) -> Lowering:
-        """Copy it for these machines and this objective."""
-        return replace(self, cluster=cluster, objective=objective)
+    def priced(self, cluster: Cluster, objective: Objective, passes: Sequence[Pass[RankProgram]]) -> Lowering:
+        """Copy it for these machines, this objective, and these passes of a rank's program."""
+        return replace(self, cluster=cluster, objective=objective, passes=tuple(passes))
 
     def judges(self, ranks: Ranks | None, tp: int, device: torch.device) -> dict[str, Judge]:
         """Make what measures optimisations, by name: on CUDA devices those that are not switched.
@@ -122,7 +123,7 @@ class Lowering:
         """
         setting = Setting(axes["tp"], self.cluster, self.objective, device, self.name, rank_bytes, judges or {})
         program = RankProgram(sharded.graph, setting, axes)
-        specialise, *optimisations = schedule().rank
+        specialise, *optimisations = self.passes
         run_passes(program, (specialise,))
         if self.reduces is not None:
             reduce_in(program.graph, self.reduces)

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from autotp.comm.lockstep import meet
 from autotp.comm.ranks import Ranks, together
 from autotp.comm.turn import Turn
-from autotp.driver.staging import Staging
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
 from autotp.ir.graph import outputs_of
 from autotp.ir.leaves import SEEDS
 from autotp.passes.decompose.counter_random import base_seed
+from autotp.passes.stages.balance import Staging
 from autotp.plans.plan import Plan
 from autotp.runtime import checkpoint
 from autotp.runtime.samples import NOTHING, Sample, sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotp.driver.staging import Staging
+from autotp.passes.stages.balance import Staging
 from autotp.plans.plan import Plan
 from autotp.text import amount, seconds
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from autotp.capture.packing import pack, unpack
-from autotp.driver.options import CaptureRequest
+from autotp.capture.request import CaptureRequest
 from autotp.ir.graph import Capture
 
 FOLDER = "AUTOTP_TEST_CAPTURES"  # set by the run

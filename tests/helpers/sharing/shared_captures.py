@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from autotp.driver import pipeline, schedule
 from autotp.ir.graph import Capture
-from autotp.runtime import module as runtime
 
 from .capture_files import once
 from .patches import Patches, Same
@@ -61,7 +60,7 @@ def shared_captures(on: bool = True) -> Iterator[None]:
         yield
         return
     sharing = _sharing(pipeline.prepare)
-    with patch.object(pipeline, "prepare", sharing), patch.object(runtime, "prepare", sharing), shared_solutions():
+    with patch.object(pipeline, "prepare", sharing), shared_solutions():
         _on = True
         try:
             yield

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from autotp.driver.options import CaptureRequest, Options, Steering
+from autotp.capture.request import CaptureRequest
+from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import capture_model, plan_stages, required_inputs
 from autotp.driver.staging import staging
 from autotp.errors import PlanError

@@ -11,14 +11,15 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
-from autotp.driver.options import CaptureRequest, Options
+from autotp.capture.request import CaptureRequest
+from autotp.driver.decoding.decoded import compared, explained
+from autotp.driver.decoding.simulated import Simulated
+from autotp.driver.decoding.tokens import Generated, calls_of
+from autotp.driver.options import Options
 from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.kernels.attention import attend, cached_attention
 from autotp.proof.both import Both
-from autotp.runtime.generation.decoded import compared, explained
-from autotp.runtime.generation.simulated import Simulated
-from autotp.runtime.generation.tokens import Generated, calls_of
 from tests.helpers.carried import CARRIED, Attention, tokens
 
 NEW, KEYS = 3, "past_key_values.layers.0.keys"

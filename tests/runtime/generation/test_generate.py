@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.pipelines import base
 
 import autotp
-from autotp.runtime import module
+from autotp.driver import pipeline as driver
 from benchmarks.helpers.doubled import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
@@ -43,7 +43,7 @@ def padded() -> dict[str, Tensor]:
 
 
 def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
-    with doubled(), torch.no_grad(), patch.object(module, "prepare", wraps=module.prepare) as captures:
+    with doubled(), torch.no_grad(), patch.object(driver, "prepare", wraps=driver.prepare) as captures:
         model, batch = llama(), padded()
         sharded: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group))
         options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
-from autotp.runtime import module
+from autotp.driver import pipeline
 
 TOKENS = 512
 
@@ -24,7 +24,7 @@ def test_512_tokens_after_one_capture_two_programs():
     prompt = torch.tensor([[5], [9]])  # so that the first past is of one token
     sharded: Any = autotp.compile(model, tp=1, example_inputs={"input_ids": prompt}, check_capture=False)
     counts: list[int] = []
-    with torch.no_grad(), patch.object(module, "prepare", wraps=module.prepare) as captures:
+    with torch.no_grad(), patch.object(pipeline, "prepare", wraps=pipeline.prepare) as captures:
 
         def counted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             counts.append(captures.call_count)

@@ -13,8 +13,7 @@ from autotp import compat
 from autotp.errors import InputError
 from autotp.inputs import CACHES, Inputs, bind
 from autotp.ir.named_states import Names, follow
-
-from .shell import shell
+from autotp.runtime.generation.shell import shell
 
 NO_CACHE = (
     "autotp.verify(generate={count}): {name} carries nothing from call to call that could be compared. Its class has "

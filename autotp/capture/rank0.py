@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from autotp.capture.packing import Unpackable, pack, unpack
 from autotp.comm.ranks import Ranks, broadcast, from_all, together
 from autotp.ir.graph import Capture
 from autotp.log import log
-from autotp.passes.base import run_passes
+from autotp.passes.base import Pass, run_passes
 
-from .schedule import schedule
+from .packing import Unpackable, pack, unpack
 
 T = TypeVar("T")
 RankKey = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
@@ -21,6 +20,7 @@ WHAT = "capturing the model"
 
 def capture_once(
     ranks: Ranks | None,
+    agreed: Sequence[Pass[Capture]],
     key: Callable[[], RankKey],
     make: Callable[[], tuple[Capture, T]],
     take: Callable[[Capture, T], tuple[Capture, T]] = lambda captured, rest: (captured, rest),
@@ -28,7 +28,7 @@ def capture_once(
     """A capture, the same on every rank: rank 0's, or each rank's own where they may differ. A collective call.
 
     Args:
-        ranks: None in one plain process.
+        ranks: None in one plain process. agreed: passes where every rank has captured for itself.
         key: all that a capture depends on; equal keys are equal captures.
         make: captures here, and gives with it what else came of that, which pickles.
         take: what this rank does with another's.
@@ -37,34 +37,38 @@ def capture_once(
         CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
     """
     if ranks is None or ranks.tp == 1:
-        return _own(ranks, make)
+        return _own(ranks, agreed, make)
     mine = together(ranks, WHAT, key)
     rank_keys = from_all(ranks, mine, "what a capture depends on")
     why = next((reason for word, reason in rank_keys if word is None), "")
     if why or len({word for word, _ in rank_keys}) > 1:
-        return _each(ranks, make, why or "what it depends on differs between the ranks")
+        return _each(ranks, agreed, make, why or "what it depends on differs between the ranks")
     own, error, message = _first(make) if ranks.rank == 0 else (None, None, None)
     data, why = broadcast(ranks, message)  # type: ignore[misc]
     if data is None:
-        return _each(ranks, lambda: _again(own, error, make), why)
+        return _each(ranks, agreed, lambda: _again(own, error, make), why)
     if ranks.rank:
         own, why = _as_own(data, ranks, take)
     if odd := next((x for x in from_all(ranks, why, WHAT) if x), ""):
-        return _each(ranks, lambda: _again(own, None, make), odd)
+        return _each(ranks, agreed, lambda: _again(own, None, make), odd)
     assert own is not None
     return own
 
 
-def _each(ranks: Ranks, make: Callable[[], tuple[Capture, T]], why: str) -> tuple[Capture, T]:
+def _each(
+    ranks: Ranks, agreed: Sequence[Pass[Capture]], make: Callable[[], tuple[Capture, T]], why: str
+) -> tuple[Capture, T]:
     """Every rank's own capture, and why there is not one for all."""
     log.info("every rank captures the model for itself: %s", why)
-    return _own(ranks, make)
+    return _own(ranks, agreed, make)
 
 
-def _own(ranks: Ranks | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
+def _own(
+    ranks: Ranks | None, agreed: Sequence[Pass[Capture]], make: Callable[[], tuple[Capture, T]]
+) -> tuple[Capture, T]:
     """Every rank's own capture, in one order."""
     captured, rest = together(ranks, WHAT, make)
-    run_passes(captured, schedule(ranks=ranks).agreed)
+    run_passes(captured, agreed)
     return captured, rest
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp.capture.request import CaptureRequest
 from autotp.capture.selfcheck import Trial, rounding
-from autotp.driver.options import CaptureRequest, Options
+from autotp.driver.options import Options
 from autotp.errors import AutoTPError, InputError
 from autotp.inputs import Inputs
 from autotp.ir.graph import short_name, tensors

@@ -12,11 +12,10 @@ from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
 from autotp.capture.copies import with_histories
+from autotp.capture.rank0 import capture_once
+from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
-from autotp.driver.once import capture_once
-from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
-from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve_plan
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
@@ -24,11 +23,14 @@ from autotp.ir.layouts import Layout
 from autotp.ir.precision import DELAYED
 from autotp.ir.program import Sharded
 from autotp.plans.plan import Plan
+from autotp.runtime import state
 from autotp.runtime.lower.lower import EAGER, Lowering
+from autotp.runtime.programs import Source
+from autotp.runtime.samples import few
 
-from . import state
-from .programs import Source
-from .samples import few
+from .options import Options
+from .pipeline import apply_plan, capture_key, capture_model, further, solve_plan
+from .schedule import schedule
 
 WEIGHTS = (
     "the weights that the model has (a few values of each are compared; give every rank the same ones, by one seed or "
@@ -96,11 +98,13 @@ class Build:
         source = Source(
             bare=skeleton(model, _device(self.ranks)),
             make=make,
+            capture=further,
+            agreed=schedule(ranks=self.ranks).agreed,
             ranks=self.ranks,
             tp=plan.tp,
             aliases=aliases(model),
             want=self.request,
-            lowering=self.lowering.priced(self.options.cluster, self.options.objective),
+            lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
             check=bool(self.check),
             sample=self.check is not False,
         )
@@ -142,7 +146,9 @@ def capture_on_ranks(
         return captured, notes
 
     of = model, inputs, device, check, request
-    return capture_once(ranks, partial(capture_key, *of), partial(capture_model, *of), take)
+    return capture_once(
+        ranks, schedule(ranks=ranks).agreed, partial(capture_key, *of), partial(capture_model, *of), take
+    )
 
 
 def _refuse_delayed(request: CaptureRequest, lowering: Lowering) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,31 +12,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp import compat
 from autotp.capture.capture import aliases, skeleton
+from autotp.capture.request import CaptureRequest, mode_of
 from autotp.comm.ranks import Ranks, agree, check_degree, together
 from autotp.cost import Cluster
-from autotp.driver.modes import mode_of
-from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
-from autotp.driver.pipeline import applied, prepare, required_inputs
-from autotp.driver.staging import Staging, found_units, staging
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.passes.decompose.losses import with_loss
 from autotp.passes.shard.pins import Pins
+from autotp.passes.stages.balance import Staging
 from autotp.passes.stages.cut import Piece, cut
 from autotp.passes.stages.units import stage_starts
 from autotp.plans.plan import Plan
-from autotp.runtime.build import Build
 from autotp.runtime.interop.refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.programs import Source
+from autotp.runtime.stages.feed import Feed
+from autotp.runtime.stages.modes import Modes
+from autotp.runtime.stages.part import StagedModule
+from autotp.runtime.stages.pipe import Grid, Pipe, tied_over_ranks
+from autotp.runtime.stages.sums import Sums
 
-from .feed import Feed
-from .modes import Modes
-from .part import StagedModule
-from .pipe import Grid, Pipe, tied_over_ranks
-from .pruned import pruned, unread
-from .sums import Sums
+from .build import Build
+from .options import Options, Steering, read_axis
+from .pipeline import applied, further, required_inputs
+from .schedule import schedule
+from .staging import found_units, staging
 
 ORDERS = ("loop", "v")
 
@@ -186,9 +187,9 @@ def _pipe(
     elsewhere = {n for n in model.state_dict() if first.get(n, n) not in mine}
     bare, options, request = skeleton(model, ranks.device), build.options, build.request
     source = Source(
-        bare=skeleton(part, ranks.device), make=_no_other, ranks=ranks, tp=plan.tp, aliases=aliases(part),
-        want=build.request, lowering=build.lowering.priced(build.options.cluster, build.options.objective),
-        sample=build.check is not False, whole=bare,
+        bare=skeleton(part, ranks.device), make=_no_other, capture=further, agreed=(), ranks=ranks, tp=plan.tp,
+        aliases=aliases(part), want=request, sample=build.check is not False, whole=bare,
+        lowering=build.lowering.priced(options.cluster, options.objective, schedule().rank),
     )  # fmt: skip
     module = StagedModule(part, plan, source)
     module._shards.elsewhere = frozenset(elsewhere)
@@ -203,7 +204,7 @@ def _pipe(
 
     def again(training: bool) -> tuple[Feed, list[Piece]]:
         bare.train(training)
-        other = prepare(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request=request)
+        other = further(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request)
         return Feed(bare, other), _pieces(other, plan, options, grid, division)
 
     modes = Modes(module, tuple(own), loss and grid.stages - 1 in own, grid.world, again)
@@ -224,3 +225,42 @@ def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, divisio
 
 def _no_other(*args: Any) -> Any:
     raise PlanError("stages run the one program that they were cut from. Make stages again for other inputs or modes.")
+
+
+def pruned(model: nn.Module, names: Collection[str], paths: Collection[str]) -> nn.Module:
+    """A shallow copy of a model; it shares the tensors that it has, and the model stays as it is.
+
+    Args:
+        names: of the parameters and buffers that it has, each under any of its names.
+        paths: of the modules that it has beside those that hold something.
+    """
+    first = aliases(model)
+    first_names = {first.get(n, n) for n in names}
+    tensors = {n for n, f in first.items() if f in first_names}
+    module_paths = {*paths, *(n.rpartition(".")[0] for n in tensors)}
+    homes = set(module_paths)
+    for path in module_paths:
+        homes |= {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
+    copies: dict[int, nn.Module] = {}
+
+    def part(module: nn.Module, path: str) -> nn.Module:
+        if id(module) not in copies:
+            new: Any = object.__new__(type(module))
+            copies[id(module)] = new
+            new.__dict__ = dict(vars(module))
+            inside = f"{path}." if path else ""
+            for table in ("_parameters", "_buffers"):
+                old = vars(module)[table]
+                # None, which forwards and descriptions ask for, in the place of what is held elsewhere.
+                new.__dict__[table] = dict.fromkeys(old) | {k: t for k, t in old.items() if inside + k in tensors}
+            children = {k: m for k, m in module._modules.items() if m is None or inside + k in homes}
+            new.__dict__["_modules"] = {k: m and part(m, inside + k) for k, m in children.items()}
+        return copies[id(module)]
+
+    return part(model, "")
+
+
+def unread(model: nn.Module, names: Collection[str]) -> set[str]:
+    """First names of the tensors of a model that no stage reads: the first stage holds them, for checkpoints."""
+    first = aliases(model)
+    return set(first.values()) - {first.get(n, n) for n in names}

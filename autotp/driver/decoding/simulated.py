@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering
-from autotp.driver.modes import mode_of
-from autotp.driver.options import CaptureRequest, Options
-from autotp.driver.pipeline import apply_plan, prepare
+from autotp.capture.request import CaptureRequest, mode_of
+from autotp.driver.options import Options
+from autotp.driver.pipeline import apply_plan, further
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
@@ -28,11 +28,11 @@ from autotp.plans.plan import Plan
 from autotp.proof.both import Both
 from autotp.proof.simulate import double, real, weights_of
 from autotp.runtime.call_key import form
+from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.generation.carrying import Carriers
 from autotp.runtime.programs import Program
 
-from .arguments import Arguments
 from .as_run import as_it_runs
-from .carrying import Carriers
 
 CPU = torch.device("cpu")
 
@@ -160,7 +160,7 @@ class Simulated:
         bare = skeleton(self.bare, CPU)
         inputs = form(self.bare.get_submodule(call.entry), self._as_in_the_model(call), call.spec)[1]
         with entering(bare, call.entry):
-            return prepare(bare, inputs, CPU, mode_of(bare.modules(), CPU), request=self.request)
+            return further(bare, inputs, CPU, mode_of(bare.modules(), CPU), self.request)
 
     def _as_in_the_model(self, call: Arguments) -> list[Any]:
         """The leaves of a call with the dtypes that the model itself would give and take."""

@@ -1,0 +1,123 @@
+"""Request of a capture, and the mode that the modules, gradients and autocast are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.cost import Cluster
+from autotp.errors import InputError
+from autotp.ir.named_states import Names, read_carried
+from autotp.ir.precision import Precision
+from autotp.plans.estimates import ALONE, Axis
+
+from .grad_mode import GRAD, grad_mode
+
+TRAINING, PARAMETERS = attrgetter("training"), attrgetter("_parameters")
+DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """What a capture is to be.
+
+    Attributes:
+        dp: number of slices of the batch, of which one is captured; `cp`: likewise of every sequence.
+        inner: with cp, number of tp ranks, which split heads before it does; `cluster`: that prices it.
+        outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
+        random: what draws random numbers: "counter", or "torch".
+        carried: which outputs come back as which inputs.
+        precision: of large products; None for the model's own.
+    """
+
+    dp: int = 1
+    outputs: str = "full"
+    random: str = "counter"
+    carried: Names = ()
+    precision: Precision | None = None
+    cp: int = 1
+    inner: int = 1
+    cluster: Cluster | None = None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The arguments that come back from the call before."""
+        return tuple(name for _, name in self.carried)
+
+    @classmethod
+    def read(
+        cls, axis: Axis | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
+        precision: Any = None,
+    ) -> CaptureRequest:  # fmt: skip
+        """The request that a public function's arguments make, checked.
+
+        Args:
+            axis: beside tp; of dp its size does. outputs, random, carried, precision: see `autotp.compile`.
+        """
+        _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
+        _refuse_unknown("random", random, ("counter", "torch"))
+        axis = Axis(axis) if isinstance(axis, int) else axis
+        dp, cp = (axis.size, 1) if axis.name == "dp" else (1, axis.size)
+        names = read_carried(carried)
+        if names and cp > 1:
+            raise InputError("carried= with cp: what comes back from a call is not dealt along the sequence. Use cp=1.")
+        return cls(dp, outputs, random, names, Precision.read(precision), cp)
+
+    def within(self, tp: int, cluster: Cluster) -> CaptureRequest:
+        """Copy it for the tp ranks and the cluster of a plan, which matter with cp alone."""
+        return self if self.cp == 1 else replace(self, inner=tp, cluster=cluster)
+
+
+DEFAULT_CAPTURE = CaptureRequest()
+
+
+def _refuse_unknown(what: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, choices))}.")
+
+
+def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
+    """What a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
+    gradients, which parameters are trained, and the autocast dtype."""
+    modules = list(modules)
+    return mode_with(shortened(list(map(TRAINING, modules))), modules, parameters_of(modules), device)
+
+
+def mode_with(
+    training: Any, modules: Iterable[nn.Module], parameters: list[nn.Parameter], device: torch.device
+) -> Mode:  # fmt: skip
+    """Likewise, of modules whose training flags and parameters are known."""
+    dtypes = set(map(DTYPE, parameters))  # mostly one, found fast
+    kinds = shortened([*filter(None, map(_dtypes, modules))]) if len(dtypes) > 1 else tuple(dtypes)
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    grad = grad_mode()
+    trained = shortened(list(map(REQUIRES_GRAD, parameters))) if grad == GRAD else ()
+    return training, kinds, grad, trained, autocast
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Those that the modules themselves hold: asked for before every call, so by loops of the interpreter's own."""
+    tables = map(dict.values, map(PARAMETERS, modules))
+    return [p for p in chain.from_iterable(tables) if p is not None]
+
+
+def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
+    return tuple({p.dtype: None for p in module._parameters.values() if p is not None})
+
+
+def serves(state: Mode, mode: Mode) -> bool:
+    """Whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
+    grad_modes = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
+    return state[:2] == mode[:2] and grad_modes and state[4] == mode[4]
+
+
+def shortened(values: list[Any]) -> Any:
+    """A short form of what is mostly the same everywhere."""
+    return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
