@@ -174,8 +174,7 @@ def compile(
     plan: Plan | None = None,
     pins: Pins | None = None,
     cluster: str | Cluster | None = None,
-    objective: str = "training",
-    optimizer: str = "adamw",
+    objective: str = "training", optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False, band: float = BAND,
@@ -223,8 +222,8 @@ def compile(
     ranks, settings = _ranks(plan, tp, mesh, axis, steering)
     inputs = _examples(model, example_inputs, axis, ranks)
     refuse_late(axis, inputs)
-    request = request.within(settings.tp, settings.cluster)
-    build = Build(model, ranks, settings, request, lowering, plan, check, check_capture, captured)
+    wanted = request.within(settings.tp, settings.cluster)
+    build = Build(model, ranks, settings, wanted, lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 

@@ -27,11 +27,11 @@ from autotp.passes.base import Pass, run_passes
 from .attempts import ATTEMPTS, STATIC, Change, Failure, attempt_errors, worth_trying
 from .causes import Cause
 from .copies import copied
-from .export import Attempt, lengths
-from .grad_mode import GRAD, GradModeAnswers
+from .export import Attempt, GradModeAnswers, lengths
 from .messages import capture_error
 from .refusals import HiddenState, refuse_hidden_state
 from .repeated_blocks import Repeats
+from .request import GRAD
 from .selfcheck import Trial
 
 

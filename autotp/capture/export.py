@@ -7,9 +7,10 @@ import io
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -27,10 +28,64 @@ from autotp.passes.canonicalise.functionalise import regions
 from .carrying import carries, carrying, forwarding, is_number
 from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
-from .grad_mode import GradModeAnswers
 from .plain_types import files_of, plain_values
 from .refusals import Stores, attributes_written, refuse_gradients, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
+from .request import GRAD, INFERENCE
+
+
+@dataclass
+class GradModeAnswers:
+    """Answers to a traced forward that asks for the grad mode; gradients are recorded anyway, to see its own regions.
+
+    Attributes:
+        mode: the grad mode around the forward. asks: whether it asked; `tensors`: whether it asked a tensor.
+    """
+
+    mode: str = GRAD
+    asks: bool = False
+    tensors: bool = False
+
+    @contextmanager
+    def answered(self, files: Sequence[dict[str, Any]] = ()) -> Iterator[None]:
+        """Let a forward find that mode; torch and this library find what is.
+
+        `files` are what the model's files name: `from torch import is_grad_enabled` is a name there.
+        """
+
+        def answering(name: str, answer: Callable[[bool], bool]) -> Iterator[Any]:
+            own: Callable[[], bool] = getattr(torch, name)
+
+            def ask() -> bool:
+                if _library(sys._getframe(1)):
+                    return own()
+                self.asks = True
+                return answer(own())
+
+            yield mock.patch.object(torch, name, ask)
+            for file in files:
+                yield mock.patch.dict(file, {n: ask for n, value in file.items() if value is own})
+
+        enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
+        inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
+        with ExitStack() as stack:
+            stack.enter_context(compat.tables_of_dynamo())
+            for each in [*enabled, *inference, mock.patch.object(Tensor, "requires_grad", self._of_tensors())]:
+                stack.enter_context(each)
+            yield
+
+    def _of_tensors(self) -> property:
+        """`Tensor.requires_grad` as the forward finds it: of what it computes, no where no gradients are recorded."""
+        own: Any = Tensor.requires_grad
+
+        def read(tensor: Tensor) -> bool:
+            own_flag = own.__get__(tensor)
+            if _library(sys._getframe(1)):
+                return own_flag
+            self.asks = self.tensors = True
+            return own_flag and (self.mode == GRAD or tensor.is_leaf)
+
+        return property(read, own.__set__)
 
 
 @dataclass
@@ -258,3 +313,8 @@ def regions_kept() -> AbstractContextManager[None]:
             del stack[key]
 
     return compat.checkpoints_as(region)
+
+
+def _library(frame: FrameType) -> bool:
+    """Return whether torch or this library runs there, and no model."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp")

@@ -17,8 +17,7 @@ from autotp.ir.named_states import Names, read_carried
 from autotp.ir.precision import Precision
 from autotp.plans.estimates import ALONE, Axis
 
-from .grad_mode import GRAD, grad_mode
-
+GRAD, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 TRAINING, PARAMETERS = attrgetter("training"), attrgetter("_parameters")
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
@@ -81,6 +80,13 @@ DEFAULT_CAPTURE = CaptureRequest()
 def _refuse_unknown(what: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, choices))}.")
+
+
+def grad_mode() -> str:
+    """The grad mode that is on: `GRAD`, `NO_GRAD` or `INFERENCE`."""
+    if torch.is_inference_mode_enabled():
+        return INFERENCE
+    return GRAD if torch.is_grad_enabled() else NO_GRAD
 
 
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:

@@ -14,6 +14,8 @@ from autotp.capture.selfcheck import Trial
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
+from autotp.driver.decoding.decoded import decoded
+from autotp.driver.decoding.tokens import check_count
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -27,8 +29,6 @@ from autotp.proof.compare import Difference, Report, compare
 from autotp.proof.grid import GridProof
 from autotp.proof.simulate import Values
 
-from .decoding.decoded import decoded
-from .decoding.tokens import check_count
 from .options import Options, Steering, read_axis
 from .pipeline import apply_plan, capture_model, required_inputs, solve_plan
 

@@ -196,7 +196,7 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
         values, keywords = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
             value = function(*values, **keywords)
-        # As torch.export leaves it: a view that holds its base has no form in bytes (`capture/packing.py`).
+        # As torch.export leaves it: a view that holds its base has no form in bytes (`capture/rank0.py`).
         new.meta["val"] = compat.tree_map_only(Tensor, Tensor.detach, value)
         return new
 

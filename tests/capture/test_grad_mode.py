@@ -10,7 +10,8 @@ from torch import Tensor, is_grad_enabled, nn
 
 import autotp
 from autotp import compat
-from autotp.capture.grad_mode import GRAD, GradModeAnswers
+from autotp.capture.export import GradModeAnswers
+from autotp.capture.request import GRAD
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

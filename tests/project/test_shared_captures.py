@@ -12,7 +12,7 @@ from torch import nn
 
 import autotp
 from autotp.capture.capture import skeleton
-from autotp.capture.packing import pack, unpack
+from autotp.capture.rank0 import pack, unpack
 from autotp.cost.solver import solve as solver
 from autotp.driver import pipeline, schedule
 from autotp.inputs import Inputs

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import autotp
-from autotp.capture.packing import pack, unpack
+from autotp.capture.rank0 import pack, unpack
 from autotp.capture.request import CaptureRequest
 from autotp.comm import conversions
 from autotp.driver.pipeline import capture_model

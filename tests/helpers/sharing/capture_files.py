@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autotp.capture.packing import pack, unpack
+from autotp.capture.rank0 import pack, unpack
 from autotp.capture.request import CaptureRequest
 from autotp.ir.graph import Capture
 
