@@ -78,7 +78,7 @@ def plan(
         model: any `nn.Module`; on the meta device too.
         tp: number of ranks; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those that
             fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
-        devices: price every pp x dp x cp x tp of so many instead, for training (docs/choosing.md); with `tp` those alone.
+        devices: price every pp x dp x cp x tp of so many, for training (docs/choosing.md); with `tp` those alone.
         global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; transformers' may go without.
             With `devices` they are one micro-batch.
@@ -222,8 +222,8 @@ def compile(
     ranks, settings = _ranks(plan, tp, mesh, axis, steering)
     inputs = _examples(model, example_inputs, axis, ranks)
     refuse_late(axis, inputs)
-    wanted = request.within(settings.tp, settings.cluster)
-    build = Build(model, ranks, settings, wanted, lowering, plan, check, check_capture, captured)
+    of_plan = request.within(settings.tp, settings.cluster)
+    build = Build(model, ranks, settings, of_plan, lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 
