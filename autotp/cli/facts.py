@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from autotp import __version__
-from autotp.comm.peers import unavailable
+from autotp.comm.sockets import unavailable
 from autotp.cost.machines.presets import PRESETS
 from autotp.cost.machines.this_machine import memory, processor
 

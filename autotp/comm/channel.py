@@ -2,21 +2,20 @@
 
 Ranks take turns: in each, every rank sends one message to every other and takes one from each. Messages are of any kind
 and length, so ranks that do different things meet here, and hear of it, where two collectives that do not fit would
-hang, abort the process, or give numbers. A turn tells who is late, who has gone, and who has left a call.
+hang, abort the process, or give numbers. Two ranks have one connection: the one that is silent says who is late, the
+one that is closed who has gone, and what a rank did last is its turn before, on which all had agreed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
 import socket
 import struct
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,10 +26,9 @@ from torch.distributed import ProcessGroup
 from autotp.errors import RankError
 from autotp.log import log
 
-from .sockets import Peers
-
+WIDEST = 200  # characters of one rank's value in a message
 WAIT = "AUTOTP_WAIT_LOG_S"  # seconds of waiting after which it is logged
-GRACE = 2.0  # seconds that a rank is given to answer, or to be seen to end
+GRACE = 2.0  # seconds in which a rank is seen to end, or to leave what has failed
 MOMENT = 0.05  # seconds in which a rank that is in step has sent its message
 SEND = 60.0  # seconds that sending may take: as good as never
 FIXED = 1024  # bytes of a message that goes as a collective
@@ -52,7 +50,8 @@ class Link:
 
     Attributes:
         peer: the socket. rank: the other one's, in the world.
-        turn: number of the latest turn of the two; departure: of that at which the other one left what it was doing.
+        turn: number of the latest turn of the two; departure: of that at which either left what it was doing.
+        last: the latest turn that both came to, in words.
         absent: whether its process has ended. channels: how many use it.
     """
 
@@ -60,6 +59,7 @@ class Link:
     rank: int
     turn: int = 0
     departure: int = -1
+    last: str = ""
     absent: bool = False
     channels: int = 0
     buffer: bytearray = field(default_factory=bytearray)
@@ -71,26 +71,26 @@ class Link:
             kind: `SAYS`, or `LEAVES` where this rank leaves what the turn would be of.
         """
         self.turn += 1
+        if kind == LEAVES:
+            self.departure = self.turn
         try:
             _send(self.peer, FRAME.pack(len(message), self.turn, kind) + message)
         except OSError:
             self.absent = True
 
     def next(self) -> tuple[int, bytes] | None:
-        """Kind and text of this turn's message, if it has come; what an interrupted turn left is dropped."""
-        while (size := self._complete()) is not None:
-            length, turn, kind = FRAME.unpack_from(self.buffer)
-            message = bytes(self.buffer[FRAME.size : size])
-            del self.buffer[:size]
-            if turn >= self.turn:
-                self.turn = turn
-                if kind == LEAVES:
-                    self.departure = turn
-                return kind, message
-        return None
+        """Take kind and text of this turn's message, if it has come."""
+        if not self.holds():
+            return None
+        length, self.turn, kind = FRAME.unpack_from(self.buffer)
+        message = bytes(self.buffer[FRAME.size : FRAME.size + length])
+        del self.buffer[: FRAME.size + length]
+        if kind == LEAVES:
+            self.departure = self.turn
+        return kind, message
 
     def receive(self) -> bool:
-        """Take what has come, without waiting; whether the other end is still there."""
+        """Take what has come, without waiting; return whether the other end is still there."""
         try:
             data = self.peer.recv(65536)
         except BlockingIOError:
@@ -102,15 +102,15 @@ class Link:
         return bool(data)
 
     def holds(self) -> bool:
-        """Whether a whole message has come."""
-        return self._complete() is not None
-
-    def _complete(self) -> int | None:
-        """Bytes of the first message, where all of them are there."""
-        if len(self.buffer) < FRAME.size:
-            return None
-        size = FRAME.size + FRAME.unpack_from(self.buffer)[0]
-        return size if len(self.buffer) >= size else None
+        """Return whether this turn's message has come; what an interrupted turn left is dropped."""
+        while len(self.buffer) >= FRAME.size:
+            length, turn, _ = FRAME.unpack_from(self.buffer)
+            if len(self.buffer) < FRAME.size + length:
+                return False
+            if turn >= self.turn:
+                return True
+            del self.buffer[: FRAME.size + length]
+        return False
 
 
 class Channel:
@@ -119,9 +119,8 @@ class Channel:
     Attributes:
         rank, size: this process's place in the group.
         timeout: gives the group's time-out in seconds, which may be changed at any time.
-        links: connections to the other ranks, by rank; asks: further ones, for questions and answers.
-        doing: what this rank is about to do or does, in words; since when; and in which thread.
-        running: whether it does that by now.
+        links: connections to the other ranks, by rank.
+        doing: what this rank is about to do or does, in words; began: since when; running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
         around: channels of more axes, which have all its ranks and others beside them.
         room: bytes of a message that every connection holds, so that none waits for a reader.
@@ -129,14 +128,12 @@ class Channel:
 
     room = 1 << 15
 
-    def __init__(self, rank: int, size: int, timeout: Callable[[], float], links: dict[int, Link], asks: Peers) -> None:
-        self.rank, self.size, self.timeout, self.links, self.asks = rank, size, timeout, links, asks
-        self.doing: tuple[str, float, int] = ("before the first call", time.monotonic(), threading.get_ident())
-        self.running = False
+    def __init__(self, rank: int, size: int, timeout: Callable[[], float], links: dict[int, Link]) -> None:
+        self.rank, self.size, self.timeout, self.links = rank, size, timeout, links
+        self.doing, self.began, self.running = "first call", 0.0, False
         self.modules = 0
         self.group, self.axes = "", "tp"
         self.around: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         for link in links.values():
             link.channels += 1
 
@@ -160,7 +157,7 @@ class Channel:
         Raises:
             RankError: a rank has ended, did not come within the group's time-out, or left what it was doing.
         """
-        self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
+        self.doing, self.running = what, False
         for link in self.links.values():
             link.send(SAYS, message)
         messages, causes = [], {}
@@ -174,13 +171,14 @@ class Channel:
             messages.append(text)
         if causes:
             raise self.left_error(what, causes)
-        self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
+        for link in self.links.values():
+            link.last = what
+        self.began, self.running = time.monotonic(), True
         return messages
 
     def leave(self) -> None:
-        """Say that what the last turn was for is done."""
-        if self.running:
-            self.doing, self.running = (self.doing[0], time.monotonic(), self.doing[2]), False
+        """Note that what the last turn was for is done."""
+        self.running = False
 
     def _receive(self, rank: int, what: str) -> tuple[int, bytes]:
         """The message of this turn from one rank."""
@@ -210,31 +208,27 @@ class Channel:
             raise self.error(what, self.ended(), "ended")
         return link.next()
 
-    def _late(self, first: int) -> list[int]:
+    def late(self) -> list[int]:
         """The ranks of which no message of this turn has come."""
-        late = []
-        for rank, link in self.links.items():
-            if rank >= first:
-                link.receive()
-                late += [] if link.holds() else [rank]
-        return late
+        for link in self.links.values():
+            link.receive()
+        return [rank for rank, link in self.links.items() if not link.holds()]
 
     def _notice(self, rank: int, what: str, waited: float) -> None:
         """Log for whom this rank waits."""
-        late = self._late(rank)
-        if late:
-            answers = self.answers(late)
+        if late := [other for other in self.late() if other >= rank]:  # what those before it said is taken
             log.warning(
-                "rank %d of %d has waited %.0f s at the %s, for %s", self.rank, self.size, waited, what, answers
+                "rank %d of %d has waited %.0f s at the %s, for %s", self.rank, self.size, waited, what, self.last(late)
             )
 
-    def answers(self, ranks: Sequence[int]) -> str:
-        """The answers of these ranks to what they are doing."""
-        replies = self.ask([r for r in ranks if r not in self.absent])
-        return "; ".join(
-            f"rank {r}, which has ended" if r in self.absent else f"rank {r}, {replies.get(r, 'which does not answer')}"
-            for r in ranks
-        )
+    def last(self, ranks: Sequence[int]) -> str:
+        """The latest turn of each of these ranks in words."""
+        texts = []
+        for rank in ranks:
+            link = self.links.get(rank)  # there is none where ranks cannot connect
+            turn = f"whose latest turn was the {link.last}" if link and link.last else "which has come to no turn yet"
+            texts.append(f"rank {rank}, {'which has ended' if rank in self.absent else turn}")
+        return "; ".join(texts)
 
     def ended(self, grace: float = GRACE) -> list[int]:
         """The ranks whose process has ended, as far as that is seen within a moment."""
@@ -246,13 +240,20 @@ class Channel:
                 return sorted(self.absent)
             time.sleep(0.02)
 
+    def silent(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks of which nothing comes within a moment."""
+        end = time.monotonic() + GRACE
+        while (late := [rank for rank in self.late() if rank in ranks]) and time.monotonic() < end:
+            time.sleep(0.02)
+        return late
+
     def error(self, what: str, ranks: Sequence[int], how: str) -> RankError:
         """The error for ranks that are not there."""
         names = f"{self.axes} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        doing = "" if how == "ended" else f"\n  {self.answers(ranks)}"
+        last = "" if how == "ended" else f"\n  {self.last(ranks)}"
         at = "in" if self.running else "at"
         return RankError(
-            f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it {at} the {what}.{doing}\n"
+            f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it {at} the {what}.{last}\n"
             "Look at what that rank printed last; a job launcher such as torchrun ends all ranks when one fails."
         )
 
@@ -270,14 +271,11 @@ class Channel:
             link.channels -= 1
             if not link.channels:
                 link.peer.close()
-        for peer in self.asks.values():
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)  # whoever reads them sees that, and closes them
 
     def drop(self) -> None:
         """Let go of the connections in a process that only inherited them."""
-        for peer in [*(link.peer for link in self.links.values()), *self.asks.values()]:
-            peer.close()
+        for link in self.links.values():
+            link.peer.close()
 
 
 def _send(peer: socket.socket, data: bytes) -> None:
@@ -291,7 +289,7 @@ def _send(peer: socket.socket, data: bytes) -> None:
 
 
 def _ready(peer: socket.socket, seconds: float, event: int = select.POLLIN) -> bool:
-    """Wait until something has come, or the connection has ended; whether that was within so many seconds."""
+    """Wait until something has come, or the connection has ended; return whether that was within so many seconds."""
     if peer.fileno() < 0:
         return True  # closed on this side: whoever reads it sees that
     poll = select.poll()
@@ -300,7 +298,7 @@ def _ready(peer: socket.socket, seconds: float, event: int = select.POLLIN) -> b
 
 
 def _closed(peer: socket.socket) -> bool:
-    """Whether the other end is closed; messages that wait to be read stay."""
+    """Return whether the other end is closed; messages that wait to be read stay."""
     try:
         return not peer.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -317,20 +315,46 @@ class Collective(Channel):
     def __init__(
         self, rank: int, size: int, timeout: Callable[[], float], group: ProcessGroup, device: torch.device
     ) -> None:
-        super().__init__(rank, size, timeout, {}, {})
+        super().__init__(rank, size, timeout, {})
         self._group, self._device = group, device
 
     def exchange(self, what: str, message: bytes) -> list[bytes]:
         """Every rank's message, by rank, as one all-gather."""
-        self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
+        self.doing, self.running = what, False
         head = struct.pack("!H", min(len(message), FIXED - 2)) + message[: FIXED - 2]
         mine = torch.frombuffer(bytearray(head.ljust(FIXED, b"\0")), dtype=torch.uint8).to(self._device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self._group)
-        self.running = True
+        self.began, self.running = time.monotonic(), True
         return [_unpadded(x) for x in everyone]
 
 
 def _unpadded(x: Tensor) -> bytes:
     data = x.cpu().numpy().tobytes()
     return data[2 : 2 + struct.unpack_from("!H", data)[0]]
+
+
+def by_value(values: Sequence[str]) -> str:
+    """Which ranks have which value: `ranks 0-2: abc, rank 3: def`."""
+    return ", ".join(
+        f"{rank_list([rank for rank, other in enumerate(values) if other == value])}: {_short(value)}"
+        for value in dict.fromkeys(values)
+    )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2`, `ranks 0, 2-4`; `ranks` ascend."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    ranges = []
+    for first, last in runs:
+        ranges.append(str(first) if first == last else f"{first}-{last}")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranges)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."

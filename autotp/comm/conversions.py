@@ -17,7 +17,8 @@ from torch import Tensor
 
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
-from autotp.ir.specs import Spec
+from autotp.ir.runs import Runs
+from autotp.ir.specs import INVARIANT, REPLICATED, Spec
 from autotp.ir.wire import packed, unpacked
 
 from . import collectives
@@ -282,6 +283,32 @@ ungroup_p = _function("G", "P")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
 
+def f_bucket(
+    tensors: Sequence[Tensor], *, rank: int, tp: int, group: str, reduces: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """The conversion f of several small tensors: nothing is sent forward; backward one all-reduce for each dtype.
+
+    They are copied into one flat tensor, which f converts; a function over any number of tensors is nothing that Dynamo
+    traces (torch 2.13).
+
+    Args:
+        tensors: what this rank holds, the same on every rank.
+        rank, tp, group: this process on the axis, and the group's name. reduces: see `f`.
+
+    Returns:
+        The same tensors; each rank's gradient of one is a summand. Those that need no gradient pass.
+    """
+    out = list(tensors)
+    graded = torch.is_grad_enabled()
+    for dtype in dict.fromkeys([t.dtype for t in tensors if graded and t.requires_grad]):
+        at = [i for i, t in enumerate(tensors) if t.requires_grad and t.dtype == dtype]
+        flat = torch.cat([tensors[i].flatten() for i in at])
+        flat = f(flat, INVARIANT, REPLICATED, rank=rank, tp=tp, group=group, reduces=reduces)
+        for i, part in zip(at, flat.split([tensors[i].numel() for i in at]), strict=True):
+            out[i] = part.view(tensors[i].shape)
+    return tuple(out)
+
+
 # Those that change the gradient's layout alone: without gradients a value is what it was.
 KEEPS = frozenset(
     FUNCTIONS[k.name] for k in KINDS.values() if k.primitive is None and k.pre is nothing and k.post is nothing
@@ -291,6 +318,11 @@ KEEPS = frozenset(
 SUMS = frozenset(
     FUNCTIONS[k.name] for k in KINDS.values() if k.primitive == "all_reduce" and k.pre is nothing and k.post is nothing
 )
+
+
+def local_size(runs: Runs, *, rank: int, tp: int) -> int:
+    """Elements of a dealt dimension that `rank` owns."""
+    return runs.local(rank, tp)
 
 
 def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:

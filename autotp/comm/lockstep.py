@@ -25,11 +25,9 @@ from autotp import compat
 from autotp.errors import RankError
 from autotp.log import log
 
-from . import waiting
-from .channel import Channel, Collective, Link
+from .channel import Channel, Collective, Link, by_value
 from .sockets import Peers, connected
-from .turn import CAUSE, Turn, forked, joined, release
-from .wording import by_value
+from .turn import CAUSE, Turn, depart, forked, joined, release
 
 WHAT = 160  # characters of what a rank is about to do
 MOST = 64  # ranks that are all connected to each other
@@ -70,9 +68,7 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
             log.warning("the ranks cannot connect to each other: none will say which one it waits for")
             channel = Collective(rank, size, timeout, group, device)
         else:
-            turns, asks = peers
-            channel = Channel(rank, size, timeout, _links(group, turns, size), asks)
-            waiting.watch(channel)
+            channel = Channel(rank, size, timeout, _links(group, peers, size))
         _place(channel)
         _open[group] = _by_name[group.group_name] = channel
         channel.group, channel.axes = group.group_name, axes
@@ -215,15 +211,17 @@ def lost(error: Exception, group: str) -> None:
     channel = _by_name.get(group)
     if channel is None or isinstance(error, torch.OutOfMemoryError) or not COMMUNICATION.search(str(error)):
         return
-    what = channel.doing[0]
+    what = channel.doing
     absent = channel.ended()
     if absent and not LATE.search(str(error)):
         raise channel.error(what, absent, "ended") from error
-    others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in absent]
-    replies = channel.ask(others)
-    silent = [rank for rank in others if rank not in replies]  # one that was late ended others, which name it too
+    # Whoever was in the collective sees it fail too, and leaves: one that is silent was late, and ended it for all.
+    gone = {*absent, *(rank for rank, link in channel.links.items() if link.departure == link.turn)}
+    depart(f"the {what}, by {type(error).__name__}: {error}", channel)
+    silent = channel.silent({*channel.links} - gone)
     if absent and not silent:
         raise channel.error(what, absent, "ended") from error
+    others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in absent]
     raise channel.error(what, silent or others, "did not come to a collective in time") from error
 
 
@@ -244,7 +242,7 @@ def whole_backward() -> Iterator[None]:
                 recover()
             under_way = [channel for channel in list(_open.values()) if channel.running]
             if under_way and isinstance(error, RuntimeError) and not isinstance(error, RankError):
-                lost(error, max(under_way, key=lambda channel: channel.doing[1]).group)
+                lost(error, max(under_way, key=lambda channel: channel.began).group)
             raise
 
 

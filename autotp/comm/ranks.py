@@ -24,9 +24,8 @@ from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
 
-from .channel import Channel
+from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
-from .wording import by_value, rank_list
 
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

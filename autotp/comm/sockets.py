@@ -1,9 +1,8 @@
-"""Connections between ranks, beside the collectives of their process groups.
+"""Connections between ranks beside the collectives of their process groups, and memory that they can all read.
 
-Two ranks have one for their turns, in whatever groups they meet, and in each group one for questions and answers.
-
-Ranks of one machine meet on its loopback address. Elsewhere a rank listens on the address by which it reaches the
-master, as routing has it. Who connects shows a secret that went through the process group.
+Two ranks have one for their turns, in whatever groups they meet. Ranks of one machine meet on its loopback address.
+Elsewhere a rank listens on the address by which it reaches the master, as routing has it. Who connects shows a secret
+that went through the process group.
 """
 
 from __future__ import annotations
@@ -15,23 +14,22 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autotp.errors import RankError
 
-ROLES = 2  # turns, and questions with their answers
 LIMIT = 10.0  # seconds that making a connection may take
-HELLO = struct.Struct("!32sIB")  # the secret, the rank that connects, the role
+HELLO = struct.Struct("!32sI")  # the secret, the rank that connects
 
 Peers = dict[int, socket.socket]
 
 
-def connected(group: ProcessGroup, rank: int, size: int) -> list[Peers] | None:
-    """The connections of this rank, for each role one to each other rank. A collective call.
+def connected(group: ProcessGroup, rank: int, size: int) -> Peers | None:
+    """The connections of this rank, one to each other rank. A collective call.
 
     Args:
         group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
@@ -45,51 +43,43 @@ def connected(group: ProcessGroup, rank: int, size: int) -> list[Peers] | None:
         if server is not None:
             stack.enter_context(server)
         addresses = _gathered(group, size, None if server is None else (*server.getsockname()[:2], secret))
-        roles: list[Peers] = [{} for _ in range(ROLES)]
-        fine = None not in addresses and _meet(roles, server, addresses, rank, size)
+        peers: Peers = {}
+        fine = None not in addresses and _meet(peers, server, addresses, rank, size)
         if all(_gathered(group, size, fine)):
-            return roles
-    for peers in roles:
-        for peer in peers.values():
-            peer.close()
+            return peers
+    for peer in peers.values():
+        peer.close()
     return None
 
 
-def _meet(roles: list[Peers], server: Any, addresses: list[Any], rank: int, size: int) -> bool:
+def _meet(peers: Peers, server: Any, addresses: list[Any], rank: int, size: int) -> bool:
     """Connect to the ranks before this one, and be connected to by those after it; whether all of them came."""
     try:
         for other in range(rank):
             host, port, secret = addresses[other]
-            for role in range(ROLES):
-                roles[role][other] = socket.create_connection((host, port), timeout=LIMIT)
-                roles[role][other].sendall(HELLO.pack(secret, rank, role))
+            peers[other] = socket.create_connection((host, port), timeout=LIMIT)
+            peers[other].sendall(HELLO.pack(secret, rank))
         end = time.monotonic() + LIMIT
-        while any(len(peers) < size - 1 for peers in roles):
+        while len(peers) < size - 1:
             server.settimeout(max(0.01, end - time.monotonic()))
-            _welcome(roles, server.accept()[0], addresses[rank][2])
+            _welcome(peers, server.accept()[0], addresses[rank][2])
     except OSError:
         return False
-    for peer in _all(roles):
+    for peer in peers.values():
         _prepare(peer)
     return True
 
 
-def _welcome(roles: list[Peers], peer: socket.socket, secret: bytes) -> None:
+def _welcome(peers: Peers, peer: socket.socket, secret: bytes) -> None:
     """Keep a connection of a rank of this group; drop a stranger's."""
     peer.settimeout(LIMIT)
     hello = b""
     while len(hello) < HELLO.size and (more := peer.recv(HELLO.size - len(hello))):
         hello += more
     if len(hello) == HELLO.size and hmac.compare_digest(hello[:32], secret):
-        _, other, role = HELLO.unpack(hello)
-        roles[role][other] = peer
+        peers[HELLO.unpack(hello)[1]] = peer
     else:
         peer.close()
-
-
-def _all(roles: list[Peers]) -> Iterator[socket.socket]:
-    for peers in roles:
-        yield from peers.values()
 
 
 def _prepare(peer: socket.socket) -> None:
@@ -132,6 +122,27 @@ def _address() -> str:
 
 def _listening(address: str, size: int) -> socket.socket | None:
     try:
-        return socket.create_server((address, 0), backlog=ROLES * size) if address else None
+        return socket.create_server((address, 0), backlog=size) if address else None
     except OSError:
         return None
+
+
+def unavailable(device: torch.device, tp: int) -> str:
+    """Why symmetric memory cannot serve these ranks here; empty where it can.
+
+    Args:
+        device: of this rank. tp: how many ranks share memory.
+    """
+    if device.type != "cuda":
+        return f"it is for CUDA devices linked by NVLink, and this is {device.type}"
+    if tp > int(os.environ.get("LOCAL_WORLD_SIZE", tp)):
+        return "the tp ranks span nodes"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPUs are older than Ampere"
+    here, count = device.index or 0, torch.cuda.device_count()
+    if not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here):
+        return "not every GPU can read every other's memory"
+    from autotp import compat  # noqa: PLC0415  only here: it takes longer than torch, and `autotp doctor` asks too
+
+    supported = compat.has_symmetric_memory()
+    return "" if supported else f"torch {torch.__version__} has no fused symmetric-memory operators"

@@ -62,7 +62,7 @@ class Turn(ContextDecorator):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None and _now.depth == 1:
-                _leave(f"{self.what}, by {type(error).__name__}: {error}")
+                depart(f"{self.what}, by {type(error).__name__}: {error}")
         finally:
             _now.depth -= 1
             if not _now.depth:
@@ -117,14 +117,19 @@ def release() -> tuple[BaseException | None, int]:
     return error, _now.hook_changes
 
 
-def _leave(text: str) -> None:
-    """Tell the other ranks, but those that left at the same place; also those that wait with other tp groups by now."""
-    channels = [each for channel in _now.channels for each in (channel, *channel.around)]
+def depart(text: str, *more: Channel) -> None:
+    """Tell the other ranks that this one leaves, but those that left at the same place.
+
+    Args:
+        text: what is left, and why. more: channels beside those of the turn that is under way.
+    """
+    met = [*_now.channels, *more]
+    channels = [each for channel in met for each in (channel, *channel.around)]  # who waits with another tp group too
     links = {id(link): link for channel in channels for link in channel.links.values()}
     for link in links.values():
         if link.departure != link.turn:
             link.send(LEAVES, text.encode()[:CAUSE])
-    for channel in _now.channels:
+    for channel in met:
         channel.leave()
 
 

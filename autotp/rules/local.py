@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autotp import compat
-from autotp.comm.slices import local_size
+from autotp.comm.conversions import local_size
 from autotp.errors import PlanError
 from autotp.ir.layouts import Distribution, Layout, Size
 from autotp.ir.marks import write

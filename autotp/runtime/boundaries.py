@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.comm.channel import Channel
+from autotp.comm.channel import Channel, by_value
 from autotp.comm.conversions import function_for
 from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import Ranks
 from autotp.comm.turn import call_hook
-from autotp.comm.wording import by_value
 from autotp.errors import RankError, StateError
 from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from autotp import compat
-from autotp.comm.channel import Channel
+from autotp.comm.channel import Channel, by_value
 from autotp.comm.lockstep import CAUSES, end_hooks, meet
 from autotp.comm.turn import hold
-from autotp.comm.wording import by_value
 from autotp.errors import RankError
 from autotp.runtime.interop.refusals import refuse_transforms
 

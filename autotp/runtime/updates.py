@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp import compat
-from autotp.comm.channel import Channel
+from autotp.comm.channel import Channel, by_value
 from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import agree
 from autotp.comm.turn import Turn
-from autotp.comm.wording import by_value
 from autotp.errors import RankError
 
 from .calls import Calls

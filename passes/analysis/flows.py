@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.comm.bucket import f_bucket
+from autotp.comm.conversions import f_bucket
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import mark
 

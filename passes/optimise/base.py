@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from autotp.comm import peers
+from autotp.comm import sockets
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.ir.program import MeshPlace
@@ -113,7 +113,7 @@ class Optimisation(Pass[RankProgram]):
 
     def unshared(self, setting: Setting) -> str:
         """Say why ranks do not read each other's memory here: they cannot, or nobody measures whether it is faster."""
-        why = peers.unavailable(setting.device, setting.place.size)
+        why = sockets.unavailable(setting.device, setting.place.size)
         if not why and self.name not in setting.judges:
             why = f"not measured (optimise={{'{self.name}': True}})"
         return f"nowhere: {why}" if why else ""

@@ -14,8 +14,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from autotp.comm.bucket import f_bucket
-from autotp.comm.conversions import f
+from autotp.comm.conversions import f, f_bucket
 from autotp.cost import mostly_start, tensor_bytes
 from autotp.ir.marks import inherit, write
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path

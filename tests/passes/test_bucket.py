@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.comm import bucket, collectives
+from autotp.comm import collectives
 from autotp.comm import conversions as convert
 from autotp.ir.marks import mark
 from autotp.ir.specs import INVARIANT, REPLICATED
@@ -90,7 +90,7 @@ def bucketed(rank: int, world: int, group: Any) -> dict[str, Any]:
     results, counts = [], []
     for one in (False, True):
         leaves = [x.clone().requires_grad_(i != 1) for i, x in enumerate(tensors)]
-        outs = bucket.f_bucket(leaves, **named) if one else [convert.f(x, *LAYOUTS, **named) for x in leaves]
+        outs = convert.f_bucket(leaves, **named) if one else [convert.f(x, *LAYOUTS, **named) for x in leaves]
         loss = torch.stack([(f * y**3).sum() for f, y in zip(factors, outs, strict=True)]).sum()
         wanted = [leaves[0], leaves[2]]
         with patch.object(collectives, "_start", wraps=collectives._start) as start:
@@ -100,7 +100,7 @@ def bucketed(rank: int, world: int, group: Any) -> dict[str, Any]:
         results.append([*first, *second])
         counts.append(start.call_count)
     mixed = [torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.double, requires_grad=True)]
-    torch.stack([y.double().sum() for y in bucket.f_bucket(mixed, **named)]).sum().backward()
+    torch.stack([y.double().sum() for y in convert.f_bucket(mixed, **named)]).sum().backward()
     return {
         "same": all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "sent": counts,
         "mixed": [(x.grad.dtype == x.dtype, x.grad.tolist()) for x in mixed if x.grad is not None],
@@ -146,7 +146,7 @@ def wrong(rank: int, world: int, group: Any) -> float:
     model, inputs = made("plain")
     called(model, inputs).square().mean().backward()
     sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=True)
-    with patch.object(bucket, "f", lambda x, *_, **__: x):
+    with patch.object(convert, "f", lambda x, *_, **__: x):
         called(sharded, inputs).square().mean().backward()
     return gradients_differ(sharded, model)
 

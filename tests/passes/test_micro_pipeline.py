@@ -17,7 +17,7 @@ from torch.distributed import _symmetric_memory as memory
 
 import autotp
 from autotp import compat
-from autotp.comm import peers, symmetric
+from autotp.comm import sockets, symmetric
 from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import RankProgram, Setting
 from autotp.passes.optimise.symmetric_memory import MicroPipeline, OneShot
@@ -87,10 +87,10 @@ def test_where_ranks_share_memory_it_is_on_only_where_somebody_measures_it():
         return of.idle(RankProgram(torch.fx.Graph(), Setting(*given, judges=judges)))
 
     for of in (MicroPipeline(), OneShot()):
-        with patch.object(peers, "unavailable", lambda device, tp: ""):
+        with patch.object(sockets, "unavailable", lambda device, tp: ""):
             assert idle(of, {}) == f"nowhere: not measured (optimise={{'{of.name}': True}})"
             assert idle(of, {of.name: None}) == ""
-        with patch.object(peers, "unavailable", lambda device, tp: "the tp ranks span nodes"):
+        with patch.object(sockets, "unavailable", lambda device, tp: "the tp ranks span nodes"):
             assert idle(of, {of.name: None}) == "nowhere: the tp ranks span nodes"
     assert idle(OneShot(), {}, tp=1) == "nowhere: nothing is sent in one process"
     assert idle(MicroPipeline(), {}, backend="eager") == "nowhere: it is a pass of backend='inductor'"

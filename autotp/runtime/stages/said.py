@@ -13,8 +13,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from autotp import compat
+from autotp.comm.channel import by_value
 from autotp.comm.lockstep import CAUSES
-from autotp.comm.wording import by_value
 from autotp.errors import RankError
 from autotp.runtime import state
 from autotp.runtime.samples import SAMPLES, Sample, alike, few, leading
