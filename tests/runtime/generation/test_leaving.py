@@ -133,17 +133,17 @@ def test_a_rank_that_leaves_a_call_is_one_error_on_all_ranks_at_that_token(pool)
 def silent(rank: int, world: int, group: Any) -> str:
     """The error of rank 0 where the others say nothing when they leave, as a control."""
     sharded: Any = autotp.compile(transformer("llama"), example_inputs=IDS, mesh=mesh_of(group))
-    turn._leave = lambda text: None
+    turn.depart = lambda text: None
     try:
         text = outcome(ways(sharded, rank == 1)["processor"])
         if rank:  # else rank 0 would wait for as long as the process group lets it
             text = outcome(partial(sharded, IDS))
     finally:
-        turn._leave = _LEAVE
+        turn.depart = _LEAVE
     return text
 
 
-_LEAVE = turn._leave
+_LEAVE = turn.depart
 
 
 def test_without_a_word_the_other_rank_hears_of_it_at_another_call(pool):
