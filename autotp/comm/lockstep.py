@@ -216,9 +216,9 @@ def lost(error: Exception, group: str) -> None:
     if absent and not LATE.search(str(error)):
         raise channel.error(what, absent, "ended") from error
     # Whoever was in the collective sees it fail too, and leaves: one that is silent was late, and ended it for all.
-    heard = {*absent, *(rank for rank, link in channel.links.items() if link.departure == link.turn)}
+    departures = {*absent, *(rank for rank, link in channel.links.items() if link.departure == link.turn)}
     depart(f"the {what}, by {type(error).__name__}: {error}", channel)
-    silent = channel.silent({*channel.links} - heard)
+    silent = channel.silent({*channel.links} - departures)
     if absent and not silent:
         raise channel.error(what, absent, "ended") from error
     others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in absent]

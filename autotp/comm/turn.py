@@ -123,13 +123,13 @@ def depart(text: str, *more: Channel) -> None:
     Args:
         text: what is left, and why. more: channels beside those of the turn that is under way.
     """
-    used = [*_now.channels, *more]
-    channels = [each for channel in used for each in (channel, *channel.around)]  # who waits with another tp group too
-    links = {id(link): link for channel in channels for link in channel.links.values()}
+    channels = [*_now.channels, *more]
+    around = [wider for channel in channels for wider in channel.around]  # who waits with other tp groups by now
+    links = {id(link): link for channel in (*channels, *around) for link in channel.links.values()}
     for link in links.values():
         if link.departure != link.turn:
             link.send(LEAVES, text.encode()[:CAUSE])
-    for channel in used:
+    for channel in channels:
         channel.leave()
 
 
