@@ -1,21 +1,22 @@
-"""What capture tries, in order, where `torch.export` refuses a model as it is.
+"""Table of what capture tries, in order, where `torch.export` refuses a model as it is.
 
-A change is of the arguments, of the skeleton or of how it is exported; never of the user's model. It is tried only
-where an earlier attempt failed in the way that it is against, where it changes anything for this model, and where what
-the earlier attempts failed of does not say that this one fails of the same. What a change assumes of the model is
-proved on the model itself, where its weights are there.
+A change alters the arguments, the skeleton or the exporter, never the user's model. It is tried only if an earlier
+attempt failed with an error that it can fix, and no earlier failure rules it out. Each row is tried with equal blocks
+traced once, and then with all of them traced where that may have been the fault. Whatever a change assumes of the model
+is proved on the model itself, where its weights are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones, no_skips
-from .causes import INPUTS, Cause
 from .export import Attempt
+from .messages import kinds_of, line_of_error
+from .repeated_blocks import CannotRepeat
 
 
 @dataclass(frozen=True)
@@ -24,64 +25,72 @@ class Change:
 
     Attributes:
         name: for messages.
-        against: whether it may help where an attempt without it failed of this cause.
+        against: says whether it may help where an attempt without it failed so.
         apply: makes the change; returns what was done, for the plan's notes, and a proof that the model computes the
             same with it, or None where it changes nothing for this model.
-        leaves: whether it certainly leaves this cause as it is.
     """
 
     name: str
-    against: Callable[[Cause], bool]
+    against: Callable[[Failure], bool]
     apply: Callable[[Attempt], tuple[str, AssumptionProof | None] | None]
-    leaves: Callable[[Cause], bool] = lambda cause: False
 
 
-class Failure(NamedTuple):
-    """An attempt that failed: its changes, the error, and why."""
+@dataclass(frozen=True)
+class Failure:
+    """An attempt that failed.
+
+    Attributes:
+        changes: those of the attempt; `flat`: it traced every block.
+        kinds: those of `messages.KINDS` that the error is of.
+        line: file and number of the user's innermost line; None where the error has none.
+        blocks: equal blocks were traced once, and may be at fault.
+        disproved: the model itself refuted what the attempt assumes of it.
+        recurs: fixed sizes left a decision open that was met with symbolic ones.
+    """
 
     changes: tuple[Change, ...]
+    flat: bool
     error: Exception
-    cause: Cause
+    kinds: Set[str]
+    line: tuple[str, int] | None
+    blocks: bool
+    disproved: bool
+    recurs: bool
+
+    @classmethod
+    def of(
+        cls, changes: tuple[Change, ...], flat: bool, error: Exception, attempt: Attempt, earlier: Sequence[Failure]
+    ) -> Failure:
+        """Classify a failure, to skip attempts that would fail the same way.
+
+        Args:
+            changes, flat, attempt: what was tried. error: what came of it. earlier: the failures before.
+        """
+        kinds, line = kinds_of(error), line_of_error(error)
+        # A decision on values stays open whatever way the blocks are traced.
+        traced_once = isinstance(error, CannotRepeat) or "value" not in kinds
+        blocks = bool(attempt.repeats and attempt.repeats.blocks) and traced_once
+        lines = {f.line for f in earlier if "value" in f.kinds and STATIC not in f.changes}
+        recurs = STATIC in changes and "value" in kinds and line is not None and line in lines
+        return cls(changes, flat, error, kinds, line, blocks, attempt.assumes, recurs)
 
 
-def worth_trying(changes: Sequence[Change], failures: Sequence[Failure]) -> bool:
-    """Whether an attempt with these changes may go better than those that failed."""
-    if FLAT in changes:
-        once = [f for f in failures if (*f.changes, FLAT) == tuple(changes)]
-        if not any(f.cause.blocks for f in once):
-            return False  # the same attempt with equal blocks traced once was not made, or had none
-    for change in changes:
-        if not any(change.against(f.cause) for f in failures):
-            return False
+def worth_trying(changes: tuple[Change, ...], flat: bool, failures: Sequence[Failure]) -> bool:
+    """Say whether an attempt with these changes, and with every block traced, may go better than those that failed."""
+    if flat and not any(f.blocks for f in failures if f.changes == changes):
+        return False
+    if not all(any(change.against(f) for f in failures) for change in changes):
+        return False
     names = {change.name for change in changes}
-    for failure in failures:
-        had = {change.name for change in failure.changes}
-        further = [change for change in changes if change.name not in had]
-        # It does all that one did, and the rest changes nothing of what that one failed of.
-        if had <= names and (failure.cause.disproved or all(change.leaves(failure.cause) for change in further)):
-            return False
-    return True
+    return not any(f.disproved and {change.name for change in f.changes} <= names for f in failures)
 
 
 def attempt_errors(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:
-    """What was tried, in words, and the error; of one attempt with and without equal blocks traced once the last."""
+    """Name what was tried, with the error; of one attempt in both ways to trace the blocks the last."""
     errors: dict[str, Exception] = {}
-    for changes, error, _ in failures:
-        errors[" and ".join(change.name for change in changes if change is not FLAT)] = error
+    for failure in failures:
+        errors[" and ".join(change.name for change in failure.changes)] = failure.error
     return list(errors.items())
-
-
-# ---- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def _flat(attempt: Attempt) -> tuple[str, None]:
-    attempt.repeats = None
-    return "", None
-
-
-def _no_sizes_decide(cause: Cause) -> bool:
-    """Whether it is a decision on data, which is open with any sizes, and in any way to trace the blocks."""
-    return bool(cause.reads)
 
 
 # ---- sizes, and branches on values -----------------------------------------------------------------------------------
@@ -92,19 +101,9 @@ def _static(attempt: Attempt) -> tuple[str, None]:
     return "captured for one batch size and length only: the model does not export with symbolic sizes", None
 
 
-def _branch(cause: Cause) -> bool:
-    """Whether it is a decision on values of the inputs, whatever their sizes are."""
-    return cause.reads == {INPUTS} or cause.recurs
-
-
-def _beyond_inputs(cause: Cause) -> bool:
-    """Whether it is a decision on other data than the inputs, which is no condition of a call."""
-    return bool(cause.reads - {INPUTS})
-
-
-def _kind(kind: str) -> Callable[[Cause], bool]:
-    """A change against errors of a kind of `messages.KINDS`."""
-    return lambda cause: kind in cause.kinds
+def _kind(kind: str) -> Callable[[Failure], bool]:
+    """Make a condition on the kind of an error."""
+    return lambda failure: kind in failure.kinds
 
 
 def _draft(attempt: Attempt) -> tuple[str, None]:
@@ -130,8 +129,8 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _experts(implementation: str) -> Change:
-    """Mixture-of-experts models of transformers bring several implementations; some loop over the experts that are
-    hit, which cannot be exported."""
+    """Make a change of a model's implementation of experts: some of transformers' loop over the experts that are hit,
+    which cannot be exported."""
 
     def apply(attempt: Attempt) -> tuple[str, None] | None:
         can: list[Any] = [getattr(m, CAN) for m in attempt.bare.modules() if hasattr(m, CAN)]
@@ -150,10 +149,9 @@ def _experts(implementation: str) -> Change:
 
 # ---- the attempts ----------------------------------------------------------------------------------------------------
 
-FLAT = Change("every block traced", lambda cause: cause.blocks, _flat, leaves=_no_sizes_decide)
-STATIC = Change("fixed sizes", lambda cause: True, _static, leaves=_no_sizes_decide)
-DRAFT = Change("draft_export", _branch, _draft, leaves=_beyond_inputs)
-DECIDE = Change("draft_export", _kind("value"), _draft, leaves=_beyond_inputs)
+STATIC = Change("fixed sizes", lambda failure: True, _static)
+DRAFT = Change("draft_export", lambda failure: failure.recurs, _draft)
+DECIDE = Change("draft_export", _kind("value"), _draft)
 EVERY = Change("loops over all indices", _kind("loop"), every_index)
 LOOPS = Change("loops over indices", _kind("loop"), lambda attempt: ("", None))  # only where there are any
 BUT_LAST = Change("all of them but the last", _kind("index"), all_but_the_last)
@@ -163,38 +161,22 @@ GROUPED, BATCHED = _experts("grouped_mm"), _experts("batched_mm")
 
 ATTEMPTS: tuple[tuple[Change, ...], ...] = (
     (),
-    (FLAT,),
     (GROUPED,),
-    (GROUPED, FLAT),
     (BATCHED,),
-    (BATCHED, FLAT),
     (EVERY,),
-    (EVERY, FLAT),
     (LOOPS, BUT_LAST),
-    (LOOPS, BUT_LAST, FLAT),
     (ONES,),
-    (ONES, FLAT),
     (ONES, GROUPED),
-    (ONES, GROUPED, FLAT),
     (ONES, BATCHED),
-    (ONES, BATCHED, FLAT),
     (ONES, EVERY),
-    (ONES, EVERY, FLAT),
     (STATIC,),
-    (STATIC, FLAT),
     (DRAFT,),
     (NONE_SKIPPED,),
-    (NONE_SKIPPED, FLAT),
     (STATIC, DECIDE),
     (STATIC, EVERY),
-    (STATIC, EVERY, FLAT),
     (STATIC, LOOPS, BUT_LAST),
-    (STATIC, LOOPS, BUT_LAST, FLAT),
     (STATIC, NONE_SKIPPED),
-    (STATIC, NONE_SKIPPED, FLAT),
     (STATIC, ONES),
-    (STATIC, ONES, FLAT),
     (STATIC, ONES, DECIDE),
     (STATIC, ONES, EVERY),
-    (STATIC, ONES, EVERY, FLAT),
 )

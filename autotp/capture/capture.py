@@ -6,6 +6,7 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +25,7 @@ from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
 
-from .attempts import ATTEMPTS, STATIC, Change, Failure, attempt_errors, worth_trying
-from .causes import Cause
+from .attempts import ATTEMPTS, Change, Failure, attempt_errors, worth_trying
 from .copies import copied
 from .export import Attempt, GradModeAnswers, lengths
 from .messages import capture_error
@@ -87,17 +87,19 @@ def capture(
     program = _of_any_length(_attempt(bare, inputs, device, state, states), passes, trial, state)
     if program is not None:
         return program
-    for changes in ATTEMPTS:
-        if not worth_trying(changes, failures):
+    for changes, flat in itertools.product(ATTEMPTS, (False, True)):
+        if not worth_trying(changes, flat, failures):
             continue
         attempt = _attempt(bare, inputs, device, state, states)
+        if flat:
+            attempt.repeats = None
         try:
             program = _of_attempt(attempt, changes, passes, trial, state)
         except HiddenState:
             raise
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             log.debug("an attempt with %s: %s", [c.name for c in changes] or "no change", error)
-            failures.append(_failure(changes, error, attempt, failures))
+            failures.append(Failure.of(changes, flat, error, attempt, failures))
             continue
         if program is not None:
             return program
@@ -170,14 +172,6 @@ def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
         grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
         program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
     return program
-
-
-def _failure(changes: tuple[Change, ...], error: Exception, attempt: Attempt, earlier: Sequence[Failure]) -> Failure:
-    """A failure with its cause; a decision that fixed sizes leave open at the same line is one on values."""
-    cause = Cause.of(error, attempt)
-    lines = {f.cause.line for f in earlier if "value" in f.cause.kinds and STATIC not in f.changes}
-    same = STATIC in changes and "value" in cause.kinds and cause.line is not None and cause.line in lines
-    return Failure(changes, error, replace(cause, recurs=True) if same else cause)
 
 
 def _example(tensor: Tensor, device: torch.device | str) -> Tensor:

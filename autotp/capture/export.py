@@ -129,10 +129,11 @@ class Attempt:
                 stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
             recorded = (
-                *recorded,
-                compat.recorded_guards(),
+                compat.recorded_inference(),
+                compat.recorded_regions(),
+                regions_kept(),
+                functions_kept(),
                 self.grad_mode.answered(files_of(self.bare)),
                 plain_values(self.bare),
                 refuse_hooks(),

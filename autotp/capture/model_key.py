@@ -1,7 +1,7 @@
-"""What a capture of a model depends on, as one word that is the same in every process; none where it cannot be told.
+"""A digest of all that a capture of a model depends on, the same in every process; none where it cannot be told.
 
-That is the tree of modules: their classes with the code of their methods, flags, attributes and config, and of weights
-what they are like and not their numbers.
+That is the tree of modules: their classes by name, flags, attributes and config, and of weights what they are like and
+not their numbers. The code of classes is taken to be the same in every process of a run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
 OWN = {"_parameters", "_buffers", "_modules"}
-TORCH = ("torch.nn.modules.", "builtins")
-DEEPEST = 12  # closures and containers within each other
+MAX_DEPTH = 12  # containers within each other
 
 
 class Untold(Exception):
@@ -71,7 +70,7 @@ def words(x: Any, depth: int = 0) -> Any:
     Raises:
         Untold: it is known by its identity alone, or holds such a value.
     """
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise Untold("nested too deep")
     # What it is like alone: weights of the same shapes are captured as the same graph.
     if isinstance(x, Tensor):
@@ -83,7 +82,7 @@ def words(x: Any, depth: int = 0) -> Any:
         return _class(x)
     # A closure computes with what its cells hold, which may be anything: it is refused below.
     if isinstance(x, FunctionType) and x.__closure__ is None:
-        return _function(x)
+        return x.__module__, x.__qualname__, x.__code__.co_firstlineno, repr(x.__defaults__)
     # `[].append` is known by its address, which is another in the next process.
     if isinstance(x, BuiltinFunctionType) and " at 0x" not in repr(x):
         return repr(x)
@@ -117,37 +116,4 @@ def _tensor(t: Tensor) -> Any:
 
 @cache
 def _class(kind: type) -> Any:
-    """A class with the code of its methods, but for torch's own."""
-    if kind.__module__.startswith(TORCH):
-        return kind.__module__, kind.__qualname__
-    methods = sorted((n, v) for n, v in vars(kind).items() if isinstance(v, FunctionType))
-    bases = [_class(base) for base in kind.__mro__[1:] if base not in (object, nn.Module)]
-    return kind.__module__, kind.__qualname__, bases, [(n, _function(v)) for n, v in methods]
-
-
-def _function(fn: Any, depth: int = 0) -> Any:
-    """A function with its code, the plain values that it reads in its file, and the functions that it wraps."""
-    code = getattr(fn, "__code__", None)
-    if code is None or depth > DEEPEST:
-        return getattr(fn, "__qualname__", type(fn).__name__)
-    cells = [c.cell_contents for c in fn.__closure__ or () if _filled(c)]
-    wrapped = [_function(f, depth + 1) for f in cells if isinstance(f, FunctionType)]
-    plain = [repr(x) for x in (*cells, *(fn.__defaults__ or ())) if isinstance(x, PLAIN)]
-    globals_ = {name: fn.__globals__.get(name) for name in code.co_names}
-    flags = [(name, repr(x)) for name, x in sorted(globals_.items()) if x is not None and isinstance(x, PLAIN)]
-    return fn.__module__, fn.__qualname__, _code(code), wrapped, plain, flags
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
-def _code(code: CodeType) -> str:
-    inner = []
-    for x in code.co_consts:
-        if not isinstance(x, frozenset):  # whose order is another in every process
-            inner.append(_code(x) if isinstance(x, CodeType) else repr(x))
-    return hashlib.sha256(repr((code.co_code, code.co_names, inner)).encode()).hexdigest()[:16]
+    return kind.__module__, kind.__qualname__, [_class(base) for base in kind.__bases__ if base is not object]

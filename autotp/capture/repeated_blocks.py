@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.ir.copying import copy_graph
-from autotp.ir.graph import resolve, tensors
+from autotp.ir.graph import tensors
 from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory
 
@@ -189,31 +189,6 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
     for body in bodies.values():
         body.dissolve()
     return len(short)
-
-
-def handed_on(mark: fx.Node, index: int) -> list[fx.Node] | None:
-    """What a result of a mark is computed from, in a trace that may not be complete; None where the node is no mark.
-
-    A mark hands its operands on one by one, and a short call gives what the first one's nodes make of its operands.
-    """
-    if mark.target in (ENTER, LEAVE):
-        return [mark.args[0][index]]  # type: ignore[index]
-    if mark.target is not REPEAT:
-        return None
-    marks = [n for n in mark.graph.nodes if n.target in (ENTER, LEAVE) and n.args[1] == mark.args[1]]
-    leave = next(n for n in marks if n.target is LEAVE)
-    sources: list[fx.Node] = []
-    visited, todo = set(), [leave.args[0][index]]  # type: ignore[index]
-    while todo:
-        node = todo.pop()
-        maker, place = resolve(node)
-        if maker in marks:
-            sources.append(mark.args[0][place])  # type: ignore[index]
-        elif node not in visited:
-            visited.add(node)
-            todo += node.all_input_nodes
-            sources += [node] if node.op == "placeholder" else []
-    return sources
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

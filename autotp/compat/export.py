@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import sympy
 import torch
 from torch import fx
 from torch._export.passes import replace_set_grad_with_hop_pass
@@ -20,7 +19,6 @@ from torch.export import _trace
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import checkpoint as checkpointing
 
 from .fake import shape_env
@@ -97,36 +95,6 @@ def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]
         mock.patch.object(checkpointing, "CheckpointFunction", Reentrant),
     ):
         yield
-
-
-@contextlib.contextmanager
-def recorded_guards() -> Iterator[None]:
-    """Within this context an error about a value that only the data tell keeps what was traced up to it."""
-    own = GuardOnDataDependentSymNode.__init__
-
-    def keep(self: Any, condition: Any, *args: Any) -> None:
-        own(self, condition, *args)
-        mode: Any = get_proxy_mode()
-        self.traced = None if mode is None else mode.tracer.graph
-
-    with mock.patch.object(GuardOnDataDependentSymNode, "__init__", keep):
-        yield
-
-
-def undecided(error: Exception) -> tuple[sympy.Basic, fx.Graph] | None:
-    """What could not be decided while a graph was traced, and the graph up to there; None for any other error."""
-    traced = getattr(error, "traced", None)
-    return (error.cond, traced) if isinstance(error, GuardOnDataDependentSymNode) and traced is not None else None
-
-
-def data_symbols(value: Any) -> set[sympy.Symbol]:
-    """The numbers in a value, or in an expression, that only the data tell."""
-    return set(free_unbacked_symbols(value))
-
-
-def data_sources(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
-    """Each number that only the data tell -> the node that makes it."""
-    return {symbol: n for n in graph.nodes for symbol in n.meta.get("unbacked_bindings") or {}}
 
 
 @contextlib.contextmanager
