@@ -57,6 +57,11 @@ class Failure:
     disproved: bool
     recurs: bool
 
+    @property
+    def names(self) -> set[str]:
+        """The changes by name."""
+        return {change.name for change in self.changes}
+
     @classmethod
     def of(
         cls, changes: tuple[Change, ...], flat: bool, error: Exception, attempt: Attempt, earlier: Sequence[Failure]
@@ -79,10 +84,11 @@ def worth_trying(changes: tuple[Change, ...], flat: bool, failures: Sequence[Fai
     """Say whether an attempt with these changes, and with every block traced, may go better than those that failed."""
     if flat and not any(f.blocks for f in failures if f.changes == changes):
         return False
-    if not all(any(change.against(f) for f in failures) for change in changes):
-        return False
+    for change in changes:
+        if not any(change.against(f) for f in failures):
+            return False
     names = {change.name for change in changes}
-    return not any(f.disproved and {change.name for change in f.changes} <= names for f in failures)
+    return not any(f.disproved and f.names <= names for f in failures)
 
 
 def attempt_errors(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:
