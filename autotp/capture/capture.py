@@ -91,6 +91,7 @@ def capture(
         if not worth_trying(changes, flat, failures):
             continue
         attempt = _attempt(bare, inputs, device, state, states)
+        # Where a block reads its place in the stack, say, one trace cannot stand for all of them.
         if flat:
             attempt.repeats = None
         try:

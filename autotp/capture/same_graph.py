@@ -115,6 +115,7 @@ class _Reader:
             return type(x)
         if not isinstance(x, fx.Node):
             return repr(x)
+        # Which copies there are depends on how equal blocks were traced.
         while x.target in COPIES:
             x = x.all_input_nodes[0]
         # Of batch times heads a stand-in has another number: compared is which sizes it depends on.
@@ -123,6 +124,7 @@ class _Reader:
         if x in self.leaves:
             return self._leaf(x, operator.place)
         own = self.read[x]
+        # Within a block by what it computes there; of another block's, any that is of its kind would do.
         if own.place == operator.place:
             operator.outside += [y for y in own.outside if y not in operator.outside]
             return own.kind, tuple(map(operator.outside.index, own.outside))
