@@ -90,10 +90,8 @@ def capture(
     for changes, flat in itertools.product(ATTEMPTS, (False, True)):
         if not worth_trying(changes, flat, failures):
             continue
-        attempt = _attempt(bare, inputs, device, state, states)
         # Where a block reads its place in the stack, say, one trace cannot stand for all of them.
-        if flat:
-            attempt.repeats = None
+        attempt = replace(_attempt(bare, inputs, device, state, states), repeats=None if flat else Repeats(bare))
         try:
             program = _of_attempt(attempt, changes, passes, trial, state)
         except HiddenState:
