@@ -45,7 +45,7 @@ def explain(
     with screen.working(f"planning {type(source.model).__name__}"):
         result = autotp.plan(source.model, example_inputs=source.inputs, **degree.arguments(), **steering.arguments())
         explanation = result.explain(name)
-    from autotp.plans.show.rows import over  # noqa: PLC0415  it needs torch
+    from autotp.plans.show.document import over  # noqa: PLC0415  it needs torch
 
     screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}), priced for {source.sizes}")
     screen.result(explanation, lambda: {"tp": result.tp, result.batch.name: result.batch.size, **asdict(explanation)})

@@ -171,9 +171,10 @@ def read_plan(path: Path) -> autotp.Plan:
 
 
 def _everything(plan: autotp.Plan) -> RenderableType:
-    from autotp.plans.show.report import renderable  # noqa: PLC0415  only for --full
+    from autotp.plans.show.document import report  # noqa: PLC0415  only for --full
+    from autotp.plans.show.terminal import Screen  # noqa: PLC0415
 
-    return renderable(plan)
+    return Screen(report(plan))
 
 
 def _plot(source: LoadedModel, result: autotp.Sweep, arguments: dict[str, Any], path: Path) -> None:

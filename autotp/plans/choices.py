@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from autotp.cost.meshes import Mesh
 from autotp.errors import InputError, PlanError
-from autotp.plans.show.report import plain, precisions_table, sweep_table
-from autotp.text import amount, seconds
+from autotp.plans.show import document
+from autotp.plans.show.terminal import Line, Screen, Table, View
+from autotp.text import amount, number, seconds
 
 from .estimates import Degree
 from .plan import Plan
@@ -141,17 +140,44 @@ class MeshChoice:
         Args:
             path: of the SVG file.
         """
-        from autotp.plans.show.mesh_plot import write_svg  # noqa: PLC0415  jinja2 is read only where it is wanted
+        from autotp.plans.show.svg import draw_meshes  # noqa: PLC0415  jinja2 is read only where it is wanted
 
-        write_svg(self, path)
+        draw_meshes(self, TIMES, path)
 
     def __str__(self) -> str:
-        return plain(self.__rich__())
+        return str(self.__rich__())
 
-    def __rich__(self) -> RenderableType:
-        from autotp.plans.show.mesh_table import mesh_table  # noqa: PLC0415  it reads this file's names
+    def __rich__(self) -> Screen:
+        return Screen(_meshes(self))
 
-        return mesh_table(self)
+
+NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step", "bubble", "sends", "memory")
+
+
+def _meshes(choice: MeshChoice) -> View:
+    """A heading, a line for each row, why each is slower than the first, and what autotp runs."""
+    unit, cells = choice.ranked[0].unit if choice.ranked else "samples", []
+    for i, row in enumerate(choice.rows, 1):
+        m, chunks = row.mesh, "-" if row.mesh.pp == 1 else str(row.mesh.chunks)  # one: 1F1B, more: interleaved
+        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, chunks, seconds(row.seconds)
+        shares = f"{row.share('bubble'):.0%}", f"{row.share(*AXES):.0%}", amount(row.memory), number(row.throughput)
+        cells.append((i, *m.degrees, *how, *shares))
+    of = f" x {choice.length}" if choice.length else ""
+    at = f"{choice.cluster}, {choice.examples}{of} a step, {amount(choice.limit)} a rank"
+    yield Line(f"{choice.model} on {choice.devices} devices ({at})", style="bold")
+    names, short = (*NAMES, f"{unit}/s/device"), (*NAMES, f"{unit}/s\n/device")
+    yield Table(cells, "rrrrrrllrrrrrr", names, short, indent=2, gap=2)
+    yield from (Line(row.why, f"  {i:>2}  ", " " * 6) for i, row in enumerate(choice.rows, 1) if row.why)
+    if choice.best is None:
+        yield Line("nothing fits: these hold least. Take more devices, or shorter sequences.", style="bold red")
+    elif choice.runs is None:
+        yield Line("autotp runs none of those that fit yet", style="yellow")
+    else:
+        m, slower = choice.runs.mesh, choice.runs.seconds / choice.best.seconds - 1
+        much = "" if m == choice.best.mesh else f", {slower:.1%} slower than the first"
+        counts = f"micro-batches: {m.microbatches} of {m.batch}{'' if m.keep == 'all' else f', keeps {m.keep}'}"
+        yield Line(f"autotp runs: {choice.runs.call}  {counts}: {seconds(choice.runs.seconds)}{much}")
+    yield Line(f"{choice.fitting:,} of {choice.considered:,} variants fit; predicted, not measured", style="dim")
 
 
 def _data(row: MeshRow) -> dict[str, Any]:
@@ -225,20 +251,29 @@ class Sweep:
         Raises:
             InputError: a sweep has no rows, or the two are not of the same model, cluster, objective and batch.
         """
-        from autotp.plans.show.plot import write_svg  # noqa: PLC0415  jinja2 is read only where it is wanted
+        from autotp.plans.show.svg import draw_sweep  # noqa: PLC0415  jinja2 is read only where it is wanted
 
-        write_svg(self, path, without)
+        draw_sweep(self, path, without)
 
     def __str__(self) -> str:
-        return plain(self.__rich__())
+        return str(self.__rich__())
 
-    def __rich__(self) -> RenderableType:
+    def __rich__(self) -> Screen:
         precise = f", {self.precision}" if self.precision else ""
         at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank{precise}"
-        heading = f"{self.model} ({at})"
-        if self.own is None:
-            return sweep_table(self.rows, heading)
-        return precisions_table(self.rows, self.own.rows, heading)
+        table = document.degrees(self.rows) if self.own is None else _precisions(self.rows, self.own.rows)
+        return Screen([Line(f"{self.model} ({at})", style="bold"), table])
+
+
+def _precisions(rows: Sequence[Degree], own: Sequence[Degree]) -> Table:
+    """The degrees in another precision, beside the same in the model's own."""
+    names, cells = ("tp", "step", "own", "", "sent", "own", "memory", "own", ""), []
+    for r, o in zip(rows, own, strict=True):
+        ratio = f"{r.seconds / o.seconds:.2f}" if o.seconds else "-"
+        fit = f"{'' if r.fits else 'too much'}{'' if o.fits else ' (own: too much)'}".strip()
+        sizes = amount(r.sent), amount(o.sent), amount(r.memory), amount(o.memory)
+        cells.append((r.tp, seconds(r.seconds), seconds(o.seconds), ratio, *sizes, fit))
+    return Table(cells, "rrrlrrrrl", names, names, indent=2, gap=2)
 
 
 # meshes in words
@@ -293,18 +328,3 @@ def _sends(axis: str, row: MeshRow, best: MeshRow, shares: str) -> str:
     if now > 1.05 * before:
         return f"sends {now / before:.1f}x more over {axis} {where}: {shares}"
     return f"waits longer for {axis} {where}: {shares}"
-
-
-def chunks(row: MeshRow) -> str:
-    """Stages of each rank of the pipeline: with 1 the schedule is 1F1B, with more the interleaved one."""
-    return "-" if row.mesh.pp == 1 else str(row.mesh.chunks)
-
-
-def exposed(row: MeshRow) -> str:
-    """The share of communication that nothing hides."""
-    return f"{row.share(*AXES):.0%}"
-
-
-def step(row: MeshRow) -> str:
-    """The seconds of a step."""
-    return seconds(row.seconds)

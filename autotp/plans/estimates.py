@@ -265,7 +265,7 @@ class Decoding:
 
 def decoding(plan: Plan) -> Decoding | None:
     """The prediction of a plan; None where it is for something else, or where its cluster is not known here."""
-    t, bandwidth = plan.totals, memory_bandwidth(plan)
+    t, bandwidth = plan.totals, of_device(plan, "memory_bandwidth")
     if plan.objective != "decode" or not (bandwidth and t.seconds and t.examples):
         return None
     limit = DecodeLimit(t.weights_read, plan.memory.cache, bandwidth, t.communication)
@@ -278,11 +278,11 @@ def _whole(collective: Collective, tp: int) -> float:
     return collective_bytes(collective.forward or "none", collective.bytes, tp)
 
 
-def memory_bandwidth(plan: Plan) -> float:
-    """Of a device's memory, B/s; 0 where the cluster is not known here."""
+def of_device(plan: Plan, field: str) -> float:
+    """A number of the plan's cluster, such as `memory_size`; 0 where the cluster is not known here."""
     if plan.machines:
-        return float(plan.machines["memory_bandwidth"])
+        return float(plan.machines[field])
     try:
-        return Cluster.preset(plan.cluster).memory_bandwidth
+        return float(getattr(Cluster.preset(plan.cluster), field))
     except InputError:
         return 0.0

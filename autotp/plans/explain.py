@@ -6,11 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import SLACK, solve
@@ -20,8 +16,8 @@ from autotp.ir.program import Solution
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
-from autotp.plans.show.report import plain
-from autotp.plans.show.rows import over_tp
+from autotp.plans.show.document import over_tp, times
+from autotp.plans.show.terminal import Line, Screen, Table, View
 from autotp.text import amount, near
 
 if TYPE_CHECKING:
@@ -69,28 +65,20 @@ class Explanation:
     changes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return plain(self.__rich__())
+        return str(self.__rich__())
 
-    def __rich__(self) -> RenderableType:
+    def __rich__(self) -> Screen:
         shared = f" and its equals, {self.equals} in all" if self.equals > 1 else ""
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2))
-        for heading, side in (("placement", "left"), ("on a rank", "right"), ("step", "right"), ("", "left")):
-            table.add_column(heading, justify=side)  # type: ignore[arg-type]
-        base = self.alternatives[0].seconds
+        rows, base = [], self.alternatives[0].seconds
         for a in self.alternatives:
             step = "" if a.why else f"{1e3 * a.seconds:.4f} ms"
-            table.add_row(a.layout, amount(a.parameter_bytes), step, Text(a.why or _beside(a, base)))
-        parts: list[RenderableType] = [Text(f"{self.parameter}{shared}: {self.choice}", style="bold"), table]
-        parts += [Text(f"binds: {self.binds}")]
-        parts += [Text(f"would change it: {x}") for x in self.changes]
-        return Group(*parts)
-
-
-def _beside(a: Alternative, base: float) -> str:
-    """How an alternative's seconds compare with the plan's, `base`."""
-    if a.chosen:
-        return "chosen"
-    return f"{a.seconds / base - 1:+.2%}" if base else ""
+            beside = "chosen" if a.chosen else f"{a.seconds / base - 1:+.2%}" if base else ""
+            rows.append((a.layout, amount(a.parameter_bytes), step, a.why or beside))
+        return Screen([
+            Line(f"{self.parameter}{shared}: {self.choice}", style="bold"),
+            Table(rows, "lrrl", ("placement", "on a rank", "step", ""), gap=5),
+            *(Line(x) for x in (f"binds: {self.binds}", *(f"would change it: {x}" for x in self.changes))),
+        ])  # fmt: skip
 
 
 def explain(plan: Plan, name: str) -> Explanation:
@@ -228,26 +216,18 @@ class Comparison:
     collectives: tuple[tuple[str, str, str, str], ...]
 
     def __str__(self) -> str:
-        return plain(self.__rich__())
+        return str(self.__rich__())
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [_rows(("", *self.names), self.totals)]
+    def __rich__(self) -> Screen:
+        return Screen(self._view())
+
+    def _view(self) -> View:
+        yield Table(self.totals, "lll", ("", *self.names))
         if self.collectives:
-            parts += [Text(), _rows(("collectives", "", *self.names), self.collectives)]
-        rows = []
-        for name, count, a, b in self.parameters:
-            rows.append((f"{name} x {count}" if count > 1 else name, a, b))
-        parts += [Text(), _rows(("parameters", *self.names), rows) if rows else Text("every parameter lies the same")]
-        return Group(*parts)
-
-
-def _rows(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(x)) for x in row))
-    return table
+            yield from (Line(), Table(self.collectives, "llll", ("collectives", "", *self.names)))
+        rows = [(times(name, count), a, b) for name, count, a, b in self.parameters]
+        yield Line()
+        yield Table(rows, "lll", ("parameters", *self.names)) if rows else Line("every parameter lies the same")
 
 
 def compare(one: Plan, other: Plan) -> Comparison:
@@ -300,4 +280,4 @@ def _collectives(one: Plan, other: Plan) -> Iterator[tuple[str, str, str, str]]:
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = (f"{len(sizes[key])} calls, {amount(sum(sizes[key]))}" for sizes in sides)
         if a != b:
-            yield (key[0].replace("_", "-"), key[1], a, b)
+            yield primitive(key[0]), key[1], a, b

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-
 from autotp.cost.rank_memory import Memory
 from autotp.ir.layouts import Layout
-from autotp.plans.show.overview import overview, screen
-from autotp.plans.show.report import render
+from autotp.plans.show.document import report
+from autotp.plans.show.overview import overview
+from autotp.plans.show.terminal import Screen
 
 from .estimates import ALONE, Axis, Decoding, Degree, Layer, Sublayer, Totals, decoding
 
@@ -219,7 +218,7 @@ class Plan:
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one self-contained page: blocks, totals, the predicted timeline of one layer."""
-        from autotp.plans.show.page import write_html  # noqa: PLC0415  jinja2 is read only where it is wanted
+        from autotp.plans.show.html import write_html  # noqa: PLC0415  jinja2 is read only where it is wanted
 
         write_html(self, path)
 
@@ -241,13 +240,13 @@ class Plan:
 
     def report(self) -> str:
         """All of the plan as text: every block, every collective, what was left whole and why. `print` shows less."""
-        return render(self)
+        return str(Screen(report(self)))
 
     def __str__(self) -> str:
-        return overview(self)
+        return str(overview(self))
 
-    def __rich__(self) -> RenderableType:
-        return screen(self)
+    def __rich__(self) -> Screen:
+        return overview(self)
 
     def to_json(self) -> str:
         """The plan as JSON text, with the number of its format."""

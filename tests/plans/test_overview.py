@@ -17,10 +17,10 @@ from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import solve_plan
 from autotp.plans.estimates import Axis, Degree
 from autotp.plans.plan import Plan
-from autotp.plans.show.head import BAR, LABEL
-from autotp.plans.show.overview import MOST
-from autotp.plans.show.report import plain, renderable
-from autotp.plans.show.rows import seconds
+from autotp.plans.show.document import report
+from autotp.plans.show.overview import BAR, LABEL, MAX_LINES
+from autotp.plans.show.terminal import Screen, plain
+from autotp.text import seconds
 from tests.helpers.models import captured
 from tests.helpers.plans import planned_for
 
@@ -64,7 +64,7 @@ def filling(plan: Plan, gib: float, moving: float = 0.0) -> Plan:
 
 
 def test_a_large_llama_takes_one_screen_and_a_short_table(llama8b):
-    assert len(str(llama8b).splitlines()) <= MOST == 50
+    assert len(str(llama8b).splitlines()) <= MAX_LINES == 50
     for width in (80, 120):
         assert shown(llama8b, width) == str(llama8b).splitlines()
     assert max(map(len, str(llama8b).splitlines())) <= 80
@@ -147,12 +147,12 @@ def test_no_name_is_broken(width):
     plan = planned_for("bert", 2)
     first = next(p.name for p in plan.parameters if p.role != "whole")
     plan = named(plan, first, LONG)
-    for text in ("\n".join(shown(plan, width)), plain(renderable(plan), width), str(plan), plan.report()):
+    for text in ("\n".join(shown(plan, width)), plain(Screen(report(plan)), width), str(plan), plan.report()):
         assert LONG in text
-    report = plain(renderable(plan), width)
-    assert all(block.module in report for i, block in enumerate(plan.blocks) if block.first == i)
+    text = plain(Screen(report(plan)), width)
+    assert all(block.module in text for i, block in enumerate(plan.blocks) if block.first == i)
     words = {word for p in plan.parameters for word in p.first.split(".")}
-    assert all(word in report for word in words)
+    assert all(word in text for word in words)
     assert LONG not in str(named(plan, LONG, LONG.replace("proj", "pro\nj")))  # a broken one is noticed
 
 
@@ -161,8 +161,8 @@ def test_a_model_of_many_parts_is_cut_to_fifty_lines():
     blocks = tuple(replace(b, first=i) for i, b in enumerate(plan.blocks * 9))
     many = replace(plan, blocks=blocks)
     lines = str(many).splitlines()
-    assert len(lines) <= MOST and any(re.match(r"and \d+ smaller parts", line) for line in lines)
-    assert len(many.report().splitlines()) > 3 * MOST
+    assert len(lines) <= MAX_LINES and any(re.match(r"and \d+ smaller parts", line) for line in lines)
+    assert len(many.report().splitlines()) > 3 * MAX_LINES
 
 
 def test_one_rank_sends_nothing_and_plans_without_sizes_are_shown():

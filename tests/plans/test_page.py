@@ -14,7 +14,7 @@ import pytest
 
 from autotp.ir.layouts import Shard
 from autotp.plans.plan import Plan
-from autotp.plans.show.page import html, write_html
+from autotp.plans.show.html import html, write_html
 from autotp.plans.show.timeline import timeline
 from autotp.text import seconds
 from tests.helpers.models import planned

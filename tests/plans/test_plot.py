@@ -12,7 +12,7 @@ import pytest
 from autotp.errors import InputError
 from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
-from autotp.plans.show.drawing import ticks
+from autotp.plans.show.svg import ticks
 
 GIB = 2**30
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,117 +1,311 @@
-"""What `print` shows of a plan: the first screen, the blocks in short, the notes and a legend. At most `MOST` lines."""
+"""The first screen of a plan: what, on what, whether it fits, how long a step takes, where memory and time go, and the
+blocks in short. At most `MAX_LINES` lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from autotp.plans.estimates import Decoding, decoding, of_device
+from autotp.text import amount, number, seconds
 
-from autotp.text import amount
-
-from . import rows
-from .flow import ways
-from .head import SCREEN, head
-from .lines import Lines, columns, wrapped
-from .report import plain, sweep_table
+from .document import (
+    MARKS,
+    EqualBlocks,
+    all_whole,
+    cache,
+    heading,
+    last,
+    memory_parts,
+    of_megatron,
+    optimality,
+    parts,
+    table_of_degrees,
+)
+from .terminal import HOLD, Grid, Line, Screen, View
 
 if TYPE_CHECKING:
+    from autotp.plans.estimates import Timed
     from autotp.plans.plan import Collective, Plan
 
-    from .rows import EqualBlocks
-
-MOST = 50  # lines of what is printed
-LEAST = 12  # lines that the blocks have at least
-NOTES = 4
-FEW = 0.001  # of all bytes: places that send less are not shown
+COLUMNS = 80  # of what `print` shows
+MAX_LINES = 50  # of what is printed
+MIN_BLOCK_LINES = 12
+MAX_NOTES = 4
+BAR = 64  # columns of a bar
+LABEL = 8  # columns before what a line says
+WORTH_SHARE = 0.01  # of the step: smaller costs are not spoken of
+SENT_SHARE = 0.001  # of all bytes: places that send less are not shown
+VALUE_SHARE = 0.01  # of the largest value that a layer converts: smaller ones are not drawn
+MAX_FLOW_LINES = 4
 LEGEND = (
     "I whole  R whole, gradient a sum  S(d) split along dim d  P a sum to be taken",
     "AG all-gather  RS reduce-scatter  AR all-reduce  A2A all-to-all; there/back",
     "plan.report() has all of it",
 )
+SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
+ROLES = {
+    "column-parallel": "cols", "row-parallel": "rows", "vocabulary-parallel": "vocabulary",
+    "expert-parallel": "experts", "elementwise": "split",
+}  # fmt: skip
+ATTENTION = ("scaled_dot_product_attention", "dealt_attention")
 
 
-def overview(plan: Plan) -> str:
-    """The most important of a plan as plain text, the same for the same plan."""
-    return plain(screen(plan), SCREEN)
+def overview(plan: Plan) -> Screen:
+    """The most important of a plan."""
+    above, below, tried = list(_head(plan)), list(_below(plan)), list(table_of_degrees(plan))
+    room = MAX_LINES - _height(above) - _height(below) - 1 - (len(plan.degrees) + 4 if tried else 0)
+    return Screen([*above, Line(), *_blocks(plan, max(room, MIN_BLOCK_LINES)), *tried, *below], COLUMNS)
 
 
-def screen(plan: Plan) -> RenderableType:
-    """The most important of a plan for a rich console."""
-    above, below = list(head(plan)), list(_below(plan))
-    degrees = [Text(), sweep_table(plan.degrees, "Degrees")] if plan.degrees else []
-    room = MOST - len(above) - len(below) - 1 - (len(plan.degrees) + 4 if degrees else 0)
-    table = [Text(), *_table(plan, max(room, LEAST))]
-    return Group(Lines(lambda _: [*above, *table]), *degrees, Lines(lambda _: below))
+def _height(view: View) -> int:
+    return sum(len(list(x.lay(COLUMNS))) for x in view)
 
 
-def _below(plan: Plan) -> Iterator[Text]:
-    whole = [p for p in plan.parameters if p.role == "whole"]
-    if whole and plan.tp > 1 and plan.totals.local_parameters:
-        share = sum(math.prod(p.local) for p in whole) / plan.totals.local_parameters
-        yield Text(f"whole on every rank: {len(whole)} of {len(plan.parameters)} weights, {share:.2%} of what it holds")
-    for note in plan.notes[:NOTES]:
-        yield from wrapped(f"note: {note}", SCREEN, "", "  ", "dim")
-    if len(plan.notes) > NOTES:
-        yield Text(f"and {len(plan.notes) - NOTES} more notes", style="dim")
-    yield from (Text(line, style="dim") for line in LEGEND)
+def _held(phrases: Iterable[str], between: str = "; ") -> str:
+    """Phrases as one text, in none of which a line ends."""
+    return between.join(x.replace(" ", HOLD) for x in phrases if x)
 
 
-def _table(plan: Plan, room: int) -> Iterator[Text]:
+def _head(plan: Plan) -> View:
+    """The lines above the blocks."""
+    beside = f" x {plan.batch.name}={plan.batch.size}" if plan.batch.size > 1 else ""
+    yield Line(f"{plan.model}  tp={plan.tp}{beside} on {plan.cluster}  {_priced(plan)}", style="bold")
+    yield from all_whole(plan)
+    yield from _fits(plan)
+    yield from _step(plan)
+    sizes, most = memory_parts(plan.memory), max(of_device(plan, "memory_size"), plan.memory.peak)
+    letters = [(name[0], size, f"{name} {amount(size)}") for name, size in sizes]
+    yield from _bar("memory", letters, most, "|" if most > plan.memory.peak else "")
+    if sizes and (carried := cache(plan)):
+        yield Line(carried, f"{'cache':{LABEL}}", " " * LABEL)
+    yield from _time(plan)
+    yield from _flow(plan)
+    dearest = max(_avoidable(plan), default=(0.0, "")) if plan.totals.seconds and plan.tp > 1 else (0.0, "")
+    if dearest[0] and dearest[0] >= WORTH_SHARE * plan.totals.seconds:
+        yield Line(f"! up to {seconds(dearest[0])} {dearest[1]}", then="  ", style="yellow")
+
+
+def _priced(plan: Plan) -> str:
+    """The objective and the sizes of the example inputs."""
+    t, many = plan.totals, plan.batch.size
+    each = f" on each of {many} {plan.batch.name} ranks" if many > 1 else ""
+    if not t.examples:
+        return plan.objective
+    if not t.length:
+        return f"{plan.objective}, {t.examples} samples{each}"
+    if plan.objective == "decode":
+        return f"decode, one token for each of {t.examples} sequences of {t.length}{each}"
+    return f"{plan.objective}, {t.examples} x {t.length} tokens{each}"
+
+
+def _fits(plan: Plan) -> View:
+    m, most = plan.memory, of_device(plan, "memory_size")
+    held = f"{amount(m.peak)} of {amount(most)} a device"
+    if not most:
+        yield Line(f"memory  {amount(m.peak)} a rank; what a device of {plan.cluster} has is not known")
+    elif m.peak <= most:
+        at = f"at the {m.phase} of {m.at}" if m.at else f"at the peak of the {m.phase}"
+        beside = f"FITS: {held}, {at}"
+        yield Line(beside if len(beside) <= COLUMNS else f"FITS: {held}", style="bold green")
+        if len(beside) > COLUMNS:
+            yield Line(at, "  ")
+    else:
+        yield Line(f"does NOT fit: {held}", style="bold red")
+        yield Line(_would_fit(plan, most), "  ", style="red")
+
+
+def _would_fit(plan: Plan, most: float) -> str:
+    """The smallest degree that was tried and fits, else what the peak says; and the largest part."""
+    m, fitting = plan.memory, [d.tp for d in plan.degrees if d.fits]
+    least = math.ceil(plan.tp * m.peak / most)
+    advice = f"tp={min(fitting)} fits" if fitting else f"about tp={least}, if memory fell with tp (autotp.sweep tells)"
+    moving = m.activations + m.working
+    if moving >= m.peak / 2:
+        return f"{advice}; {moving / m.peak:.0%} are activations: a smaller batch, or checkpointing"
+    splits = f": fully_shard over {plan.batch.name} splits those too"
+    shard = "" if plan.batch.fully_shard or plan.objective != "training" else splits
+    return f"{advice}; {m.steady / m.peak:.0%} are weights and what belongs to them{shard}"
+
+
+def _step(plan: Plan) -> View:
+    """The predicted step, its share of communication, and the rate."""
+    t = plan.totals
+    if not t.seconds:
+        return
+    least, proved, behind = optimality(plan)
+    best = "optimal for this cost model" if proved else f"bound {seconds(t.bound)}"
+    if behind:
+        near = f"within {t.band:.3g} of"
+        best = f"{near} optimal {seconds(least)}" if proved else f"{best}, {near} the least {seconds(least)}"
+    phrases = [f"step {seconds(t.seconds)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
+    if t.examples:
+        units = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
+        unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
+        each = f", {number(units / t.seconds / devices)} a device" if devices > 1 else ""
+        phrases.append(f"{number(units / t.seconds)} {unit}/s{each}")
+    decoded = decoding(plan)
+    phrases += [f"{decoded.share_of_limit:.0%} of the limit"] if decoded is not None else []
+    phrases += [of_megatron(plan)] if t.megatron_step else []
+    yield Line(_held(phrases), then="  ")
+    yield from _limit(decoded) if decoded is not None else ()
+
+
+def _limit(decoded: Decoding) -> View:
+    """The seconds that no step of decoding can be below, and what they are made of."""
+    limit, tokens = decoded.limit, decoded.most_tokens_per_second
+    cached = f" and {amount(limit.cache)} of cache" if limit.cache else ""
+    reads = f"{amount(limit.weights)} of weights{cached} at {limit.bandwidth / 1e12:.2f} TB/s"
+    text = f"limit {seconds(limit.seconds)}, {number(tokens)} tokens/s: {reads}"
+    text += f"; {seconds(limit.communication)} of collectives" if limit.communication else ""
+    if decoded.ungathered:
+        text += f"; priced as greedy generate(), which gathers none of {amount(decoded.ungathered)} of outputs"
+    yield Line(text, then="  ")
+
+
+def _time(plan: Plan) -> View:
+    """A bar of a step: the repeated blocks, sublayer by sublayer, and what is outside of them."""
+    layer = plan.layer
+    if layer is None or not layer.seconds or not plan.totals.seconds:
+        return
+    letters, scale = [], layer.total / layer.seconds
+    for part in (*layer.sublayers, *([layer.outside] if layer.outside.seconds else [])):
+        count = 1.0 if part is layer.outside else scale
+        share = f" ({part.share:.0%} communication)" if part.communication else ""
+        letters.append((part.name[0], part.compute * count, f"{part.name} {seconds(part.seconds * count)}{share}"))
+        letters.append(("~", part.communication * count, ""))
+    yield from _bar("time", letters, sum(size for _, size, _ in letters), "", "~ communication")
+
+
+def _bar(name: str, parts: Sequence[tuple[str, float, str]], most: float, end: str, more: str = "") -> View:
+    """A bar of letters, each part as long as its share of `most`, and below it what the letters stand for."""
+    letters, before = "", 0.0
+    for letter, size, _ in parts:
+        before += size
+        letters += letter * (round(BAR * before / most) - len(letters))
+    if parts:
+        yield Line(letters.ljust(BAR if end else 0) + end, f"{name:{LABEL}}", style="cyan")
+        yield Line(_held((*(text for *_, text in parts), more), ", "), " " * LABEL)
+
+
+def _avoidable(plan: Plan) -> Iterator[tuple[float, str]]:
+    """Costs that are no part of tensor parallelism itself: seconds, and what they are spent on."""
+    t, heads = plan.totals, {i for i, block in enumerate(plan.blocks) if block.kind == "head"}
+    outputs = [c for c in plan.collectives if c.name == "gather" and c.forward and c.block in heads]
+    gathered, trains = sum(c.forward_bytes for c in outputs), plan.objective == "training"
+    if gathered:
+        part = t.communication * gathered / (t.forward_bytes + (t.backward_bytes if trains else 0.0))
+        names = ", ".join(dict.fromkeys(last(c.source or c.module) for c in outputs))
+        way = 'outputs="loss" or "sharded"' if trains else 'outputs="sharded"'
+        yield part, f"go into gathering whole outputs ({names}, {amount(gathered)}), which {way} leaves split"
+    even = t.flops / plan.tp
+    if t.local_flops > 1.05 * even:
+        extra = (t.seconds - t.communication) * (1 - even / t.local_flops)
+        share = f"{t.local_flops / t.flops:.0%} of the flops where 1/{plan.tp} would be even"
+        yield extra, f"go into work that is whole on every rank: a rank has {share}"
+    if (exposed := plan.batch.exposed) > 0:
+        yield exposed, f"go over {plan.batch.name} and do not fit beside the backward"
+
+
+# a layer as a line
+
+
+def _flow(plan: Plan) -> View:
+    """One of the repeated blocks, or the model where none repeats, in the order of the forward."""
+    words = _words(plan, plan.layer.steps) if plan.layer is not None and plan.tp > 1 else []
+    text = []
+    for i, (name, role) in enumerate(words):
+        following = words[i + 1][1] if i + 1 < len(words) else ""
+        text.append(f"{name}[{role}]" if role and role != following else name)
+    if any("-->" in word for word in text):
+        lines = [x.plain for x in Line(" ".join(text), f"{'layer':{LABEL}}", " " * LABEL).lay(COLUMNS)]
+        yield from map(Line, lines[:MAX_FLOW_LINES])
+        yield from [Line("...", " " * LABEL)] if len(lines) > MAX_FLOW_LINES else []
+
+
+def _words(plan: Plan, steps: Sequence[Timed]) -> list[tuple[str, str]]:
+    """Weights of a layer with their role, and `--AG/RS-->` where something is sent between; what has no role stands
+    alone."""
+    largest: dict[str, tuple[int, str]] = {}  # path of a module -> its largest weight's size and role
+    for p in plan.parameters:
+        for name in (p.name, *p.aliases):
+            module = name.rpartition(".")[0]
+            largest[module] = max(largest.get(module, (0, "")), (math.prod(p.shape), ROLES.get(p.role, p.role)))
+    least = VALUE_SHARE * max((s.bytes for s in steps if s.forward_sends or s.backward_sends), default=0.0)
+    words: list[tuple[str, str]] = []
+    for step in steps:
+        sends, word = (
+            step.forward_sends or step.backward_sends,
+            (last(step.module), largest.get(step.module, (0, ""))[1]),
+        )
+        if step.converts:
+            arrow = f"--{_ways(step.forward_sends, step.backward_sends, plan)}-->"
+            words += [(arrow, "")] if sends and step.bytes >= least else []
+        elif any(name in step.name for name in ATTENTION):
+            words.append(("attention", ""))
+        elif step.module in largest and word not in words[-4:]:
+            words.append(word)
+    return words
+
+
+def _ways(forward: str | None, backward: str | None, plan: Plan) -> str:
+    """What is sent forward and, in training, backward: `AG/RS`."""
+    ways = [SHORT.get(way, way.replace("_", "-")) if way else "" for way in (forward, backward)]
+    return "/".join(ways) if plan.objective == "training" else ways[0]
+
+
+# the blocks in short
+
+
+def _blocks(plan: Plan, room: int) -> View:
     """The blocks in their order; where they are too many, those that hold or send the most."""
-    least = FEW * (plan.totals.forward_bytes + plan.totals.backward_bytes)
-    parts = [p for p in rows.parts(plan) if p.parameters or max(map(_bytes, p.collectives), default=-1.0) >= least]
-    part_lines = [list(_part(part, plan, least)) for part in parts]
-    weight = [_weight(part, plan) for part in parts]
+    least = SENT_SHARE * (plan.totals.forward_bytes + plan.totals.backward_bytes)
+    shown = [p for p in parts(plan) if p.parameters or max(map(_bytes, p.collectives), default=-1.0) >= least]
+    views = [list(_block(part, plan, least)) for part in shown]
+    heights, weight = [_height(view) for view in views], [_weight(part, plan) for part in shown]
     places: set[int] = set()
-    for i in sorted(range(len(parts)), key=lambda i: (-weight[i], i)):
-        line_count = sum(len(part_lines[j]) for j in places)
-        if line_count + len(part_lines[i]) <= room - (len(places) + 1 < len(parts)) or not places:
+    for i in sorted(range(len(shown)), key=lambda i: (-weight[i], i)):
+        lines = sum(heights[j] for j in places)
+        if lines + heights[i] <= room - (len(places) + 1 < len(shown)) or not places:
             places.add(i)
     for i in sorted(places):
-        yield from part_lines[i]
-    if len(places) < len(parts):
-        yield Text(f"and {len(parts) - len(places)} smaller parts", style="dim")
+        yield from views[i]
+    if len(places) < len(shown):
+        yield Line(f"and {len(shown) - len(places)} smaller parts", style="dim")
 
 
 def _weight(part: EqualBlocks, plan: Plan) -> float:
     """The share of all parameters and bytes sent that a part and its equals have."""
     t = plan.totals
     parameters = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
-    sent_bytes = sum(map(_bytes, part.collectives))
-    return parameters + sent_bytes / max(t.forward_bytes + t.backward_bytes, 1.0)
+    return parameters + sum(map(_bytes, part.collectives)) / max(t.forward_bytes + t.backward_bytes, 1.0)
 
 
 def _bytes(equal: Sequence[Collective]) -> float:
     return sum(c.forward_bytes + c.backward_bytes for c in equal)
 
 
-def _part(part: EqualBlocks, plan: Plan, least: float) -> Iterator[Text]:
+def _block(part: EqualBlocks, plan: Plan, least: float) -> View:
     """A heading, a line for each weight and for each place that sends `least` bytes; one line where all is whole."""
     whole = part.parameters and all(p.role == "whole" for p in part.parameters)
-    detail = "whole" if whole else part.detail
-    if len(part.title) + 2 + len(detail) > SCREEN:
-        yield Text(part.title, style="bold")
-        yield from wrapped(detail, SCREEN, "  ")
-    else:
-        yield Text.assemble((part.title, "bold"), f"  {detail}" if detail else "")
-    if part.limit:
-        yield from wrapped(f"limit: {part.limit}", SCREEN, "  ", style="yellow")
-    if not whole:
-        yield from columns(part.weights, (22, 26, 13, 13), "llrr", SCREEN)
-    sends = [_cells(equal, part.count, plan) for equal in part.collectives if _bytes(equal) >= least]
-    yield from columns(sends, (10, 12, 34, 18), "llll", SCREEN, style="cyan")
+    yield from heading(part, "whole" if whole else part.detail)
+    yield Grid(() if whole else part.weights, "llrr", (22, 26, 13, 13))
+    sends = []
+    for equal in part.collectives:
+        if _bytes(equal) >= least:
+            c = equal[0]
+            sent = f"{_ways(c.forward, c.backward, plan)} {amount(max(c.forward_bytes, c.backward_bytes))}"
+            sends.append((MARKS.get(c.name, c.name), c.change, part.maker(equal), sent))
+    yield Grid(sends, "llll", (10, 12, 34, 18), style="cyan")
 
 
-def _cells(equal: Sequence[Collective], members: int, plan: Plan) -> tuple[str, ...]:
-    """Megatron's name, layouts, operator, and what one rank sends: `AG/RS 224.0 MiB`, each way."""
-    c, trains = equal[0], plan.objective == "training"
-    size = amount(max(c.forward_bytes, c.backward_bytes))
-    return (
-        rows.MARKS.get(c.name, c.name),
-        c.change,
-        rows.maker(equal, members),
-        f"{ways(c.forward, c.backward, trains)} {size}",
-    )
+def _below(plan: Plan) -> View:
+    """The lines after the blocks: weights left whole, notes and a legend."""
+    whole = [p for p in plan.parameters if p.role == "whole"]
+    if whole and plan.tp > 1 and plan.totals.local_parameters:
+        share = sum(math.prod(p.local) for p in whole) / plan.totals.local_parameters
+        yield Line(f"whole on every rank: {len(whole)} of {len(plan.parameters)} weights, {share:.2%} of what it holds")
+    yield from (Line(f"note: {note}", then="  ", style="dim") for note in plan.notes[:MAX_NOTES])
+    more = [f"and {len(plan.notes) - MAX_NOTES} more notes"] if len(plan.notes) > MAX_NOTES else []
+    yield from (Line(line, style="dim") for line in (*more, *LEGEND))

@@ -12,7 +12,7 @@ from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_path, moved_to
 
-from .rows import MARKS
+from .document import MARKS
 
 
 def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = None) -> str:

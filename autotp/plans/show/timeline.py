@@ -13,7 +13,7 @@ from autotp.plans.estimates import Layer, Timed
 from autotp.plans.plan import Plan
 from autotp.text import seconds
 
-from .rows import MARKS, last, operator, primitive
+from .document import MARKS, last, operator, primitive
 
 TRACKS = ("compute", "communication")
 
