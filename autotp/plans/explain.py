@@ -273,9 +273,9 @@ def _collectives(one: Plan, other: Plan) -> Iterator[tuple[str, str, str, str]]:
         sizes: dict[tuple[str, str], list[float]] = defaultdict(list)
         for c in plan.collectives:
             ways = ("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)
-            for way, primitive, size in ways:
-                if primitive:
-                    sizes[primitive, way].append(size)
+            for way, call, size in ways:
+                if call:
+                    sizes[call, way].append(size)
         sides.append(sizes)
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = (f"{len(sizes[key])} calls, {amount(sum(sizes[key]))}" for sizes in sides)
