@@ -270,9 +270,10 @@ def _precisions(rows: Sequence[Degree], own: Sequence[Degree]) -> Table:
     names, cells = ("tp", "step", "own", "", "sent", "own", "memory", "own", ""), []
     for r, o in zip(rows, own, strict=True):
         ratio = f"{r.seconds / o.seconds:.2f}" if o.seconds else "-"
-        fit = f"{'' if r.fits else 'too much'}{'' if o.fits else ' (own: too much)'}".strip()
+        fit = "" if r.fits else "too much"
+        fit += "" if o.fits else " (own: too much)"
         sizes = amount(r.sent), amount(o.sent), amount(r.memory), amount(o.memory)
-        cells.append((r.tp, seconds(r.seconds), seconds(o.seconds), ratio, *sizes, fit))
+        cells.append((r.tp, seconds(r.seconds), seconds(o.seconds), ratio, *sizes, fit.strip()))
     return Table(cells, "rrrlrrrrl", names, names, indent=2, gap=2)
 
 

@@ -16,7 +16,7 @@ from autotp.ir.program import Solution
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
-from autotp.plans.show.document import over_tp, times
+from autotp.plans.show.document import over_tp, primitive, times
 from autotp.plans.show.terminal import Line, Screen, Table, View
 from autotp.text import amount, near
 
@@ -72,13 +72,11 @@ class Explanation:
         rows, base = [], self.alternatives[0].seconds
         for a in self.alternatives:
             step = "" if a.why else f"{1e3 * a.seconds:.4f} ms"
-            beside = "chosen" if a.chosen else f"{a.seconds / base - 1:+.2%}" if base else ""
-            rows.append((a.layout, amount(a.parameter_bytes), step, a.why or beside))
-        return Screen([
-            Line(f"{self.parameter}{shared}: {self.choice}", style="bold"),
-            Table(rows, "lrrl", ("placement", "on a rank", "step", ""), gap=5),
-            *(Line(x) for x in (f"binds: {self.binds}", *(f"would change it: {x}" for x in self.changes))),
-        ])  # fmt: skip
+            beside = f"{a.seconds / base - 1:+.2%}" if base else ""
+            rows.append((a.layout, amount(a.parameter_bytes), step, a.why or (beside, "chosen")[a.chosen]))
+        table = Table(rows, "lrrl", ("placement", "on a rank", "step", ""), gap=5)
+        above = Line(f"{self.parameter}{shared}: {self.choice}", style="bold"), table, Line(f"binds: {self.binds}")
+        return Screen([*above, *(Line(f"would change it: {x}") for x in self.changes)])
 
 
 def explain(plan: Plan, name: str) -> Explanation:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotp.cost.rank_memory import Memory
+from autotp.ir.decisions import Decision
 from autotp.ir.layouts import Layout
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import overview
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
-from autotp.ir.decisions import Decision
 
 
 @dataclass(frozen=True)

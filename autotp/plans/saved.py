@@ -1,39 +1,72 @@
-"""A plan as JSON text and back, in a numbered format: a file in another one, or one that was changed, is refused."""
+"""A plan as JSON text and back, in a numbered format: a file in another one, or one that was changed, is refused.
+
+`axes` are the axes of the mesh in order, the outermost first, each with its size and what else is known of it; the last
+one is tp, whose layouts stand in the records. A later format's fields of an axis (`layouts` of a further one by name,
+`virtual` ranks, `shares` of uneven ones) may be absent, and are refused where they are not.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from autotp.cost.rank_memory import Memory
 from autotp.errors import PlanError
 from autotp.ir.decisions import Decision
 from autotp.ir.files import parse_json, read_text
+from autotp.ir.layouts import Distribution, Layout
 from autotp.ir.serial import plain, read_layout, read_loop
 
-from .estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
-from .plan import Block, Collective, Parameter, Plan
+from .estimates import ALONE
+from .plan import Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
-FORMAT = 10
+FORMAT, EARLIER = 11, 10
 UNSAVED = ("fired", "builder")  # they say something of one process alone
-SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
-MAX_FILE_BYTES = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
-FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # as `alike` writes them
+MESH = ("tp", "batch")  # fields that a file has as axes
+SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
+LATER = ("layouts", "virtual", "shares")  # of an axis, which this version does not run
+MAX_FILE_BYTES = 100_000_000  # the plan of a model with hundreds of layers has a few million
+FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # written once where they are equal
+PAIRS = ("decisions", "states", "tables")  # mappings, whose order a file keeps
 MAX_RANKS = 1 << 20  # on an axis
 # A file's names for fields that have another one here: to rename a field needs no new format.
 FILE_NAMES = {"Totals": {"parameter_bytes": "stored", "least_parameter_bytes": "least_stored"}}
+ALLOWED: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    int: (int,),
+    bool: (bool,),
+    float: (int, float),
+    NoneType: (NoneType,),
+}
 
 
 def write_plan(plan: Plan) -> str:
     """The plan as JSON text, with the number of the format and a digest of all of it."""
-    data = plain(_fields(plan))
-    return sealed({"format": FORMAT, **data, **{key: fold(data[key]) for key in FOLDED}})
+    data = {name: _plain(getattr(plan, name)) for name in SAVED}
+    data["decisions"] = [[name, *how.values()] for name, how in data["decisions"].items()]
+    data |= {key: list(data[key].items()) for key in ("states", "tables")}
+    batch = _plain(plan.batch)
+    axes = [[batch.pop("name"), batch]] if plan.batch != ALONE else []
+    axes.append(["tp", {"size": plan.tp}])
+    return sealed({"format": FORMAT, "axes": axes, **data, **{key: fold(data[key]) for key in FOLDED}})
+
+
+def _plain(x: Any) -> Any:
+    """Records, layouts and sequences of them as what JSON can hold."""
+    if isinstance(x, Mapping):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, tuple):
+        return [_plain(v) for v in x]
+    if is_dataclass(x) and not isinstance(x, Layout | Distribution):
+        return {file_name(type(x), f.name): _plain(getattr(x, f.name)) for f in fields(x)}
+    return plain(x)
 
 
 def sealed(data: Mapping[str, Any]) -> str:
@@ -52,7 +85,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def read_plan(text: str, name: str = "the text") -> Plan:
-    """Read what `write_plan` wrote.
+    """Read what `write_plan` wrote, in this format or in the one before.
 
     Args:
         text: of the file. name: what errors call it.
@@ -64,13 +97,14 @@ def read_plan(text: str, name: str = "the text") -> Plan:
         data = parse_json(text, name, error=PlanError)
     except PlanError as e:
         raise PlanError(f"{name} is not a saved plan: {e} Give the file that `Plan.save` wrote.") from e
-    number = _format_of(data)
+    # Formats 1 and 2 called their number a schema.
+    number = data.get("format", data.get("schema")) if isinstance(data, dict) else None
     if number is None:
         raise PlanError(f"{name} is not a saved plan: it has no format number. Give the file that `Plan.save` wrote.")
-    if number != FORMAT:
+    if number not in (FORMAT, EARLIER):
         raise PlanError(
-            f"{name} is a plan in format {number!r}, and this version of autotp reads format {FORMAT} only. Plan again "
-            "with autotp.plan(...) and save that, or read it with the version of autotp that saved it."
+            f"{name} is a plan in format {number!r}, and this version of autotp reads formats {EARLIER} and {FORMAT}. "
+            "Plan again with autotp.plan(...) and save that, or read it with the version of autotp that saved it."
         )
     if data.get("seal") != _seal(data):
         raise PlanError(
@@ -78,107 +112,90 @@ def read_plan(text: str, name: str = "the text") -> Plan:
             "`Plan.save` wrote it, or plan again; what a plan should do otherwise is said by pins."
         )
     try:
-        return _checked(_plan(data))
+        return _plan(data, name)
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as e:
         raise PlanError(f"{name} is a damaged plan: {type(e).__name__}: {e}. Plan again.") from e
 
 
-def _checked(plan: Plan) -> Plan:
-    """The plan, where every field of its records is of the type that it is declared with, and degrees are."""
-    parts = (plan.parameters, plan.collectives, plan.blocks, plan.degrees, plan.layer.steps if plan.layer else ())
-    alone = [plan, plan.totals, plan.memory, plan.batch, *((plan.layer, plan.layer.outside) if plan.layer else ())]
-    for record in [*alone, *(r for part in parts for r in part)]:
-        for f in fields(record):
-            allowed, value = TYPES.get(str(f.type)), getattr(record, f.name)
-            flag = isinstance(value, bool) and bool not in (allowed or ())
-            if allowed is not None and (flag or not isinstance(value, allowed)):
-                raise TypeError(f"{type(record).__name__}.{f.name} is {value!r}, which is no {f.type}")
+def _plan(data: dict[str, Any], name: str) -> Plan:
+    """The plan that these fields say."""
+    if data["format"] == EARLIER:  # in which the two axes that there are were fields
+        axes = [[data["batch"]["name"], {k: v for k, v in data["batch"].items() if k != "name"}]]
+        axes.append(["tp", {"size": data["tp"]}])
+    else:
+        axes = data["axes"]
+    for axis, entry in axes:
+        if later := [key for key in LATER if key in entry]:
+            raise PlanError(
+                f"{name} has {' and '.join(later)} of the axis {axis}, which this version of autotp does not run. Read "
+                "it with the version that saved it, or plan again."
+            )
+    *other, (last, innermost) = axes
+    if last != "tp" or innermost.keys() != {"size"} or len(other) > 1:
+        raise PlanError(
+            f"{name} is for the axes {', '.join(str(x) for x, _ in axes)}, and this version of autotp runs tp, and dp "
+            "or cp beside it. Plan again."
+        )
+    mesh = {"tp": innermost["size"], "batch": {"name": other[0][0], **other[0][1]} if other else _plain(ALONE)}
+    folded = {key: unfold(data[key]) for key in FOLDED}
+    names = [f.name for f in fields(Decision)]
+    folded["decisions"] = [(n, dict(zip(names, how, strict=True))) for n, *how in folded["decisions"]]
+    pairs = {key: dict(folded[key]) for key in PAIRS}
+    plan = _reader(Plan)({**{key: data[key] for key in SAVED}, **mesh, **folded, **pairs})
     for axis, size in (("tp", plan.tp), (plan.batch.name, plan.batch.size)):
         if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")
     return plan
 
 
-# By what the records' annotations say; what else they say is made by the readers below.
-TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,), "int": (int,), "bool": (bool,), "float": (int, float), "str | None": (str, type(None)),
-    "int | None": (int, type(None)), "Mapping[str, Any]": (Mapping,), "tuple[str, ...]": (tuple,),
-    "Mapping[str, float]": (Mapping,),
-    "tuple[int, ...]": (tuple,),
-}  # fmt: skip
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """The function that reads a type's value from plain data, as its annotation says it."""
+    if kind in (Any, Layout, Distribution | None):
+        return {Layout: read_layout, Distribution | None: read_loop}.get(kind, lambda x: x)
+    if is_dataclass(kind):
+        return _record(kind)
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple:
+        item = _reader(arguments[0])
+        return lambda x: tuple(map(item, _of(x, list, kind)))
+    if get_origin(kind) is Mapping:
+        value = _reader(arguments[1])
+        return lambda x: {k: value(v) for k, v in _of(x, dict, kind).items()}
+    record = next((x for x in arguments if is_dataclass(x)), None)  # such as Layer | None
+    if record is not None:
+        read = _reader(record)
+        return lambda x: None if x is None else read(x)
+    allowed = tuple(t for x in arguments or (kind,) for t in ALLOWED[x])
+    return lambda x: _of(x, allowed, kind)
 
 
-def _format_of(data: Any) -> Any:
-    """The number that a file gives for its format, which formats 1 and 2 called its schema; None where it has none."""
-    return data.get("format", data.get("schema")) if isinstance(data, dict) else None
+def _record(kind: Any) -> Callable[[Any], Any]:
+    """The function that reads a record from its fields."""
+    hints = get_type_hints(kind, localns={"Builder": Any})
+    unsaved = UNSAVED if kind is Plan else ()
+    read = {file_name(kind, f.name): (f.name, _reader(hints[f.name])) for f in fields(kind) if f.name not in unsaved}
+
+    def record(x: Any) -> Any:
+        if x.keys() != read.keys():
+            raise TypeError(f"{kind.__name__} has the fields {', '.join(x)}, not {', '.join(read)}")
+        return kind(**{name: value(x[key]) for key, (name, value) in read.items()})
+
+    return record
 
 
-def _fields(plan: Plan) -> dict[str, Any]:
-    """The plan's fields with its records as dicts and its layouts as they are."""
-    out = {k: getattr(plan, k) for k in SAVED}
-    for key in ("totals", "memory", "batch"):
-        out[key] = {file_name(type(out[key]), k): v for k, v in asdict(out[key]).items()}
-    for key in ("parameters", "collectives", "blocks", "degrees"):
-        records = []
-        for r in out[key]:
-            records.append({k: getattr(r, k) for k in r.__dataclass_fields__})
-        out[key] = records
-    out["decisions"] = [[n, list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()]
-    out["states"], out["tables"] = list(plan.states.items()), list(plan.tables.items())
-    out["layer"] = plan.layer and asdict(plan.layer)
-    return out
-
-
-def _plan(data: dict[str, Any]) -> Plan:
-    data = {**data, **{key: unfold(data[key]) for key in FOLDED}}
-    decisions = {
-        name: Decision(
-            tuple(map(read_layout, ins)),
-            tuple(map(read_layout, outs)),
-            factor,
-            read_loop(loop),
-        )
-        for name, ins, outs, factor, loop in data["decisions"]
-    }
-    parameters = [Parameter(**{**_tuples(p), "layout": read_layout(p["layout"])}) for p in data["parameters"]]
-    return Plan(
-        **{k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")},
-        parameters=tuple(parameters),
-        collectives=tuple(Collective(**_tuples(r)) for r in data["collectives"]),
-        blocks=tuple(Block(**_tuples(r)) for r in data["blocks"]),
-        totals=_read_totals(data["totals"]),
-        memory=Memory(**data["memory"]),
-        decisions=decisions,
-        inputs=tuple(data["inputs"]),
-        notes=tuple(data["notes"]),
-        degrees=tuple(Degree(**r) for r in data["degrees"]),
-        layer=_read_layer(data["layer"]),
-        states={name: read_layout(layout) for name, layout in data["states"]},
-        tables={name: read_layout(layout) for name, layout in data["tables"]},
-        batch=Axis(**data["batch"]),
-        machines=data["machines"],
-    )
+def _of(x: Any, allowed: Any, kind: Any) -> Any:
+    """The value, where it is of an allowed type; a flag is no number."""
+    if not isinstance(x, allowed) or (
+        isinstance(x, bool) and bool not in (allowed if isinstance(allowed, tuple) else ())
+    ):
+        raise TypeError(f"{str(x)[:40]!r} is no {getattr(kind, '__name__', kind)}")
+    return x
 
 
 def file_name(record: type, name: str) -> str:
     """The name of a record's field in a file."""
     return FILE_NAMES.get(record.__name__, {}).get(name, name)
-
-
-def _read_totals(data: dict[str, Any]) -> Totals:
-    names = {file_name(Totals, f.name): f.name for f in fields(Totals)}
-    return Totals(**{names[k]: v for k, v in data.items()})
-
-
-def _read_layer(data: dict[str, Any] | None) -> Layer | None:
-    if data is None:
-        return None
-    steps = tuple(Timed(**step) for step in data["steps"])
-    return Layer(**{**data, "steps": steps, "outside": Sublayer(**data["outside"])})
-
-
-def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return record | {k: tuple(v) for k, v in record.items() if isinstance(v, list)}
 
 
 # equal records once

@@ -53,7 +53,8 @@ def damage(plan: Plan, **changed: Any) -> str:
         lambda plan: "not JSON",
         lambda plan: "[]",
         lambda plan: damage(plan, layer="none"),
-        lambda plan: damage(plan, batch={"size": 2, "breadth": 2}),
+        lambda plan: damage(plan, axes=[["dp", {"size": 2, "breadth": 2}], ["tp", {"size": 2}]]),
+        lambda plan: damage(plan, axes=[["tp", {"size": 2}], ["dp", {"size": 2}]]),
         lambda plan: sealed({k: v for k, v in json.loads(plan.to_json()).items() if k != "machines"}),
         lambda plan: sealed(json.loads(plan.to_json().replace('"totals"', '"sums"'))),
         lambda plan: sealed(json.loads(plan.to_json().replace('"count"', '"number"'))),
@@ -73,7 +74,9 @@ def test_a_plan_in_another_format_is_refused_by_its_number(number, tmp_path):
     path, text = tmp_path / "old.json", damage(planned_for("llama", 2), format=number)
     path.write_text(text)
     for read in (lambda: Plan.from_json(text), lambda: Plan.load(path)):
-        with pytest.raises(PlanError, match=rf"in format {number!r}, .* reads format {FORMAT} only\. Plan again with"):
+        with pytest.raises(
+            PlanError, match=rf"in format {number!r}, .* reads formats 10 and {FORMAT}\. Plan again with"
+        ):
             read()
     with pytest.raises(PlanError, match="old.json is a plan in format"):
         Plan.load(path)
@@ -82,7 +85,7 @@ def test_a_plan_in_another_format_is_refused_by_its_number(number, tmp_path):
 def test_files_from_before_formats_had_a_number_are_refused_by_their_schema():
     data = json.loads(planned_for("llama", 2).to_json())
     del data["format"]
-    with pytest.raises(PlanError, match=rf"in format 2, .* reads format {FORMAT} only"):
+    with pytest.raises(PlanError, match=rf"in format 2, .* reads formats 10 and {FORMAT}"):
         Plan.from_json(json.dumps({**data, "schema": 2}))
     with pytest.raises(PlanError, match="no format number"):
         Plan.from_json(json.dumps(data))
@@ -91,7 +94,7 @@ def test_files_from_before_formats_had_a_number_are_refused_by_their_schema():
 def test_what_a_format_holds(golden):
     """A change here is another format: raise `FORMAT` with it."""
     records = (Parameter, Collective, Block, Decision, Totals, Memory, Degree, Layer, Timed, Sublayer, Axis)
-    lines = [f"format {FORMAT}", f"Plan: {' '.join(SAVED)}"]
+    lines = [f"format {FORMAT}", f"Plan: {' '.join(SAVED)} axes"]
     for record in records:
         lines.append(f"{record.__name__}: {' '.join(file_name(record, f.name) for f in fields(record))}")
     golden("plan-format", "\n".join(lines) + "\n")

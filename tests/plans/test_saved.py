@@ -71,6 +71,13 @@ def recurring(**changes: Any) -> dict[str, Any]:
     return {"states": [entry | changes]}
 
 
+AXIS = {"size": 2, "fully_shard": False, "sent": 0.0, "seconds": 0.0, "backward": 0.0, "values": 0.0}
+
+
+def over(*axes: Any) -> dict[str, Any]:
+    return {"axes": list(axes)}
+
+
 HOSTILE = {
     "power": resized("9**9**9**9"),
     "power of a symbol": resized("s0**99999999"),
@@ -78,12 +85,15 @@ HOSTILE = {
     "division": resized("1//0"),
     "long": resized("s0+" * 1000 + "s0"),
     "nested": resized("(" * 400 + "s0" + ")" * 400),
-    "a flag": {"tp": True},
-    "ranks": {"tp": 10**18},
-    "no ranks": {"tp": 0},
-    "a great number": {"tp": 10**30},
-    "text": {"tp": "2"},
-    "dp": {"batch": {"size": 10**9}},
+    "a flag": over(["tp", {"size": True}]),
+    "ranks": over(["tp", {"size": 10**18}]),
+    "no ranks": over(["tp", {"size": 0}]),
+    "a great number": over(["tp", {"size": 10**30}]),
+    "text": over(["tp", {"size": "2"}]),
+    "dp": over(["dp", AXIS | {"size": 10**9}], ["tp", {"size": 2}]),
+    "no axis": over(),
+    "an axis without a size": over(["tp", {}]),
+    "an axis that is none": over("tp"),
     "name": {"model": 5},
     "notes": {"notes": 5},
     "totals": {"totals": {"flops": "many"}},
@@ -106,6 +116,30 @@ def test_what_a_hostile_file_holds_is_refused_at_once(plan, name):
     with pytest.raises(PlanError, match=r"[Pp]lan again|Plan\.save"):
         Plan.from_json(text)
     assert time.process_time() - start < 5
+
+
+def test_a_plan_of_the_format_before_is_read(model):
+    """Its two axes were fields."""
+    plan = autotp.plan(model, 2, dp=2, example_inputs=torch.randn(4, 8))
+    data = json.loads(plan.to_json())
+    (name, batch), (_, inner) = data.pop("axes")
+    earlier = {**data, "format": 10, "tp": inner["size"], "batch": {"name": name, **batch}}
+    assert Plan.from_json(sealed(earlier)) == plan and plan.batch.size == 2
+    with pytest.raises(PlanError, match="damaged"):
+        Plan.from_json(sealed({k: v for k, v in earlier.items() if k != "batch"}))
+
+
+def test_what_later_formats_say_of_an_axis_is_refused_by_its_name(plan):
+    data = json.loads(plan.to_json())
+    (tp,) = data["axes"]
+    inner = [*tp[:1], {**tp[1], "virtual": 4}]
+    for axes, said in (
+        ([inner], "virtual of the axis tp"),
+        ([["ep", {"size": 2, "shares": [1, 3], "layouts": {}}], tp], "layouts and shares of the axis ep"),
+        ([["pp", AXIS], ["dp", AXIS], tp], "for the axes pp, dp, tp"),
+    ):
+        with pytest.raises(PlanError, match=f"{said}.*plan again|{said}.*Plan again"):
+            Plan.from_json(sealed({**data, "axes": axes}))
 
 
 @pytest.mark.parametrize(

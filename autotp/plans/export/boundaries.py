@@ -1,4 +1,4 @@
-"""What modules must do at their boundaries so that the code between them computes a plan's program as it stands.
+"""Module boundaries at which a plan's program is computed by code that runs as it was written.
 
 Other tools shard a model by its modules: a style says how a module's parameters lie and how its input comes and its
 output leaves, and all code between modules runs as it was written, on what it gets. So a value may be split between two
@@ -10,21 +10,20 @@ gather their output or split their input, and weights stay split.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from networkx.utils import UnionFind
 from torch import fx
 
+from autotp.ir.decisions import Decision
 from autotp.ir.graph import Leaf, Value, outputs_of, resolve, where
 from autotp.ir.layouts import Layout
-from autotp.ir.op import Op, aten
-from autotp.ir.program import Decision
+from autotp.ir.op import Op, Rule, aten
 from autotp.ir.scopes import generic, module_path
 from autotp.passes.shard.planner import Builder
-
-from .own_sizes import runs_on_part
-from .regions import Port, Regions, Sums
+from autotp.rules.views import local_shape
 
 LINEAR, EMBEDDING = "torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"
 SITES: dict[Any, tuple[str, int, int]] = {
@@ -32,37 +31,67 @@ SITES: dict[Any, tuple[str, int, int]] = {
     aten.embedding.default: (EMBEDDING, 0, 1),
 }  # class, weight, input
 SHARED = "it is tied, or read more than once, and a style is for the own weight of one module"
+Port = tuple[str, Any]  # ("op", node), or one side of a module: ("in", node), ("out", node)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The layouts of a module's parameters, input and output.
+
+    Attributes:
+        module: its path.
+        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split.
+        lookup: whether it is an embedding.
+        split_in, split_out: whether the input comes, and the output leaves, split along the last dimension.
+        dim: of "whole", along which the input comes and the output leaves split.
+    """
+
+    module: str
+    kind: str
+    lookup: bool = False
+    split_in: bool = False
+    split_out: bool = False
+    dim: int = 0
 
 
 @dataclass
 class Boundaries:
-    """Reads the boundaries of a plan's modules off its graph.
+    """A reader of the boundaries of a plan's modules off its graph.
 
     Attributes:
         builder: with the graph; `decisions`: the plan's, by node name.
-        data: whether a value may be split along batch or sequence between modules; `slices`: whether an embedding may
-            leave its output split.
-        alike: name of a module -> the name that it shares with those that must be treated like it.
         refused: by path with `*` for numbers, modules within which nothing may be split, and why.
         without_style: parameter -> why no module says its split.
+        sites: operator that is all of a linear layer or embedding with a split weight -> its module and kind.
+        sets: of ports whose values are split together, or whole together; ports: those at which something is split.
+        reasons: port -> why the values of its set are whole; "" where that is no difference from the plan.
     """
 
     builder: Builder
     decisions: Mapping[str, Decision]
-    data: bool = True
-    slices: bool = True
-    alike: Callable[[str], str] = lambda name: name
     refused: Mapping[str, str] = field(default_factory=dict)
     without_style: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ops, self.regions = self.builder.ops, Regions(self.builder.tp)
         self.ends = outputs_of(self.builder.program)
-        self.sites = {n: site for n, op in ops.items() if (site := self._site(n, op)) is not None}
-        self.sums = Sums(ops, self.decisions, self.sites, self.ends)
-        self.owners: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)  # module -> operator, parameter
-        self.readers: dict[Value, list[str]] = defaultdict(list)  # value -> column-parallel modules that read it
-        self.mixed: list[tuple[Port, str]] = []
+        self.sites = {n: site for n, op in self.builder.ops.items() if (site := self._site(n, op)) is not None}
+        self.sets, self.reasons = UnionFind(), dict[Port, str]()
+        self.ports: dict[Port, None] = {}
+        self.owners: dict[str, list[tuple[fx.Node, str]]] = defaultdict(list)  # module -> operator, whole parameter
+        # Equal layers do the same: a style has one name for layers.*.q_proj, so one that cannot stops the others.
+        first: dict[tuple[str, str], Port] = {}
+        for node, (module, _) in self.sites.items():
+            for side in ("in", "out"):
+                self.sets.union(first.setdefault((side, generic(module)), (side, node)), (side, node))
+        self.goals, self.loose = self._sums()
+
+    @property
+    def why(self) -> dict[Port, str]:
+        """The port that stands for a set whose values are whole -> the reason."""
+        out: dict[Port, str] = {}
+        for port, reason in self.reasons.items():
+            out[self.sets[port]] = out.get(self.sets[port]) or reason
+        return out
 
     def read(self) -> list[Boundary]:
         """The boundaries of all modules that have a style; where a region must be whole, its ends are whole."""
@@ -71,39 +100,24 @@ class Boundaries:
         # Between the last operator and the caller stands no module: a linear layer's style may gather its output, of an
         # addition nobody does.
         for value in map(resolve, self.ends):
-            layout = self.made_layout(value)
-            if layout is not None and layout.sharded_dim is not None:
-                self.regions.refuse(self.port(value), "" if value[0] in self.sites else "the model's output is whole")
+            if self._layout(value) is not None:
+                self._refuse(self._port(value), "" if value[0] in self.sites else "the model's output is whole")
         # With its keys split, scores times values leaves a sum over the ranks, and no module is there to take it.
-        for node in self.sums.loose:
+        for node in self.loose:
             for value in ((node, 0), *map(resolve, self.builder.ops[node].slots)):
-                self.regions.refuse(self.port(value), f"{where(node)} leaves a sum over ranks")
-        # From here on regions are whole: which of them are split along batch or sequence is known once all are joined.
-        of_data = self.regions.of_data()
-        wholes = list(self._wholes(of_data))
-        # A mask beside scores that are split by heads fits them, and by sequence it is too long.
-        for port, reason in self.mixed:
-            if self.regions.root(port) in of_data:
-                self.regions.refuse(port, reason)
-        for port in () if self.data else of_data:
-            self.regions.refuse(port, "no style splits batch or sequence between modules")
-        for port in [*self.regions.dims]:
+                self._refuse(self._port(value), f"{where(node)} leaves a sum over ranks")
+        # From here on regions are whole: norms of single heads are read once all are joined.
+        wholes = list(self._wholes())
+        # A part that the code of a module was seen not to run on.
+        for port in self.ports:
             for path in map(generic, ("", *module_path(port[1]))):
                 if path in self.refused:
-                    self.regions.refuse(port, self.refused[path])
-        # Last, for it carries each refusal to the equal layers: a style has one name for layers.*.q_proj.
-        self._level()
-        why = self.regions.why
-        return [*self._of_styles(why), *(b for port, b in wholes if self.regions.root(port) not in why)]
-
-    def _of_styles(self, why: Mapping[Port, str]) -> Iterator[Boundary]:
+                    self._refuse(port, self.refused[path])
+        why, sites = self.why, []
         for node, (module, kind) in self.sites.items():
-            sides = []
-            for port in (("in", node), ("out", node)):
-                lies = () if self.regions.root(port) in why else self.regions.dims.get(port, ())
-                sides.append(next(iter(lies), (None, False)))
-            (in_dim, along), (out_dim, off) = sides
-            yield Boundary(module, kind, node.target is aten.embedding.default, in_dim, out_dim, (along, off))
+            ends = (p in self.ports and self.sets[p] not in why for p in (("in", node), ("out", node)))
+            sites.append(Boundary(module, kind, node.target is aten.embedding.default, *ends))
+        return [*sites, *(b for port, b in wholes if self.sets[port] not in why)]
 
     def _site(self, node: fx.Node, op: Op) -> tuple[str, str] | None:
         """The module and kind of an operator that is all of a linear layer or embedding with a split weight."""
@@ -116,131 +130,137 @@ class Boundaries:
         if layout.sharded_dim is None or (out.sharded_dim is None and not out.partial):
             return None
         tied = any(first == leaf.name and name != leaf.name for name, first in self.builder.program.aliases.items())
-        if tied or leaf.name != f"{path}.weight" or len(leaf.node.users) != 1:
-            self.without_style[leaf.name] = SHARED
-            return None
-        if generic(leaf.name) in self.refused:
-            self.without_style[leaf.name] = self.refused[generic(leaf.name)]
+        shared = SHARED if tied or leaf.name != f"{path}.weight" or len(leaf.node.users) != 1 else None
+        if reason := shared or self.refused.get(generic(leaf.name)):
+            self.without_style[leaf.name] = reason
             return None
         return path, "row" if out.partial else "column"
 
-    def made_layout(self, value: Value) -> Layout | None:
-        """How a value lies where it is made, sums taken; None for whole."""
-        return self._lies(value[0], self.decisions[value[0].name].outs[value[1]])
+    def _sums(self) -> tuple[dict[fx.Node, Layout], list[fx.Node]]:
+        """The layouts in which sums over ranks are to lie that what reads a chain of partial sums wants split, by the
+        operators of the chain; and operators outside all modules that leave such sums by themselves."""
+        ops, chains, passing = self.builder.ops, UnionFind(), set()
+        partial = [n for n in ops if self.decisions[n.name].outs[0].partial]
+        wants: list[tuple[fx.Node, Layout | None]] = [(resolve(end)[0], None) for end in self.ends]
+        for node, op in ops.items():
+            for have, slot in zip(self.decisions[node.name].ins, op.slots, strict=True):
+                maker = resolve(slot)[0]
+                if have.partial and node not in self.sites:
+                    chains.union(maker, node)
+                    passing.add(node)
+                else:
+                    wants.append((maker, have))
+        reads: dict[fx.Node, set[Any]] = defaultdict(set)
+        for maker, layout in wants:
+            reads[chains[maker]].add(layout)
+        goals = {n: next(iter(x)) for n in {*partial, *passing} if len(x := reads[chains[n]]) == 1}
+        split = {n: x for n, x in goals.items() if x is not None and x.sharded_dim is not None}
+        return split, [n for n in partial if n not in self.sites and n not in passing]
 
-    def read_layout(self, node: fx.Node, slot: int) -> Layout | None:
-        """How an operand is read; None for whole."""
-        return self._lies(node, self.decisions[node.name].ins[slot])
+    def _layout(self, value: Value) -> Layout | None:
+        """The layout of a value where it is made, sums taken; None for whole."""
+        return self._split(value[0], self.decisions[value[0].name].outs[value[1]])
 
-    def _lies(self, node: fx.Node, layout: Layout) -> Layout | None:
-        layout = self.sums.goals.get(node, layout) if layout.partial else layout
-        return layout if layout is not None and layout.split else None
+    def _split(self, node: fx.Node, layout: Layout) -> Layout | None:
+        goal = self.goals.get(node) if layout.partial else layout
+        return goal if goal is not None and goal.split else None
 
-    def port(self, value: Value) -> Port:
-        """Where a value leaves what made it."""
+    def _port(self, value: Value) -> Port:
+        """The place where a value leaves what made it."""
         return ("out" if value[0] in self.sites else "op", value[0])
+
+    def _refuse(self, port: Port, reason: str) -> None:
+        """Have the values of a port's region whole."""
+        self.reasons[port] = self.reasons.get(port) or reason
+
+    def _note(self, port: Port, layout: Layout, shape: tuple[Any, ...]) -> None:
+        """Note that a value is split at a port; code between modules knows even parts in one piece only."""
+        dim, p, tp = layout.sharded_dim, layout.distribution, self.builder.tp
+        if dim is None or p is None:
+            return self._refuse(port, "rows are dealt by group")
+        if p.pieces != 1:
+            self._refuse(port, "the parts lie in several pieces, and a style cuts in one")
+        elif p.static and not (p.even(tp) and p.is_plain(tp)):
+            self._refuse(port, f"{p.length} are not split evenly")
+        elif not isinstance(shape[dim], int) or (port[0] != "op" and dim != len(shape) - 1):
+            self._refuse(port, "no style splits batch or sequence between modules")
+        self.ports[port] = None
 
     def _operands(self, node: fx.Node, op: Op) -> None:
         """Join what an operator reads and makes to a region, and refuse regions that modules cannot say."""
-        outs = [self.made_layout((node, i)) for i in range(len(op.outs))]
+        ins = [self._split(node, layout) for layout in self.decisions[node.name].ins]
+        outs = [self._layout((node, i)) for i in range(len(op.outs))]
         for i, x in enumerate(outs):
             if x is not None:
-                self.regions.lies(self.port((node, i)), x, op.outs[i])
+                self._note(self._port((node, i)), x, op.outs[i])
         # Between modules code runs as it was written: it needs parts that fit, and arguments that hold for a part.
         if node not in self.sites:
+            beside = any(x is not None for x in (*ins, *outs))
             for i, slot in enumerate(op.slots):
-                self._read(node, i, resolve(slot))
+                self._operand(node, resolve(slot), ins[i], beside)
             if any(x is not None for x in outs):
-                self._alone(node, op)
+                self._alone(node, op, ins, outs[0])
             return
+        # A style gathers what an embedding that is split by columns gives.
+        if self.sites[node][1] == "column" and node.target is aten.embedding.default:
+            self._refuse(("out", node), "an embedding gives whole vectors")
+        # What comes split may stay so as far as the module: its style says how its input comes.
         slot = SITES[node.target][2]
-        value, kind = resolve(op.slots[slot]), self.sites[node][1]
-        # The styles of some tools gather what an embedding that is split by columns gives.
-        if not self.slices and kind == "column" and node.target is aten.embedding.default:
-            self.regions.refuse(("out", node), "an embedding gives whole vectors")
-        # q, k and v read one x: as modules each gathers it and sums its gradient by itself, which is a difference from
-        # the plan.
-        if kind == "column" and value[0] in self.builder.grads:
-            self.readers[value].append(self.sites[node][0])
-        if (have := self.made_layout(value)) is not None:
-            self.regions.lies(("in", node), have, op.ins[slot])
-            self.regions.join(self.port(value), ("in", node))
+        value = resolve(op.slots[slot])
+        if (have := self._layout(value)) is not None:
+            self._note(("in", node), have, op.ins[slot])
+            self.sets.union(self._port(value), ("in", node))
 
-    def _read(self, node: fx.Node, slot: int, value: Value) -> None:
-        """One operand of an operator between modules."""
-        have, want = self.made_layout(value), self.read_layout(node, slot)
-        leaf = self.builder.leaves.get(value[0])
+    def _alone(self, node: fx.Node, op: Op, ins: list[Layout | None], out: Layout | None) -> None:
+        """Refuse an operator with split results that would not compute its part by the arguments that it has."""
+        if all(x is None for x in ins):
+            # As arange: nothing that it reads says that it should make a part.
+            self._refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
+        elif not _runs_on_part(op, self.builder.rules[node], ins[0], out):
+            self._refuse(("op", node), f"{where(node)} has a size as a number that is another on a rank")
+
+    def _operand(self, node: fx.Node, value: Value, want: Layout | None, beside: bool) -> None:
+        """One operand of an operator between modules; `beside`: whether anything of the operator is split."""
+        have, port, leaf = self._layout(value), ("op", node), self.builder.leaves.get(value[0])
         if leaf is not None and leaf.kind.trained:
-            self._read_parameter(node, leaf, have)
-        elif have == want:
-            self._read_as_it_lies(node, slot, value, have)
-        else:
+            self._parameter(node, leaf, have, beside)
+        elif have != want:
             # The plan converts here, and a style converts only where a module begins or ends.
             reason = f"{where(node)} reads a value as {_words(want)} that comes {_words(have)}"
-            self.regions.refuse(("op", node), reason)
-            if have is not None:
-                self.regions.refuse(self.port(value), reason)
+            for x in (port, *([self._port(value)] if have is not None else [])):
+                self._refuse(x, reason)
+        elif have is not None:
+            self.sets.union(self._port(value), port)
+        elif beside and value[0] in self.builder.grads:
+            # x + part(y) with a whole x: every rank has the gradient of x from its part alone.
+            self._refuse(port, f"the gradient of what {where(node)} reads must be summed there")
 
-    def _read_parameter(self, node: fx.Node, leaf: Leaf, have: Layout | None) -> None:
+    def _parameter(self, node: fx.Node, leaf: Leaf, have: Layout | None, beside: bool) -> None:
         """A parameter that is read outside of linear layers and embeddings."""
         if have is not None:
             # No style splits it, so it comes whole: what is computed with it would not fit a part.
             self.without_style.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
-            self.regions.refuse(("op", node), f"no style splits {leaf.name}")
-        elif self._split(node):
+            self._refuse(("op", node), f"no style splits {leaf.name}")
+        elif beside:
             # A whole weight beside a part, as a norm's: its gradient is a sum over the ranks, which a module can say.
-            self.owners[innermost(node)[0]].append((node, leaf.node))
+            self.owners[innermost(node)[0]].append((node, leaf.name))
 
-    def _read_as_it_lies(self, node: fx.Node, slot: int, value: Value, layout: Layout | None) -> None:
-        """An operand that no conversion is for."""
-        port = ("op", node)
-        if layout is not None:
-            self.regions.join(self.port(value), port)
-        elif not self._split(node):
-            return
-        elif value[0] in self.builder.grads:
-            # x + part(y) with a whole x: every rank has the gradient of x from its part alone.
-            self.regions.refuse(port, f"the gradient of what {where(node)} reads must be summed there")
-        elif self.builder.ops[node].ins[slot]:
-            # A mask or positions, that have a dimension: too long where that is the one that is split.
-            self.mixed.append((port, f"{where(node)} reads a whole value beside a split one"))
-
-    def _split(self, node: fx.Node) -> bool:
-        decision = self.decisions[node.name]
-        return any(self._lies(node, x) is not None for x in (*decision.ins, *decision.outs))
-
-    def _alone(self, node: fx.Node, op: Op) -> None:
-        """Refuse an operator with split results that would not compute its part by the arguments that it has."""
-        ins = [self.read_layout(node, i) for i in range(len(op.slots))]
-        if all(x is None for x in ins):
-            # As arange: nothing that it reads says that it should make a part.
-            self.regions.refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
-        first = ins[0] if ins else None
-        if not runs_on_part(op, self.builder.rules[node], first, self.made_layout((node, 0))):
-            self.regions.refuse(("op", node), f"{where(node)} has a size as a number that is another on a rank")
-
-    def _wholes(self, of_data: set[Port]) -> Iterator[tuple[Port, Boundary]]:
-        """Modules whose parameters are whole and whose activations are split; refuses what is not of that form."""
-        within = self._within()
-        for path, reads in self.owners.items():
-            port = ("op", reads[0][0])
-            names = {self.builder.leaves[p].name for _, p in reads}
-            dim = self._one_dim(within[path])
-            # A parameter of another module, read here, would get its gradient from that module's style.
-            if dim is not None and all(name.rpartition(".")[0] == path for name in names):
-                along = self.regions.root(port) in of_data
-                yield port, Boundary(path, "whole", False, dim, dim, (along, along))
-            else:
-                parameters = ", ".join(sorted(names))
-                self.regions.refuse(port, f"the gradient of {parameters} is a sum over parts, and no style is for that")
-
-    def _within(self) -> Mapping[str, dict[fx.Node, None]]:
-        """Module -> the operators of its calls, in order."""
+    def _wholes(self) -> Iterator[tuple[Port, Boundary]]:
+        """Modules whose parameters are whole and whose activations are split, such as norms of single heads; refuses
+        what is not of that form."""
         within: dict[str, dict[fx.Node, None]] = defaultdict(dict)
         for node in self.builder.ops if self.owners else ():
             for path in module_path(node):
                 within[path][node] = None
-        return within
+        for path, reads in self.owners.items():
+            port, names = ("op", reads[0][0]), {name for _, name in reads}
+            dim = self._one_dim(within[path])
+            # A parameter of another module, read here, would get its gradient from that module's style.
+            if dim is not None and all(name.rpartition(".")[0] == path for name in names):
+                yield port, Boundary(path, "whole", dim=dim)
+            else:
+                parameters = ", ".join(sorted(names))
+                self._refuse(port, f"the gradient of {parameters} is a sum over parts, and no style is for that")
 
     def _one_dim(self, inside: Mapping[fx.Node, None]) -> int | None:
         """The dimension along which all that a module reads and gives is split; None where there is no such one.
@@ -248,37 +268,15 @@ class Boundaries:
         A style says one dimension for the input and one for the output, and the parameters' gradients are summed over
         the ranks only where both are the same.
         """
-        ops, leaves = self.builder.ops, self.builder.leaves
-        ins: set[Layout | None] = set()
-        outs: set[Layout | None] = set()
+        ops, ends = self.builder.ops, [set[Layout | None](), set[Layout | None]()]
         for node in inside:
-            for i, slot in enumerate(ops[node].slots):
-                source = resolve(slot)[0]
-                if source not in inside and source not in leaves:
-                    ins.add(self.read_layout(node, i))
+            for layout, slot in zip(self.decisions[node.name].ins, ops[node].slots, strict=True):
+                if resolve(slot)[0] not in inside and resolve(slot)[0] not in self.builder.leaves:
+                    ends[0].add(self._split(node, layout))
             if any(user in ops and user not in inside for user in node.users):
-                outs.add(self.made_layout((node, 0)))
-        if len(ins) != 1 or len(outs) != 1:
-            return None
-        dims = set()
-        for x in ins | outs:
-            dims.add(None if x is None else x.sharded_dim)
-        return dims.pop() if len(dims) == 1 else None
-
-    def _level(self) -> None:
-        """Modules that share a name do the same at their boundaries, so one that cannot stops the others."""
-        groups: dict[tuple[str, str], list[Port]] = defaultdict(list)
-        for node, (module, _) in self.sites.items():
-            for side in ("in", "out"):
-                groups[side, self.alike(module)].append((side, node))
-        before = -1
-        while len(self.regions.reasons) != before:
-            before, why = len(self.regions.reasons), self.regions.why
-            for ports in groups.values():
-                bad = [why[r] for p in ports if (r := self.regions.root(p)) in why]
-                for port in ports if bad else ():
-                    if self.regions.root(port) not in why:
-                        self.regions.refuse(port, bad[0])
+                ends[1].add(self._layout((node, 0)))
+        dims = {x and x.sharded_dim for end in ends for x in end}
+        return dims.pop() if len(dims) == len(ends[0]) == len(ends[1]) == 1 else None
 
 
 def innermost(node: fx.Node) -> tuple[str, str]:
@@ -296,24 +294,24 @@ def _words(layout: Layout | None) -> str:
     return "grouped" if layout.sharded_dim is None else f"split along dim {layout.sharded_dim}"
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """What a module does with its parameters, its input and its output.
+def _runs_on_part(op: Op, rule: Rule | None, operand: Layout | None, result: Layout | None) -> bool:
+    """Return whether an operator of the model's own code, which nothing rewrites, computes a part with its arguments.
 
-    Attributes:
-        module: its path.
-        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split; "input": what
-            modules within read is made whole once.
-        lookup: whether it is an embedding.
-        in_dim, out_dim: dimension along which the input comes, and the output leaves, split; None for whole.
-        spread: whether those are dimensions of the batch or sequence, so that code reads sizes off them.
-        place: of an "input", its name, or its number and that of all positional arguments.
+    Args:
+        op: the call. rule: of it.
+        operand, result: how the first operand is read and the first result lies; None for whole.
     """
-
-    module: str
-    kind: str
-    lookup: bool = False
-    in_dim: int | None = None
-    out_dim: int | None = None
-    spread: tuple[bool, bool] = (False, False)
-    place: str | tuple[int, int] = ""
+    # An operator whose arguments say no sizes has no `localise`.
+    if rule is None or rule.localise is None or result is None or result.sharded_dim is None:
+        return True
+    if rule.localise is local_shape:
+        # A view must leave the size of a split dimension open by -1, for as a number it is the whole's. `unflatten`
+        # says the sizes of one dimension alone, and so they count from that one.
+        start = op.dim() if "sizes" in op.args else 0
+        sizes: Any = next((op.args[k] for k in ("size", "shape", "sizes") if k in op.args), ())
+        return {start + d for d, n in enumerate(sizes) if isinstance(n, int) and n == -1} <= {result.sharded_dim}
+    if (dims := op.args.get("dim")) is None:
+        return op.target is aten.expand.default
+    # A softmax over the split dimension would be one over a part of it.
+    every = dims if isinstance(dims, list | tuple) else [dims]
+    return operand is None or operand.sharded_dim not in {d % len(op.ins[0]) for d in every}

@@ -1,36 +1,33 @@
-"""A plan for other tools: the styles of torch's `parallelize_module`, and the `tp_plan` of transformers."""
+"""A plan for other tools: torch's `parallelize_module`, the `tp_plan` of transformers, and spmd_types' annotations."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from autotp import compat
 from autotp.errors import InputError, PlanError
-from autotp.ir.graph import Capture
+from autotp.inputs import Inputs
 from autotp.ir.layouts import Layout
-from autotp.ir.scopes import NUMBER, generic, module_path
+from autotp.ir.scopes import generic
 
 from .boundaries import Boundaries, Boundary
-from .fakerun import FakeRun
-from .shared_inputs import once
 
 if TYPE_CHECKING:
     from autotp.plans.plan import Plan
 
+AXIS = "tp"  # what annotations call the mesh axis
+
 
 class Styles(dict[str, Any]):
-    """Module path -> style, `*` for the number of a layer. A dict, to be given as it is.
+    """Module path -> style. A dict, to be given as it is.
 
     Attributes:
         cannot: what the plan does and these styles do not say, a line each. The model computes the same without it.
@@ -43,16 +40,14 @@ class Styles(dict[str, Any]):
 
 def to_parallelize_plan(plan: Plan) -> Styles:
     """The plan for torch's `parallelize_module`; see `Plan.to_parallelize_plan`."""
-    boundaries, cannot = _read(plan, "to_parallelize_plan", lambda name: name)
-    styles = {b.module: _style(b) for b in boundaries}
-    return Styles(_starred(styles, [p.name.split(".")[:-1] for p in plan.parameters]), cannot)
+    boundaries, cannot = _read(plan, "to_parallelize_plan")
+    return Styles({b.module: _style(b) for b in boundaries}, cannot)
 
 
 def to_tp_plan(plan: Plan) -> Styles:
     """The plan as a `tp_plan` of transformers; see `Plan.to_tp_plan`."""
-    # Its rules are looked up with a * for every number, and it knows no module that leaves the sequence split. It
-    # lays them over the model's own rules, so what is whole is said too.
-    boundaries, cannot = _read(plan, "to_tp_plan", generic, data=False, slices=False)
+    # Its rules are looked up with a * for every number, and laid over the model's own: what is whole is said too.
+    boundaries, cannot = _read(plan, "to_tp_plan")
     names = [name for p in plan.parameters for name in (p.name, *p.aliases)]
     owners = dict.fromkeys(generic(name.rpartition(".")[0]) for name in names)
     bare = dict.fromkeys(generic(name) for name in names if not name.endswith((".weight", ".bias")))
@@ -60,7 +55,7 @@ def to_tp_plan(plan: Plan) -> Styles:
     return Styles(whole | {generic(b.module): _name(b) for b in boundaries}, cannot)
 
 
-def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -> tuple[list[Boundary], list[str]]:
+def _read(plan: Plan, method: str) -> tuple[list[Boundary], list[str]]:
     """The boundaries that the model's code runs with, and what they do not say."""
     builder = plan.builder
     if builder is None:
@@ -68,33 +63,26 @@ def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -
             f"{method} reads the graph that the plan was made from, and this plan was loaded, or made in another "
             "process. Make it again from itself, autotp.plan(model, tp=plan.tp, like=plan), and ask that one."
         )
-    trial, untried = _trial(builder.program, plan.tp)
-    refused: dict[str, str] = {}
+    assert builder.program.origin is not None
+    trial, lines = FakeRun(*builder.program.origin, plan.tp), []
+    untried, refused = trial.failing(()), dict[str, str]()
+    if untried is not None:
+        lines.append(("", f"not tried on the model, which does not run on fake tensors ({untried[1]})"))
     while True:
-        of = Boundaries(builder, plan.decisions, alike=alike, refused=refused, **limits)
+        of = Boundaries(builder, plan.decisions, refused)
         boundaries = of.read()
-        more = _differ(boundaries, plan) if alike is generic else {}
-        if not more and trial is not None and (failed := trial.failing(boundaries)) is not None:
+        more = _differ(boundaries, plan)
+        if not more and untried is None and (failed := trial.failing(boundaries)) is not None:
             more = _around(*failed, refused)
         if not more:
             break
         refused |= more
-    boundaries = boundaries if alike is generic else once(of, boundaries, trial)
-    lines = [*_differences(of), *untried]
+    lines = [*((name, f"whole, and split in the plan: {why}") for name, why in of.without_style.items()),
+             *_converted(of), *lines]  # fmt: skip
     if plan.batch.size > 1:
         other = "fully_shard or DDP" if plan.batch.name == "dp" else "torch's context_parallel"
         lines.append(("", f"this is the tp axis alone; {plan.batch.name}={plan.batch.size} is for {other}"))
     return boundaries, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
-
-
-def _trial(program: Capture, tp: int) -> tuple[FakeRun | None, list[tuple[str, str]]]:
-    """The model to try boundaries on, or why it is not tried."""
-    assert program.origin is not None
-    trial = FakeRun(*program.origin, tp)
-    failed = trial.failing(())
-    if failed is None:
-        return trial, []
-    return None, [("", f"not tried on the model, which does not run on fake tensors ({failed[1]})")]
 
 
 def _around(path: str, error: str, refused: dict[str, str]) -> dict[str, str]:
@@ -116,39 +104,19 @@ def _differ(boundaries: list[Boundary], plan: Plan) -> dict[str, str]:
     return {name: "the layers differ, and a rule is for all of them" for m in odd for name in (m, f"{m}.weight")}
 
 
-def _differences(of: Boundaries) -> Iterator[tuple[str, str]]:
-    """Module, and what it does otherwise than the plan."""
-    for name, why in of.without_style.items():
-        yield name, f"whole, and split in the plan: {why}"
-    yield from _converted(of)
-    for modules in of.readers.values():
-        # One reader gathers once, as the plan does.
-        if len(modules) > 1:
-            what = "gather their one input, or sum its gradient, each by itself; the plan does so once"
-            yield modules[0].rpartition(".")[0], f"{_last(modules)} {what}"
-    for node in of.sums.passing:
-        path = module_path(node)
-        parent = path[-1] if path else ""
-        yield parent, "every module takes its own sum over ranks; the plan adds here and takes one"
-
-
 def _converted(of: Boundaries) -> Iterator[tuple[str, str]]:
     """Module, and where values between its modules are whole that the plan leaves split."""
-    whys = of.regions.why
-    for root, ports in of.regions.members().items():
+    whys, regions = of.why, defaultdict(list)
+    for side, node in of.ports:
+        regions[of.sets[side, node]].append((side, *of.sites.get(node, ("", ""))))
+    for root, ends in regions.items():
         # A region of one module's side alone has no code between modules: the module does what the plan does.
-        alone = len(ports) == 1 and ports[0][0] != "op"
-        if root not in whys or alone:
+        if root not in whys or (ends[0][0] != "op" and len({(side, generic(m)) for side, m, _ in ends}) == 1):
             continue
-        ends = [(side, *of.sites[n]) for side, n in ports if side != "op"]
         after = [module for side, module, _ in ends if side == "out"]
         # A column-parallel module reads a whole input anyway.
         before = [module for side, module, kind in ends if side == "in" and kind == "row"]
-        verbs = []
-        if after:
-            verbs.append(f"gathered after {_last(after)}")
-        if before:
-            verbs.append(f"cut before {_last(before)}")
+        verbs = [f"{verb} {_last(x)}" for verb, x in (("gathered after", after), ("cut before", before)) if x]
         if verbs:
             parent = (after or before)[0].rpartition(".")[0]
             yield parent, f"{' and '.join(verbs)}, where the plan leaves values split: {whys[root]}"
@@ -159,60 +127,13 @@ def _last(modules: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
 
 
-def _starred(styles: dict[str, Any], modules: list[list[str]]) -> dict[str, Any]:
-    """The styles with `*` for the number of a layer, where all that a key then fits have one style."""
-    paths = list(dict.fromkeys(tuple(m[:i]) for m in modules for i in range(1, len(m) + 1)))
-    out: dict[str, Any] = {}
-    for name, style in styles.items():
-        keys = [generic(name), NUMBER.sub("*", name, count=1)]
-        out[next((k for k in keys if k in out or _one(k, styles, paths, repr(style))), name)] = style
-    return out
-
-
-def _one(key: str, styles: dict[str, Any], paths: list[tuple[str, ...]], style: str) -> bool:
-    """Whether a key fits modules of one style only, and leads to one wherever it branches."""
-    parts = key.split(".")
-    fits = []
-    for p in paths:
-        if all(a in ("*", b) for a, b in zip(parts, p, strict=False)):
-            fits.append(p)
-    ends = [p for p in fits if len(p) == len(parts)]
-    branches = [p for p in fits if len(p) < len(parts) and parts[len(p) - 1] == "*"]
-    leads = {b for b in branches for e in ends if e[: len(b)] == b} == set(branches)
-    return leads and all(repr(styles.get(".".join(e))) == style for e in ends)
-
-
 def _style(b: Boundary) -> ParallelStyle:
-    """torch's style. Values split along batch or sequence stay DTensors: code between modules reads sizes off them."""
-    if b.kind == "input":
-        return _input(b)
+    """The style of torch."""
     if b.kind == "whole":
-        assert b.in_dim is not None
-        return SequenceParallel(sequence_dim=b.in_dim, use_local_output=not b.spread[1])
+        return SequenceParallel(sequence_dim=b.dim, use_local_output=True)
     kind = ColwiseParallel if b.kind == "column" else RowwiseParallel
-    layout_in = _placement(b.in_dim, b.spread[0])
-    layout_out = _placement(b.out_dim, b.spread[1])
-    return kind(input_layouts=layout_in, output_layouts=layout_out, use_local_output=not b.spread[1])
-
-
-def _placement(dim: int | None, along: bool) -> Replicate | Shard:
-    """Whole, along batch or sequence, or by the last dimension, which the styles count from the end."""
-    if dim is None:
-        return Replicate()
-    return Shard(dim) if along else Shard(-1)
-
-
-def _input(b: Boundary) -> ParallelStyle:
-    """One conversion for all that read an argument of a module; it is a DTensor within."""
-    layout_in, whole = Replicate() if b.in_dim is None else Shard(b.in_dim), Replicate()
-    if isinstance(b.place, str):
-        name = b.place
-        return PrepareModuleInput(input_kwarg_layouts={name: layout_in}, desired_input_kwarg_layouts={name: whole})
-    number, count = b.place
-    have: list[Any] = [None] * count
-    want: list[Any] = [None] * count
-    have[number], want[number] = layout_in, whole
-    return PrepareModuleInput(input_layouts=tuple(have), desired_input_layouts=tuple(want))
+    layouts = {False: Replicate(), True: Shard(-1)}
+    return kind(input_layouts=layouts[b.split_in], output_layouts=layouts[b.split_out])
 
 
 def _name(b: Boundary) -> str:
@@ -222,13 +143,71 @@ def _name(b: Boundary) -> str:
     if b.lookup:
         return "embedding_rowwise" if b.kind == "row" else "embedding_colwise"
     if b.kind == "column":
-        return "colwise" if b.out_dim is not None else "colwise_gather_output"
-    return "rowwise" if b.in_dim is not None else "rowwise_split_input"
+        return "colwise" if b.split_out else "colwise_gather_output"
+    return "rowwise" if b.split_in else "rowwise_split_input"
+
+
+class FakeRun:
+    """A trial of module boundaries on a model's skeleton, without numbers: does its code run on the parts of a rank?
+
+    A view that names the number of heads, or a split by a width from the config, wants the whole. The graph cannot tell
+    such a number from one that was read off a tensor, so the forward is run on fake tensors, and what a module would
+    leave split is cut to a rank's width.
+    """
+
+    def __init__(self, bare: nn.Module, inputs: Inputs, tp: int) -> None:
+        self.tp, self.model = tp, bare
+        tensor = next(iter((*bare.parameters(), *bare.buffers())), None)
+        self.mode = compat.fake_mode() if tensor is None else tensor.fake_mode  # type: ignore[union-attr]
+        device = torch.device("cpu") if tensor is None else tensor.device
+
+        def fake(x: Tensor) -> Tensor:
+            return self.mode.from_tensor(x.detach().to(device), static_shapes=True)
+
+        self.args, self.kwargs = compat.tree_map_only(Tensor, fake, (inputs.args, dict(inputs.kwargs)))
+
+    def failing(self, boundaries: Iterable[Boundary]) -> tuple[str, str] | None:
+        """The innermost module whose code does not run with these boundaries, and its error; None where all does.
+
+        Args:
+            boundaries: what each module does.
+        """
+        path: list[str] = []
+        hooks = []
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            path.pop()
+
+        # The path is that of the module that runs: an error leaves it where it was raised.
+        for name, module in self.model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: path.append(name)))
+            hooks.append(module.register_forward_hook(leave))
+        # Between modules the code gets parts; within one it sees what it was written for.
+        for b in boundaries:
+            module: Any = self.model.get_submodule(b.module)
+            if b.kind == "row" and b.split_in:
+                hooks.append(module.register_forward_pre_hook(self._whole))
+            if b.kind == "column" and b.split_out:
+                hooks.append(module.register_forward_hook(lambda m, args, out: out[..., : out.shape[-1] // self.tp]))
+        try:
+            with self.mode, torch.no_grad():
+                self.model(*self.args, **self.kwargs)
+        except Exception as e:  # of whatever kind: the model's own code raises it
+            return path[-1] if path else "", (str(e).splitlines() or [type(e).__name__])[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return None
+
+    def _whole(self, module: nn.Linear, args: tuple[Tensor]) -> tuple[Tensor]:
+        """The input of a row-parallel layer, as wide as its weight asks for."""
+        part, width = args[0], module.in_features
+        if part.shape[-1] * self.tp != width:
+            raise ValueError(f"a part is {part.shape[-1]} wide here, and {width} over {self.tp} ranks are not")
+        return (part.new_empty(*part.shape[:-1], width),)
 
 
 # spmd_types
-
-AXIS = "tp"  # what annotations call the mesh axis
 
 
 def spmd_types(part: str = "") -> Any:
@@ -249,6 +228,12 @@ def spmd_types(part: str = "") -> Any:
         ) from error
 
 
+def to_spmd_types(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The layouts of a plan's parameters, split buffers and states, by name, as `spmd_types.assert_type` takes them."""
+    layouts: Mapping[str, Layout] = {**plan.placements, **plan.states}
+    return {name: {AXIS: annotation(layout)} for name, layout in layouts.items()}
+
+
 def annotation(layout: Layout) -> Any:
     """A layout as a type of the checker: R, I, P or S(dim).
 
@@ -259,13 +244,3 @@ def annotation(layout: Layout) -> Any:
         return spmd.S(layout.sharded_dim)
     summed = layout.partial and layout.to_runtime().reduction == "sum"
     return {"I": spmd.I, "R": spmd.R, "P": spmd.P if summed else spmd.V}.get(layout.mark, spmd.V)
-
-
-def of_layouts(layouts: Mapping[str, Layout]) -> dict[str, dict[str, Any]]:
-    """Name -> what `spmd_types.assert_type` takes for that value: the mesh axis and its type there."""
-    return {name: {AXIS: annotation(layout)} for name, layout in layouts.items()}
-
-
-def to_spmd_types(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The layouts of a plan's parameters, split buffers and states, by name."""
-    return of_layouts({**plan.placements, **plan.states})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost.terms import TERMS
+from autotp.passes.analysis.blocks import counted
 from autotp.plans.estimates import OUTSIDE
 from autotp.text import amount, number, seconds
 
@@ -58,15 +59,19 @@ class EqualBlocks:
         for equal in self.collectives:
             c = equal[0]
             ways = ("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)
-            sent = [f"{primitive(call)} {amount(size)}" if call else f"no {way}" for way, call, size in ways]
-            rows.append((MARKS.get(c.name, c.name), c.change, self.maker(equal), *sent))
+            words = []
+            for way, call, size in ways:
+                words.append(f"{primitive(call)} {amount(size)}" if call else f"no {way}")
+            rows.append((MARKS.get(c.name, c.name), c.change, self.maker(equal), *words))
         return rows
 
     def maker(self, equal: Sequence[Collective]) -> str:
         """The operator that made a value, and how many of the equal blocks convert it where not all do."""
         c, many = equal[0], len(equal)
-        times = f" ({many} of {self.count})" if many < self.count else f" x {many}" if many > self.count else ""
-        return (f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)) + times
+        maker = f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)
+        if many < self.count:
+            return f"{maker} ({many} of {self.count})"
+        return times(maker, many if many > self.count else 1)
 
 
 def parts(plan: Plan) -> Iterator[EqualBlocks]:
@@ -126,7 +131,8 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         best += f": {short}band {t.band:.3g}" if t.band else ""
         rows.append(("predicted step", f"{seconds(t.seconds)} ({best})"))
         terms = [x for x in TERMS if t.terms.get(x) and TERMS[x].step]
-        words = [f"{'less ' if TERMS[x].step < 0 else ''}{x} {seconds(t.terms[x])}" for x in terms]
+        sign = {True: "less ", False: ""}
+        words = [f"{sign[TERMS[x].step < 0]}{x} {seconds(t.terms[x])}" for x in terms]
         rows += _lines(words, TERMS_IN_A_LINE)
     if t.megatron_step:
         megatron = f"{of_megatron(plan, 'its')} ({seconds(t.megatron_step)}, {amount(t.megatron_bytes)} sent)"
@@ -165,7 +171,7 @@ def over_tp(plan: Plan) -> float:
 
 def over(plan: Plan) -> str:
     """The ranks, in words."""
-    ranks = f"{plan.tp} rank{'' if plan.tp == 1 else 's'}"
+    ranks = counted(plan.tp, "rank")
     return ranks if plan.batch.size == 1 else f"{plan.batch.size} x {ranks} ({plan.batch.name} x tp)"
 
 
@@ -199,7 +205,7 @@ def cache(plan: Plan) -> str:
     Of a cache that calls of another kind have, what a rank holds is known alone.
     """
     counts, m = Counter(_placement(x, plan.tp) for x in plan.states.values()), plan.memory
-    words = [f"{n} tensor{'' if n == 1 else 's'}, {placed}" for placed, n in counts.items()]
+    words = [f"{counted(n, 'tensor')}, {placed}" for placed, n in counts.items()]
     grows = (m.cache_token, "token"), (m.cache_sequence, "sequence")
     return ", ".join([*words, *(f"{amount(size)} per {each} and rank" for size, each in grows if size)])
 
@@ -239,8 +245,10 @@ def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     for p in plan.parameters:
         if p.role == "whole":
             reasons.setdefault(p.reason or "", {}).setdefault(p.first, []).append(p)
-    return {reason: [(times(name, len(x)), shape(x[0].shape)) for name, x in groups.items()]
-            for reason, groups in reasons.items()}  # fmt: skip
+    rows = {}
+    for reason, groups in reasons.items():
+        rows[reason] = [(times(name, len(x)), shape(x[0].shape)) for name, x in groups.items()]
+    return rows
 
 
 def degrees(rows: Sequence[Degree]) -> Table:
@@ -282,7 +290,8 @@ def report(plan: Plan) -> View:
         yield from (Line(reason, "  "), Grid(names, "lr", (90, 13), (61, 13), indent="    "))
     yield from table_of_degrees(plan)
     for title, lines in (("Runs with", plan.fired), ("Notes", plan.notes)):
-        yield from (Line(), Line(title, style="bold"), *(Line(line, "  ") for line in lines)) if lines else ()
+        yield from (Line(), Line(title, style="bold")) if lines else ()
+        yield from (Line(line, "  ") for line in lines)
 
 
 def heading(part: EqualBlocks, detail: str) -> View:

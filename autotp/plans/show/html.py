@@ -43,7 +43,8 @@ def html(plan: Plan) -> str:
         memory=[(name, amount(size), 100 * size / m.peak) for name, size in document.memory_parts(m)],
         timeline=_timeline(plan) if plan.layer is not None else None,
         sublayers=document.sublayers(plan),
-        parts=[(part, [_glyph(p, plan.tp) for p in part.parameters]) for part in document.parts(plan)],
+        parts=document.parts(plan),
+        glyph_of=lambda p: _glyph(p, plan.tp),
         whole=document.left_whole(plan),
         degrees=document.degrees(plan.degrees),
         glyph=GLYPH,
@@ -81,7 +82,7 @@ def _glyph(p: Parameter, tp: int) -> dict[str, Any]:
     if dim is None:
         return {"own": [], "cuts": [], "across": False}
     across = dim > 0 or len(p.shape) == 1
-    side, runs = GLYPH[0 if across else 1], min(pieces, PIECES) if isinstance(pieces, int) else PIECES
+    side, runs = GLYPH[not across], min(pieces, PIECES) if isinstance(pieces, int) else PIECES
     bands = runs * (min(tp, BANDS) if runs == 1 else 1)
     own = [(round(i * side / runs, 2), round(side / runs / min(tp, BANDS), 2)) for i in range(runs)]
     return {"own": own, "cuts": [round(side * i / bands, 2) for i in range(1, bands)], "across": across}

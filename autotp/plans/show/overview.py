@@ -21,6 +21,7 @@ from .document import (
     of_megatron,
     optimality,
     parts,
+    primitive,
     table_of_degrees,
 )
 from .terminal import HOLD, Grid, Line, Screen, View
@@ -36,7 +37,7 @@ MAX_NOTES = 4
 BAR = 64  # columns of a bar
 LABEL = 8  # columns before what a line says
 WORTH_SHARE = 0.01  # of the step: smaller costs are not spoken of
-SENT_SHARE = 0.001  # of all bytes: places that send less are not shown
+SENT_SHARE = 0.001  # of all bytes: places that send less are not every_part
 VALUE_SHARE = 0.01  # of the largest value that a layer converts: smaller ones are not drawn
 MAX_FLOW_LINES = 4
 LEGEND = (
@@ -54,16 +55,16 @@ ATTENTION = ("scaled_dot_product_attention", "dealt_attention")
 
 def overview(plan: Plan) -> Screen:
     """The most important of a plan."""
-    above, below, tried = list(_head(plan)), list(_below(plan)), list(table_of_degrees(plan))
-    room = MAX_LINES - _height(above) - _height(below) - 1 - (len(plan.degrees) + 4 if tried else 0)
-    return Screen([*above, Line(), *_blocks(plan, max(room, MIN_BLOCK_LINES)), *tried, *below], COLUMNS)
+    above, below, degrees_table = list(_head(plan)), list(_below(plan)), list(table_of_degrees(plan))
+    room = MAX_LINES - _height(above) - _height(below) - 1 - (len(plan.degrees) + 4 if degrees_table else 0)
+    return Screen([*above, Line(), *_blocks(plan, max(room, MIN_BLOCK_LINES)), *degrees_table, *below], COLUMNS)
 
 
 def _height(view: View) -> int:
     return sum(len(list(x.lay(COLUMNS))) for x in view)
 
 
-def _held(phrases: Iterable[str], between: str = "; ") -> str:
+def _unbroken(phrases: Iterable[str], between: str = "; ") -> str:
     """Phrases as one text, in none of which a line ends."""
     return between.join(x.replace(" ", HOLD) for x in phrases if x)
 
@@ -102,22 +103,22 @@ def _priced(plan: Plan) -> str:
 
 def _fits(plan: Plan) -> View:
     m, most = plan.memory, of_device(plan, "memory_size")
-    held = f"{amount(m.peak)} of {amount(most)} a device"
+    share = f"{amount(m.peak)} of {amount(most)} a device"
     if not most:
         yield Line(f"memory  {amount(m.peak)} a rank; what a device of {plan.cluster} has is not known")
     elif m.peak <= most:
         at = f"at the {m.phase} of {m.at}" if m.at else f"at the peak of the {m.phase}"
-        beside = f"FITS: {held}, {at}"
-        yield Line(beside if len(beside) <= COLUMNS else f"FITS: {held}", style="bold green")
+        beside = f"FITS: {share}, {at}"
+        yield Line(beside if len(beside) <= COLUMNS else f"FITS: {share}", style="bold green")
         if len(beside) > COLUMNS:
-            yield Line(at, "  ")
+            yield Line(_unbroken([at]), "  ")
     else:
-        yield Line(f"does NOT fit: {held}", style="bold red")
+        yield Line(f"does NOT fit: {share}", style="bold red")
         yield Line(_would_fit(plan, most), "  ", style="red")
 
 
 def _would_fit(plan: Plan, most: float) -> str:
-    """The smallest degree that was tried and fits, else what the peak says; and the largest part."""
+    """The smallest degree that was degrees_table and fits, else what the peak says; and the largest part."""
     m, fitting = plan.memory, [d.tp for d in plan.degrees if d.fits]
     least = math.ceil(plan.tp * m.peak / most)
     advice = f"tp={min(fitting)} fits" if fitting else f"about tp={least}, if memory fell with tp (autotp.sweep tells)"
@@ -148,7 +149,7 @@ def _step(plan: Plan) -> View:
     decoded = decoding(plan)
     phrases += [f"{decoded.share_of_limit:.0%} of the limit"] if decoded is not None else []
     phrases += [of_megatron(plan)] if t.megatron_step else []
-    yield Line(_held(phrases), then="  ")
+    yield Line(_unbroken(phrases), then="  ")
     yield from _limit(decoded) if decoded is not None else ()
 
 
@@ -186,7 +187,7 @@ def _bar(name: str, parts: Sequence[tuple[str, float, str]], most: float, end: s
         letters += letter * (round(BAR * before / most) - len(letters))
     if parts:
         yield Line(letters.ljust(BAR if end else 0) + end, f"{name:{LABEL}}", style="cyan")
-        yield Line(_held((*(text for *_, text in parts), more), ", "), " " * LABEL)
+        yield Line(_unbroken((*(text for *_, text in parts), more), ", "), " " * LABEL)
 
 
 def _avoidable(plan: Plan) -> Iterator[tuple[float, str]]:
@@ -251,7 +252,7 @@ def _words(plan: Plan, steps: Sequence[Timed]) -> list[tuple[str, str]]:
 
 def _ways(forward: str | None, backward: str | None, plan: Plan) -> str:
     """What is sent forward and, in training, backward: `AG/RS`."""
-    ways = [SHORT.get(way, way.replace("_", "-")) if way else "" for way in (forward, backward)]
+    ways = [SHORT.get(way or "", primitive(way)) for way in (forward, backward)]
     return "/".join(ways) if plan.objective == "training" else ways[0]
 
 
@@ -261,18 +262,18 @@ def _ways(forward: str | None, backward: str | None, plan: Plan) -> str:
 def _blocks(plan: Plan, room: int) -> View:
     """The blocks in their order; where they are too many, those that hold or send the most."""
     least = SENT_SHARE * (plan.totals.forward_bytes + plan.totals.backward_bytes)
-    shown = [p for p in parts(plan) if p.parameters or max(map(_bytes, p.collectives), default=-1.0) >= least]
-    views = [list(_block(part, plan, least)) for part in shown]
-    heights, weight = [_height(view) for view in views], [_weight(part, plan) for part in shown]
+    every_part = [p for p in parts(plan) if p.parameters or max(map(_bytes, p.collectives), default=-1.0) >= least]
+    views = [list(_block(part, plan, least)) for part in every_part]
+    heights, weight = [*map(_height, views)], [_weight(part, plan) for part in every_part]
     places: set[int] = set()
-    for i in sorted(range(len(shown)), key=lambda i: (-weight[i], i)):
+    for i in sorted(range(len(every_part)), key=lambda i: (-weight[i], i)):
         lines = sum(heights[j] for j in places)
-        if lines + heights[i] <= room - (len(places) + 1 < len(shown)) or not places:
+        if lines + heights[i] <= room - (len(places) + 1 < len(every_part)) or not places:
             places.add(i)
     for i in sorted(places):
         yield from views[i]
-    if len(places) < len(shown):
-        yield Line(f"and {len(shown) - len(places)} smaller parts", style="dim")
+    if len(places) < len(every_part):
+        yield Line(f"and {len(every_part) - len(places)} smaller parts", style="dim")
 
 
 def _weight(part: EqualBlocks, plan: Plan) -> float:
@@ -295,8 +296,8 @@ def _block(part: EqualBlocks, plan: Plan, least: float) -> View:
     for equal in part.collectives:
         if _bytes(equal) >= least:
             c = equal[0]
-            sent = f"{_ways(c.forward, c.backward, plan)} {amount(max(c.forward_bytes, c.backward_bytes))}"
-            sends.append((MARKS.get(c.name, c.name), c.change, part.maker(equal), sent))
+            way = f"{_ways(c.forward, c.backward, plan)} {amount(max(c.forward_bytes, c.backward_bytes))}"
+            sends.append((MARKS.get(c.name, c.name), c.change, part.maker(equal), way))
     yield Grid(sends, "llll", (10, 12, 34, 18), style="cyan")
 
 

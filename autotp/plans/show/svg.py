@@ -85,7 +85,8 @@ class Panel(NamedTuple):
             return ticks(max(values))
         low, high = (math.log(x, self.base) for x in (min(values), max(values)))
         powers = [float(self.base) ** i for i in range(math.floor(low) - 1, math.ceil(high) + 2)]
-        every = [x * power for power in powers for x in ((1, 2, 5) if self.base == 10 else (1,))]
+        within = (1, 2, 5) if self.base == 10 else (1,)
+        every = [x * power for power in powers for x in within]
         first = max(x for x in every if x <= min(values))
         last = min(x for x in every if x >= max(values) and x > first)
         return [x for x in every if first <= x <= last]
@@ -99,7 +100,11 @@ PANELS = (
 
 
 def draw_sweep(sweep: Sweep, path: str | Path, without: Sweep | None = None) -> None:
-    """Draw a sweep, or one with sequence parallelism beside one without; see `Sweep.to_svg`."""
+    """Draw a sweep; see `Sweep.to_svg`.
+
+    Args:
+        sweep: with its rows. path: of the file. without: one without sequence parallelism, to draw beside it.
+    """
     sweeps = (sweep,) if without is None else (sweep, without)
     if not all(x.rows for x in sweeps):
         raise InputError("there is nothing to draw: a sweep has no rows. Give it degrees (tps=).")

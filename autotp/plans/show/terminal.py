@@ -121,7 +121,8 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The view's lines, not folded, and its tables."""
         for part in self.view:
-            for line in part.lay(self.width or options.max_width):
+            width = options.max_width if isinstance(part, Table) else self.width or options.max_width
+            for line in part.lay(width):
                 if isinstance(line, Text):
                     line.no_wrap, line.overflow = True, "ignore"
                 yield line
