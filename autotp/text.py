@@ -47,6 +47,11 @@ def number(x: float) -> str:
     return f"{x:.0f}"
 
 
+def counted(count: object, noun: str) -> str:
+    """`1 head`, `8 heads`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def seconds(x: float) -> str:
     """A time in milliseconds or microseconds."""
     return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"

@@ -6,13 +6,15 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, TextIO, get_type_hints
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TextIO, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -70,15 +72,15 @@ def _usage(error: Exception, as_json: bool) -> int:
 
 
 def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., int]:
-    """A function as a command for typer.
+    """A function as a command for typer: its parameters are arguments and options, as its docstring says them.
 
     Args:
-        fn: gives the exit code. A parameter that is annotated with a dataclass stands for options, one for each field;
-            one of them is the `Screen`.
+        fn: gives the exit code. A parameter without a default is an argument; one that is annotated with a dataclass
+            stands for options, one for each field; one of these is the `Screen`.
         everywhere: whether ranks other than the first run it too.
     """
-    hints = get_type_hints(fn, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    hints = get_type_hints(fn)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     @functools.wraps(fn)
     def call(**values: Any) -> int:
@@ -96,28 +98,50 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
             except (Exception, KeyboardInterrupt) as error:
                 return _failed(screen, error)
 
-    parameters = [p for name, old in inspect.signature(fn).parameters.items() for p in _parameters(name, old, hints)]
-    parameters.sort(key=lambda p: _is_argument(p), reverse=True)
+    parameters = [p for name in inspect.signature(fn).parameters for p in _parameters(fn, name, hints[name])]
+    call.__doc__ = described(fn)[0]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     return call
 
 
-def _parameters(name: str, old: inspect.Parameter, hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
+def _parameters(fn: Callable[..., Any], name: str, hint: Any) -> Iterator[inspect.Parameter]:
     """A parameter for typer, or those that a dataclass stands for."""
-    kind, hint = inspect.Parameter.KEYWORD_ONLY, hints[name]
     if not is_dataclass(hint):
-        yield old.replace(kind=kind, annotation=hint)
+        default, words = inspect.signature(fn).parameters[name].default, described(fn)[1]
+        yield _parameter(name, hint, default, words.get(name, ""), None)
         return
-    types = get_type_hints(hint, include_extras=True)
+    types, (title, words) = get_type_hints(hint), described(hint)
     for f in fields(hint):
-        default = f.default_factory() if f.default_factory is not MISSING else f.default
         if f.init:
-            yield inspect.Parameter(f.name, kind, default=default, annotation=types[f.name])
+            yield _parameter(f.name, types[f.name], f.default, words.get(f.name, ""), title)
 
 
-def _is_argument(parameter: inspect.Parameter) -> bool:
-    return any(type(x).__name__ == "ArgumentInfo" for x in getattr(parameter.annotation, "__metadata__", ()))
+def described(x: Any) -> tuple[str, dict[str, str]]:
+    """The first part of a docstring, and what its Args or Attributes say, by name."""
+    text, *listed = re.split(r"\n\n(?:Args|Attributes):\n", inspect.getdoc(x) or "")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", "".join(listed), re.MULTILINE)
+    return text, {name: " ".join(words.split()) for name, words in entries}
+
+
+# Kind of an option -> what stands for its value in help, and what is allowed: whole numbers count, others are shares.
+KINDS: dict[Any, dict[str, Any]] = {
+    str: {"metavar": "NAME"}, int: {"metavar": "N", "min": 1}, float: {"metavar": "SHARE", "min": 0, "max": 1},
+    Path: {"metavar": "FILE"}, bool: {"metavar": ""},
+}  # fmt: skip
+
+
+def _parameter(name: str, hint: Any, default: Any, words: str, panel: str | None) -> inspect.Parameter:
+    """A parameter for typer: an argument where it has no default, otherwise an option."""
+    kinds = {x: None for part in (hint, *get_args(hint)) for x in (part, *get_args(part)) if x in KINDS}
+    kind, flag = next(iter(kinds)), name.replace("_", "-")
+    declared = f"--{flag}/--no-{flag}" if kind is bool and default is None else f"--{flag}"
+    has_value = default is not None and kind is not bool
+    info = typer.Option(declared, help=words, rich_help_panel=panel, show_default=has_value, **KINDS[kind])
+    if default is inspect.Parameter.empty:
+        info = typer.Argument(metavar=name.upper(), help=words, show_default=False)
+    annotation = Annotated[hint, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextmanager

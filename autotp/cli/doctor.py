@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from autotp.plans.show.terminal import Line, Table
+from autotp.plans.show.terminal import Screen as Screenful
 
 from .command import FINE, NO
 from .screen import Screen
@@ -100,20 +99,20 @@ def _older(have: str, least: str) -> bool:
     return bool(least) and numbers(have) < numbers(least)
 
 
-def _page(facts: dict[str, Any]) -> RenderableType:
+def _page(facts: dict[str, Any]) -> Screenful:
     """The facts for people, a table for each question."""
-    versions = [(k, v or "not installed") for k, v in facts["versions"].items() if v or k not in ("cuda", "hip")]
-    parts: list[RenderableType] = []
-    for heading, rows in (
-        ("Versions", versions), ("Devices", list(_devices(facts))), ("Links", list(_links(facts))),
-        ("What autotp would use", list(_uses(facts))),
-    ):  # fmt: skip
-        parts += [Text(heading, style="bold"), _rows(rows), Text()]
     lacking = []
     for m in facts["missing"]:
-        what = f"required: {m['what']}" if m["required"] else m["what"]
-        lacking.append((what, m["why"]))
-    return Group(*parts, Text("Missing", style="bold"), _rows(lacking) if lacking else Text("  nothing", "green"))
+        lacking.append((f"required: {m['what']}" if m["required"] else m["what"], m["why"]))
+    versions = [(k, v or "not installed") for k, v in facts["versions"].items() if v or k not in ("cuda", "hip")]
+    parts: list[Line | Table] = []
+    for heading, rows in (
+        ("Versions", versions), ("Devices", _devices(facts)), ("Links", _links(facts)),
+        ("What autotp would use", _uses(facts)), ("Missing", lacking or [("nothing", "")]),
+    ):  # fmt: skip
+        cells = [(name.ljust(16), words) for name, words in rows]
+        parts += [Line(heading, style="bold"), Table(cells, "ll", indent=2), Line()]
+    return Screenful(parts[:-1])
 
 
 def _devices(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -149,12 +148,3 @@ def _uses(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     here = f"--cluster {uses['here']}" if uses["here"] else "--cluster FILE, from autotp calibrate"
     yield "symmetric memory", uses["symmetric_memory"]
     yield "to price", f"{uses['cluster']}; for this machine {here}"
-
-
-def _rows(rows: list[tuple[str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    table.add_column(min_width=18, no_wrap=True)
-    table.add_column()
-    for first, second in rows:
-        table.add_row(Text(f"  {first}"), Text(second))
-    return table

@@ -18,8 +18,7 @@ from autotp.driver.configs import first_line, from_config
 from autotp.errors import InputError
 from autotp.inputs import Inputs, for_model, normalise
 
-from .options import ModelOptions
-from .paths import config_path
+from .flags import ModelOptions, config_path
 
 
 @dataclass(frozen=True)

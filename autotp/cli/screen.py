@@ -11,27 +11,26 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
-import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-PANEL = "Output"
 TABLE = re.compile(r"\S {2,}\S.* {2,}\S")  # three columns of a row
 PATIENCE = 1.0  # seconds after which work shows that it goes on
 
 
 @dataclass(frozen=True)
 class Screen:
-    """What a command writes to; its options are every command's."""
+    """Output
 
-    json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON on stdout, and nothing else.", rich_help_panel=PANEL)
-    ] = False
-    debug: Annotated[
-        bool, typer.Option("--debug", metavar="", help="Show tracebacks, warnings and the log.", rich_help_panel=PANEL)
-    ] = False
+    Attributes:
+        json: Print JSON on stdout, and nothing else.
+        debug: Show tracebacks, warnings and the log.
+    """
+
+    json: bool = False
+    debug: bool = False
     out: TextIO = field(default_factory=lambda: sys.stdout, init=False, repr=False)
 
     def result(self, renderable: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:

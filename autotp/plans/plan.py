@@ -200,7 +200,7 @@ class Plan:
         return to_parallelize_plan(self)
 
     def to_tp_plan(self) -> Styles:
-        """The plan as a `tp_plan` of transformers, for its `DistributedConfig`: likewise."""
+        """The plan as a `tp_plan` of transformers, for its `DistributedConfig`: a dict with `cannot`."""
         from autotp.plans.export.styles import to_tp_plan  # noqa: PLC0415
 
         return to_tp_plan(self)

@@ -23,7 +23,7 @@ from autotp.errors import StateError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
-from autotp.plans.show.program import render_graph
+from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carrying import Carriers

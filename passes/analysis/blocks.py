@@ -18,6 +18,7 @@ from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Op, Rule, Shape
 from autotp.ir.parts import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
+from autotp.text import counted
 
 from .adapters import LOOKUPS
 from .dataflow import Dataflow, Root, names
@@ -272,11 +273,6 @@ class _Finder:
 def _all_meet(sides: Iterable[Iterable[Root]], nodes: set[fx.Node]) -> bool:
     """Whether each of these sides is made of some of the nodes."""
     return all(names(side) & nodes for side in sides)
-
-
-def counted(count: Size, what: str) -> str:
-    """`1 head`, `8 heads`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _before_last_two(shape: Shape) -> tuple[int, ...]:

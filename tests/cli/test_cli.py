@@ -284,7 +284,7 @@ def test_help_and_version(run):
 
 def test_options_that_steer_say_what_the_arguments_say():
     """Every field of the library's steering is an option, with the same default."""
-    from autotp.cli import options as cli  # noqa: PLC0415
+    from autotp.cli import flags as cli  # noqa: PLC0415
     from autotp.driver.options import UNSTEERED, Steering  # noqa: PLC0415
 
     given: Any = cli.SteeringOptions().arguments() | {"within_node": cli.DegreeOptions().within_node}
@@ -292,7 +292,7 @@ def test_options_that_steer_say_what_the_arguments_say():
 
 
 def test_pins_are_torch_placements():
-    from autotp.cli.options import read_pins  # noqa: PLC0415
+    from autotp.cli.flags import read_pins  # noqa: PLC0415
 
     forms = [f"x={text}" for text in ("shard:1", "Shard(1)", "S(1)", "s:1", "shard: 1")]
     assert all(read_pins([form]) == {"x": Shard(1)} for form in forms)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from autotp import Cluster
 from autotp.cli import app
+from autotp.cli.flags import ModelOptions
 from autotp.cli.models import load
-from autotp.cli.options import ModelOptions
 from autotp.errors import InputError
 from tests.helpers.models import DECODER
 

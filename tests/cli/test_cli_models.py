@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from autotp import Inputs
 from autotp.cli import app, facts, screen
 from autotp.cli.doctor import missing, uses
+from autotp.cli.flags import ModelOptions
 from autotp.cli.models import load, resized
-from autotp.cli.options import ModelOptions
 from autotp.cli.screen import Screen, as_json, one_line
 from autotp.errors import InputError
 from tests.helpers.models import DECODER, ENCODER

@@ -13,7 +13,7 @@ from autotp.api import plan as make_plan
 from autotp.inputs import Inputs
 from autotp.ir.layouts import I, Shard
 from autotp.plans.plan import Plan
-from autotp.plans.show.program import render_graph
+from autotp.plans.show.rank_program import render_graph
 from tests.helpers.models import HIDDEN, Attention, Einsum, SelfAttention, inputs_of, transformer
 from tests.helpers.plans import blocks, communicating, of_tokens, parameter, planned_for, stages
 

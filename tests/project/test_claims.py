@@ -19,7 +19,7 @@ import typer
 from torch import Tensor, nn
 
 import autotp
-from autotp.cli.app import app
+from autotp.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}

@@ -24,12 +24,13 @@ from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
-from autotp.passes.analysis.blocks import counted, find_blocks
+from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.optimise.products import ProductGroup, groups
 from autotp.passes.optimise.regather import too_large
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
+from autotp.text import counted
 
 from .batch_axis import lengthened
 from .layer_times import BACKWARD, Steps, layer

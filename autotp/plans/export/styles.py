@@ -18,7 +18,7 @@ from autotp.inputs import Inputs
 from autotp.ir.layouts import Layout
 from autotp.ir.scopes import generic
 
-from .boundaries import Boundaries, Boundary
+from .regions import Boundaries, Boundary
 
 if TYPE_CHECKING:
     from autotp.plans.plan import Plan

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost.terms import TERMS
-from autotp.passes.analysis.blocks import counted
 from autotp.plans.estimates import OUTSIDE
-from autotp.text import amount, number, seconds
+from autotp.text import amount, counted, number, seconds
 
 from .terminal import Grid, Line, Table, View
 

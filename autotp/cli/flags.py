@@ -1,0 +1,211 @@
+"""Options that commands share, each declared once, what their text says, and what the word for a model names.
+
+Needs no torch: help, and a saved plan, are there at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotp.errors import InputError
+from autotp.ir import files
+
+MESH = re.compile(r"([1-9]\d*)[x*]([1-9]\d*)")
+PLACEMENT = re.compile(r"(?:shard|s)\s*[:(]\s*(-?\d+)\s*\)?|(replicate|r)\s*(?:\(\s*\))?", re.IGNORECASE)
+MAX_FILE_BYTES = 100_000_000  # of the plan of a large model; a config has thousands
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Model
+
+    Attributes:
+        batch: Examples in the batch. Default: the example's.
+        seq: Length of the sequence. Default: the example's.
+        dtype: Of the weights, such as bfloat16. Default: the config's.
+        set: FIELD=VALUE, another value for a field of the config, such as num_hidden_layers=2. Repeatable.
+    """
+
+    batch: int | None = None
+    seq: int | None = None
+    dtype: str | None = None
+    set: list[str] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are set, by name; values are JSON where they can be read so, otherwise text."""
+        values: dict[str, Any] = {}
+        for text in self.set or []:
+            name, equals, value = text.partition("=")
+            if not name or not equals:
+                raise InputError(f"--set {text}: give FIELD=VALUE, such as num_hidden_layers=2.")
+            try:
+                values[name] = json.loads(value)
+            except (ValueError, RecursionError):
+                values[name] = value
+        return values
+
+
+@dataclass(frozen=True)
+class SteeringOptions:
+    """What it is planned for
+
+    Attributes:
+        cluster: A preset, or a .json or .toml file. Default: h100.
+        objective: training, prefill or decode.
+        optimizer: Whose states count in the memory of training.
+        memory: What a rank may hold, such as 80GB.
+        pin: PARAMETER=shard:0 or PARAMETER=replicate, such as '*.up_proj.weight=shard:0'. Repeatable.
+        band: Of the step: longer it may take to send less.
+        precision: Of large products: float8, float8-rowwise or float8-delayed. Default: the model's.
+        sequence_parallel: Force or forbid it. Default: the cost decides.
+    """
+
+    cluster: str | None = None
+    objective: str = "training"
+    optimizer: str = "adamw"
+    memory: str | None = None
+    pin: list[str] | None = None
+    band: float = 0.02
+    precision: str | None = None
+    sequence_parallel: bool | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `autotp.plan` that say the same."""
+        given = {
+            k: getattr(self, k) for k in ("cluster", "objective", "optimizer", "memory", "sequence_parallel", "band")
+        }
+        precise = {} if self.precision is None else {"precision": self.precision}
+        return {**same, "pins": read_pins(self.pin or []) or None, **precise}
+
+
+@dataclass(frozen=True)
+class DegreeOptions:
+    """Ranks
+
+    Attributes:
+        tp: Ranks that share the model, or auto. Default: auto; verify: 2.
+        mesh: DPxTP, batch and tensor axis at once, such as 2x4.
+        cp: Ranks that deal out each sequence, beside tp.
+        fully_shard: Split weights over dp or cp too.
+        within_node: Refuse a degree that leaves the node.
+    """
+
+    tp: str | None = None
+    mesh: str | None = None
+    cp: int = 1
+    fully_shard: bool = False
+    within_node: bool = False
+
+    def arguments(self, default: int | str = "auto") -> dict[str, Any]:
+        """`tp`, `within_node`, and where they are asked for `dp`, `cp` and `fully_shard`."""
+        dp, tp = read_mesh(self.mesh) if self.mesh is not None else (1, None)
+        alone = read_degree(self.tp) if self.tp is not None else None
+        if tp is not None and alone not in (None, tp):
+            raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {alone}. Leave one out.")
+        beside = {"dp": dp, "cp": self.cp, "fully_shard": self.fully_shard}
+        axes = {k: v for k, v in beside.items() if v > 1 or v is True}
+        return {"tp": tp or alone or default, "within_node": self.within_node, **axes}
+
+
+def read_degree(text: str) -> int | str:
+    """`auto`, or a number of ranks."""
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--tp {text}: give a number of ranks, such as 4, or auto.")
+    return int(text)
+
+
+def read_degrees(text: str) -> list[int]:
+    """`1,2,4` as numbers."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise InputError(f"--tp {text}: give numbers of ranks, such as 1,2,4,8.")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def read_mesh(text: str) -> tuple[int, int]:
+    """`2x4` as (dp, tp)."""
+    match = MESH.fullmatch(text.strip().lower())
+    if match is None:
+        raise InputError(f"--mesh {text}: give dp x tp, such as 2x4 for two groups of four ranks.")
+    return int(match[1]), int(match[2])
+
+
+def read_pins(texts: list[str]) -> dict[str, Any]:
+    """`NAME=shard:0` and `NAME=replicate` as pins with torch's placements.
+
+    Args:
+        texts: each `name=placement`.
+    """
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415  only where there are pins
+
+    pins: dict[str, Any] = {}
+    for text in texts:
+        name, _, placement = text.rpartition("=")
+        match = PLACEMENT.fullmatch(placement.strip())
+        if not name.strip() or match is None:
+            raise InputError(
+                f"--pin {text}: give NAME=PLACEMENT, such as '*.up_proj.weight=shard:0' or 'lm_head.weight=replicate'."
+            )
+        if name.strip() in pins:
+            raise InputError(f"--pin {name.strip()} is given twice. Leave one out.")
+        pins[name.strip()] = Shard(int(match[1])) if match[1] is not None else Replicate()
+    return pins
+
+
+def writable(*paths: Path | None) -> None:
+    """Refuse before the work what could not be written after it."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"{path} cannot be written: there is no folder {path.absolute().parent}. Make it first.")
+        if path is not None and path.is_dir():
+            raise InputError(f"{path} cannot be written: it is a folder. Name a file in it.")
+
+
+# the word for a model
+
+
+def config_path(text: str) -> Path | None:
+    """The config.json that the text names; None where it names a factory."""
+    path = Path(text)
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise InputError(f"{text} holds no {CONFIG}. Name a folder or {CONFIG} of transformers.")
+        return path / CONFIG
+    if path.is_file():
+        return path
+    if ":" in text and os.sep not in text:
+        return None
+    raise InputError(
+        f"{text}: no such file or folder. Name a folder or {CONFIG} of transformers (nothing is downloaded), or "
+        "package.module:factory."
+    )
+
+
+def is_plan(text: str) -> bool:
+    """Return whether the text names the file of a saved plan."""
+    path = Path(text)
+    if path.suffix != ".json" or path.name == CONFIG or not path.is_file():
+        return False
+    keys = read_json(path).keys()
+    return "decisions" in keys and ("format" in keys or "schema" in keys)  # schema: of formats 1 and 2, refused by name
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The fields in a JSON file.
+
+    Raises:
+        InputError: it holds no such thing.
+    """
+    data = files.read_json(path, MAX_FILE_BYTES, error=InputError)
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config or a saved plan.")
+    return data

@@ -1,0 +1,206 @@
+"""`autotp verify`, `autotp calibrate` and `autotp tune`: what runs on this machine."""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import autotp
+from autotp.errors import InputError
+from autotp.plans.show.terminal import Line, Table
+from autotp.plans.show.terminal import Screen as Screenful
+from autotp.text import seconds
+
+from .command import FINE, NO
+from .flags import DegreeOptions, ModelOptions, SteeringOptions, writable
+from .planning import loaded, read_plan
+from .screen import Screen, rank
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotp.passes.optimise import Alternative
+    from autotp.proof.compare import Report
+    from autotp.runtime.lower.measured import Line as Measurement
+
+    from .models import LoadedModel
+
+RANKS = 2  # simulated where nothing says how many
+PARTS = ("difference", "inside", "decoded", "certificate")  # of a report, which are records themselves
+COPIES = 4  # of all weights: the original's, the ranks', and the gradients of both
+
+
+def verify(
+    model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen,
+    plan: Path | None = None, generate: int | None = None, certify: bool = False,
+) -> int:  # fmt: skip
+    """Prove a plan on simulated ranks: every value and gradient.
+
+    Everything runs in this process, in float64.
+
+    Args:
+        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        plan: Prove this plan, a JSON file.
+        generate: Decode so many tokens with a cache too.
+        certify: Have spmd_types check it too (extra certify).
+    """
+    arguments: dict[str, Any] = degree.arguments(default=RANKS) | steering.arguments()
+    if {"dp", "fully_shard"} & arguments.keys():
+        raise InputError(
+            "verify simulates the ranks of tp, and of --cp: leave out dp and --fully-shard, as in --tp 4 or --mesh 1x4."
+        )
+    if plan is not None:
+        if degree != DegreeOptions() or steering != SteeringOptions():
+            raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
+        loaded_plan = read_plan(plan)
+        arguments = {"tp": loaded_plan.tp, "plan": loaded_plan}
+    source = loaded(model, sizes, steering, screen, real=True)
+    if remark := _too_large(source):
+        screen.say(remark, style="yellow")
+    with screen.working(f"proving {type(source.model).__name__}"):
+        if arguments["tp"] == "auto":
+            result = autotp.plan(source.model, example_inputs=source.inputs, **arguments)
+            arguments = {"tp": result.tp, "plan": result}
+        report = autotp.verify(
+            source.model, example_inputs=source.inputs, generate=generate, certify=certify, **arguments
+        )
+    screen.result(_report(report, source.sizes), lambda: as_data(report))
+    return FINE if report else NO
+
+
+def _too_large(source: LoadedModel) -> str:
+    """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
+    from autotp.cost.machines.this_machine import memory  # noqa: PLC0415
+
+    nbytes = COPIES * 8 * sum(p.numel() for p in source.model.parameters())
+    if nbytes < memory():
+        return ""
+    least = f"about {nbytes / 2**30:.0f} GiB, and this machine has {memory() / 2**30:.0f} GiB"
+    return f"the proof needs {least}: take fewer layers (--set num_hidden_layers=2)"
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """A report as plain data, without the plan."""
+    parts = {name: part and asdict(part) for name in PARTS for part in [getattr(report, name)]}
+    fields = {k: getattr(report, k) for k in report.__dataclass_fields__ if k != "plan"}
+    return {"ok": report.ok, "model": report.plan.model if report.plan else None, **fields, **parts}
+
+
+def _report(report: Report, sizes: str) -> Screenful:
+    """The figures that were compared, and the verdict."""
+    model = report.plan.model if report.plan else "the model"
+    gradients = f"no gradients: {report.forward_only}" if report.forward_only else f"{report.gradient_error:.1e}"
+    capture = f"not compared: {report.unproved}" if report.unproved else f"{report.capture_error:.1e}"
+    rows = [
+        ("ranks", f"{report.ranks}, simulated"), ("inputs", sizes), ("values compared", str(report.values)),
+        ("largest error of outputs", f"{report.output_error:.1e}"), ("largest error of gradients", gradients),
+        ("tolerance", f"{report.tolerance:.0e} (float64)"), ("captured graph against the model", capture),
+    ]  # fmt: skip
+    if (decoded := report.decoded) is not None:
+        rows += [
+            ("positions", f"{decoded.positions}: {decoded.prompt} prefilled, {decoded.tokens} decoded"),
+            ("largest error of their logits", f"{decoded.logits_error:.1e}"),
+            ("largest error of the cache", f"{decoded.cache_error:.1e}, {decoded.states} tensors"),
+        ]
+    if (certified := report.certificate) is not None:
+        rows += [(f"types, by {certified.checker}", "accepted" if certified else "refused")]
+    title = Line(f"{model} over {report.ranks} ranks", style="bold")
+    verdict = Line("equal", style="bold green") if report else Line(str(report), style="bold red")
+    return Screenful([title, Table(rows, "ll", indent=2), verdict])
+
+
+def calibrate(
+    screen: Screen, out: Path | None = None, name: str = "calibrated", base: str | None = None,
+    devices_per_node: int | None = None,
+) -> int:  # fmt: skip
+    """Measure this machine and describe it for --cluster.
+
+    Under torchrun its links are measured too.
+
+    Args:
+        out: Write the cluster: .json or .toml.
+        name: What plans call the cluster.
+        base: A preset or file for what is not measured. Default: by the device.
+        devices_per_node: Default: what torchrun started here.
+    """
+    from autotp.cost.machines.files import SUFFIXES  # noqa: PLC0415  it needs torch
+
+    writable(out)
+    if out is not None and out.suffix not in SUFFIXES:
+        raise InputError(f"--out {out} must end in {' or '.join(SUFFIXES)}: the suffix says the format.")
+    cluster = autotp.calibrate(name=name, base=base, devices_per_node=devices_per_node, show=not screen.json)
+    if out is not None and rank() == 0:
+        cluster.save(out)
+        screen.say(f"wrote {out}: use it with --cluster {out}")
+    if screen.json:
+        screen.result("", cluster.to_dict)
+    return FINE
+
+
+# tune
+
+
+def tune(
+    model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen,
+    backend: str = "eager",
+) -> int:  # fmt: skip
+    """Measure kernels on this device at a model's sizes.
+
+    Verdicts are kept in a file, which later runs read. Under torchrun what ranks send is measured too.
+
+    Args:
+        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        backend: What will run the model: eager, or a backend of torch.compile.
+    """
+    from autotp.passes.optimise import MEASURED, OPTIMISATIONS  # noqa: PLC0415  they need torch
+    from autotp.runtime.lower.measured import path_of, watcher  # noqa: PLC0415
+
+    source = loaded(model, sizes, steering, screen)
+    rows: dict[str, dict[str, Any]] = {}
+    with screen.working("planning") as working:
+
+        def see(alternative: Alternative, line: Measurement, device: torch.device) -> None:
+            rows[alternative.key] = _row(alternative, line, device)
+            working(f"measured {len(rows)}: {alternative.name}")
+
+        compile_measured = partial(
+            autotp.compile, source.model, example_inputs=source.inputs, backend=backend, check=False,
+            optimise={x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares},
+            **(degree.arguments(default=1) | steering.arguments()),
+        )  # fmt: skip
+        context = copy_context()
+        context.run(watcher.set, see)
+        context.run(compile_measured)
+    where = path_of()
+    data = {"file": None if where is None else str(where), "measured": list(rows.values())}
+    screen.result(_verdicts(data["measured"], data["file"]), lambda: data)
+    return FINE
+
+
+def _row(alternative: Alternative, line: Measurement, device: torch.device) -> dict[str, Any]:
+    return {
+        "name": alternative.name,
+        "operands": [list(x.shape) for x in alternative.operands if x.shape is not None],
+        "line": alternative.key,
+        "device": str(device),
+        "without": line.without,
+        "with": line.with_it,
+        "why": line.verdict.why,
+        "used": line.verdict.used,
+    }
+
+
+def _verdicts(rows: list[dict[str, Any]], file: Any) -> Screenful:
+    if not rows:
+        return Screenful([Line("nothing in this model's program has an alternative")])
+    names = "", "operands on a rank", "without", "with", f"measured on {rows[0]['device']}", ""
+    cells = []
+    for row in rows:
+        operands = ", ".join("x".join(map(str, shape)) or "1" for shape in row["operands"])
+        times = (seconds(row[way]) for way in ("without", "with"))
+        cells.append((row["name"], operands, *times, row["why"], "used" if row["used"] else "not used"))
+    place = f"kept in {file}" if file else "kept nowhere (AUTOTP_CACHE=0)"
+    return Screenful([Table(cells, "llllll", names), Line(place, style="dim")])

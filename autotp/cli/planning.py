@@ -1,0 +1,246 @@
+"""`autotp plan`, `autotp sweep` and `autotp explain`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import autotp
+from autotp.errors import InputError, PlanError
+from autotp.plans.show.document import over, primitive, report, shape
+from autotp.plans.show.terminal import Line, Table
+from autotp.plans.show.terminal import Screen as Screenful
+from autotp.text import near
+
+from .command import FINE, NO
+from .flags import DegreeOptions, ModelOptions, SteeringOptions, config_path, is_plan, read_degrees, writable
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from autotp.plans.plan import Parameter
+
+    from .models import LoadedModel
+
+
+def plan(
+    model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen,
+    full: bool = False, save: Path | None = None, html: Path | None = None, trace: Path | None = None,
+) -> int:  # fmt: skip
+    """Find the cheapest legal placement, or show a saved plan.
+
+    Args:
+        model: A folder or config.json of transformers (no weights needed), or package.module:factory. Or a saved
+            plan.json.
+        full: Print all of the plan.
+        save: Write the plan, as JSON.
+        html: Write a page that shows it.
+        trace: Write the timeline of a layer for Perfetto, as JSON.
+    """
+    writable(save, html, trace)
+    result = saved(model, sizes, degree, steering)
+    if result is None:
+        source = loaded(model, sizes, steering, screen)
+        with screen.working(f"planning {type(source.model).__name__}"):
+            options = {**degree.arguments(), **steering.arguments()}
+            result = autotp.plan(source.model, example_inputs=source.inputs, **options)
+        screen.say(f"priced for {source.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
+    for path, write in ((save, result.save), (html, result.to_html), (trace, result.to_trace)):
+        if path is not None:
+            write(path)
+            screen.say(f"wrote {path}")
+    screen.result(Screenful(report(result)) if full else result, result.to_json)
+    return FINE
+
+
+def sweep(
+    model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, tp: str | None = None,
+    devices: int | None = None, global_batch: int | None = None, plot: Path | None = None,
+) -> int:  # fmt: skip
+    """Plan for several degrees and compare them, or all meshes of so many devices.
+
+    Args:
+        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        tp: The degrees, N,N,... Default: 1,2,4,8,16,32.
+        devices: Compare all meshes of so many devices.
+        global_batch: With --devices: examples of a step over all.
+        plot: Draw time, memory and exposed communication as SVG, with and without sequence parallelism; or meshes.
+    """
+    writable(plot)
+    if devices is not None:
+        return _meshes(loaded(model, sizes, steering, screen), steering, screen, tp, devices, global_batch, plot)
+    if global_batch is not None:
+        raise InputError("--global-batch goes with --devices: without it --batch is what is priced.")
+    arguments: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
+    source = loaded(model, sizes, steering, screen)
+    arguments |= {"example_inputs": source.inputs, **steering.arguments()}
+    with screen.working(f"planning {type(source.model).__name__}"):
+        result = autotp.sweep(source.model, **arguments)
+        if plot is not None:
+            _plot(source, result, arguments, plot)
+            screen.say(f"wrote {plot}")
+    screen.say(f"priced for {source.sizes}")
+    best = result.best
+    screen.result(result, lambda: {**result.to_dict(), "best": None if best is None else best.tp})
+    if best is None:
+        screen.say("no degree fits into the memory of a rank", style="yellow")
+    return NO if best is None else FINE
+
+
+def _meshes(
+    source: LoadedModel, steering: SteeringOptions, screen: Screen, tp: str | None, devices: int,
+    global_batch: int | None, plot: Path | None,
+) -> int:  # fmt: skip
+    """Compare meshes of devices."""
+    degrees = read_degrees(tp) if tp is not None else [None]
+    if len(degrees) > 1:
+        raise InputError(f"--tp {tp} beside --devices: give one degree, or none to try all that stay in a node.")
+    with screen.working(f"planning {type(source.model).__name__}"):
+        options = {"example_inputs": source.inputs, "global_batch": global_batch, **steering.arguments()}
+        choice = autotp.plan(source.model, degrees[0], devices=devices, **options)
+    if plot is not None:
+        choice.to_svg(plot)
+        screen.say(f"wrote {plot}")
+    screen.say(f"priced for micro-batches of {source.sizes} or a few times as many examples")
+    screen.result(choice, choice.to_dict)
+    return NO if choice.best is None else FINE
+
+
+def loaded(
+    model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, real: bool = False
+) -> LoadedModel:
+    """The model and its inputs.
+
+    Args:
+        model: as the command line names it. sizes, steering: its options. screen: shows what takes long.
+        real: with weights, where they are small.
+    """
+    config_path(model)  # what is not there is said at once
+    with screen.working(f"building {model}"):
+        from .models import load  # noqa: PLC0415  it needs torch
+
+        source = load(model, sizes, steering.objective == "training", real)
+    if source.remark:
+        screen.say(source.remark, style="yellow")
+    return source
+
+
+def saved(model: str, *steering: ModelOptions | DegreeOptions | SteeringOptions) -> autotp.Plan | None:
+    """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
+    if not is_plan(model):
+        return None
+    if any(option != type(option)() for option in steering):
+        raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
+    return read_plan(Path(model))
+
+
+def read_plan(path: Path) -> autotp.Plan:
+    """A saved plan.
+
+    Raises:
+        InputError: the file cannot be read as one.
+    """
+    try:
+        return autotp.Plan.load(path)
+    except PlanError as error:
+        raise InputError(str(error)) from error
+
+
+def _plot(source: LoadedModel, result: autotp.Sweep, arguments: dict[str, Any], path: Path) -> None:
+    """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
+
+    def other(sequence_parallel: bool) -> autotp.Sweep:
+        if arguments["sequence_parallel"] is sequence_parallel:
+            return result
+        return autotp.sweep(source.model, **{**arguments, "sequence_parallel": sequence_parallel})
+
+    try:
+        forced = other(True)
+    except PlanError:
+        forced = result
+    forced.to_svg(path, without=other(False))
+
+
+# explain
+
+
+def explain(
+    model: str, name: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen
+) -> int:
+    """Say why a parameter lies as it does.
+
+    The alternatives with their cost, what binds, and what would change the choice.
+
+    Args:
+        model: A folder or config.json of transformers (no weights needed), or package.module:factory. Or a saved
+            plan.json.
+        name: Of a parameter.
+    """
+    plan = saved(model, sizes, degree, steering)
+    if plan is not None:
+        record = record_of(plan, name)
+        screen.result(_table(record), lambda: record)
+        screen.say(f"A saved plan does not hold what else was possible: autotp explain MODEL {name} says that.")
+        return FINE
+    source = loaded(model, sizes, steering, screen)
+    with screen.working(f"planning {type(source.model).__name__}"):
+        result = autotp.plan(source.model, example_inputs=source.inputs, **degree.arguments(), **steering.arguments())
+        explanation = result.explain(name)
+    screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}), priced for {source.sizes}")
+    screen.result(explanation, lambda: {"tp": result.tp, result.batch.name: result.batch.size, **asdict(explanation)})
+    return FINE
+
+
+def record_of(plan: autotp.Plan, name: str) -> dict[str, Any]:
+    """What a plan says of a parameter by itself, without the problem that it was solved from.
+
+    Args:
+        plan: a saved one. name: of a parameter.
+    """
+    parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
+    if parameter is None:
+        raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
+    blocks = [b for b in plan.blocks if parameter.name in b.parameters]
+    return {
+        "parameter": parameter.name,
+        "aliases": list(parameter.aliases),
+        "tp": plan.tp,
+        plan.batch.name: plan.batch.size,
+        "layout": str(parameter.layout),
+        "role": parameter.role,
+        "shape": list(parameter.shape),
+        "local": list(parameter.local),
+        "equals": sum(p.first == parameter.first for p in plan.parameters),
+        "reason": parameter.reason,
+        "blocks": [f"{b.kind} {b.module}: {b.detail}" for b in blocks],
+        "limits": [b.limit for b in blocks if b.limit],
+        "collectives": _collectives(plan, parameter),
+    }
+
+
+def _collectives(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]]:
+    """The collectives of the parameter itself, and of the module that holds it."""
+    module = parameter.name.rpartition(".")[0]
+    return [
+        {"name": c.name, "change": c.change, "of": c.source, "forward": c.forward, "backward": c.backward}
+        for c in plan.collectives
+        if c.source in (parameter.name, module)
+    ]
+
+
+def _table(record: dict[str, Any]) -> Screenful:
+    """The record for people."""
+    equals = f" and its equals, {record['equals']} in all" if record["equals"] > 1 else ""
+    rows = [("lies", f"{record['layout']}, {record['role']}")]
+    rows += [("shape", f"{shape(record['shape'])}; on a rank {shape(record['local'])}")]
+    rows += [("tied to", name) for name in record["aliases"]]
+    rows += [("in", block) for block in record["blocks"]]
+    rows += [("limit", limit) for limit in record["limits"]]
+    rows += [("reason", record["reason"])] if record["reason"] else []
+    for c in record["collectives"]:
+        ways = [f"{primitive(c[way])} {way}" for way in ("forward", "backward") if c[way]]
+        rows.append(("sends", f"{', '.join(ways)} ({c['change']}, {c['of']})"))
+    beside = record.get("cp", record.get("dp"))
+    ranks = str(record["tp"]) if beside == 1 else f"{beside} x {record['tp']}"
+    title = Line(f"{record['parameter']}{equals}, over {ranks} ranks", style="bold")
+    return Screenful([title, Table(rows, "ll", indent=2)])
