@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,7 @@ class SteeringOptions:
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `autotp.plan` that say the same."""
-        given = {
-            k: getattr(self, k) for k in ("cluster", "objective", "optimizer", "memory", "sequence_parallel", "band")
-        }
+        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pin", "precision")}
         precise = {} if self.precision is None else {"precision": self.precision}
         return {**same, "pins": read_pins(self.pin or []) or None, **precise}
 
