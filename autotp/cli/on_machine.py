@@ -126,7 +126,7 @@ def calibrate(
         base: A preset or file for what is not measured. Default: by the device.
         devices_per_node: Default: what torchrun started here.
     """
-    from autotp.cost.machines.files import SUFFIXES  # noqa: PLC0415  it needs torch
+    from autotp.cost.machines.cluster import SUFFIXES  # noqa: PLC0415  it needs torch
 
     writable(out)
     if out is not None and out.suffix not in SUFFIXES:
