@@ -28,7 +28,7 @@ from autotp.runtime import checkpoint
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carrying import Carriers
 from autotp.runtime.generation.generating import Generates
-from autotp.runtime.interop import enclosed, rehearsal
+from autotp.runtime.interop import rehearsal, whole_weights
 from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.methods import Methods
 from autotp.runtime.interop.profiled import Profile, measure
@@ -71,7 +71,7 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
         self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
-        enclosed.load_by_original(self._shards)
+        whole_weights.load_by_original(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._changes = watch(self._shards.parts, source.bare)
         compares = source.sample and not source.check
@@ -255,7 +255,8 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         Raises:
             StateError: tensors are missing, unknown, or of another shape; all are listed and nothing was loaded.
         """
-        return state.load(self._shards, state_dict, strict)
+        found = checkpoint.load(self._shards, state_dict, strict=strict, cast=True, renamed=False)
+        return compat.IncompatibleKeys(found.missing_keys, found.unexpected_keys)
 
     @Turn("load_checkpoint()")
     def load_checkpoint(

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard as Split
 from autotp.comm.ranks import Ranks
 from autotp.compat import local_of
 from autotp.errors import StateError
-from autotp.ir.layouts import chunk
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 
 from .revision import Revision
@@ -120,13 +119,10 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, 
     owner, _, leaf = name.rpartition(".")
     mesh, rank = (ranks.mesh, ranks.rank) if ranks is not None else (None, 0)
     out = []
-    cuts = [(x.shape, x.dim) for x in storage.pieces] or [(storage.shape, None)]
-    for piece, (shape, dim) in zip(storage.names(leaf), cuts, strict=True):
-        local = list(shape)
-        if dim is not None and ranks is not None:
-            local[dim] = chunk(shape[dim], rank, storage.tp)[1]
-        full = f"{owner}.{piece}" if owner else piece
-        out.append(Place(module, piece, full, torch.Size(shape), torch.Size(local), dim, mesh, turn))
+    for n, piece in zip(storage.names(leaf), storage.pieces, strict=True):
+        full, whole = f"{owner}.{n}" if owner else n, torch.Size(piece.shape)
+        local = piece.share(rank, storage.tp)[1] if ranks is not None else whole
+        out.append(Place(module, n, full, whole, local, piece.dim, mesh, turn))
     return out
 
 

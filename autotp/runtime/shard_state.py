@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autotp.comm.ranks import Ranks
+from autotp.ir.layouts import I as INVARIANT
 from autotp.ir.layouts import Shard
 from autotp.plans.estimates import ALONE, Axis
 
@@ -74,12 +75,15 @@ class ShardState:
         """The sharded module."""
         return self.parts[""]
 
-    def storage_of(self, first: str) -> Storage | None:
-        """How a parameter, or a buffer that is split, is held; None for a buffer that is whole."""
-        return self.storages.get(first) or self.tables.get(first)
+    def storage_of(self, first: str) -> Storage:
+        """Return how a parameter or buffer is held."""
+        if (storage := self.storages.get(first) or self.tables.get(first)) is not None:
+            return storage
+        owner, _, leaf = first.rpartition(".")
+        return Storage(tuple(getattr(self.parts[owner], leaf).shape), INVARIANT, self.tp)
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """The parameters that the parts have now, and whether each is whole on every tp rank."""
+        """Iterate over the parameters that the parts have now, and whether each is whole on every tp rank."""
         for name, storage in self.storages.items():
             owner, _, leaf = name.rpartition(".")
             for n in storage.names(leaf):

@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autotp import compat
-from autotp.capture.subclasses.weights import plain_state
-from autotp.comm.ranks import Ranks, agree, together
+from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
-from autotp.runtime.interop import arrays, foreign, operators, redistribution, refusals
+from autotp.runtime.interop import arrays, operators, redistribution, refusals
 from autotp.runtime.interop.ours import know
 
 from . import data_parallel
 from .meta import fresh_buffer
 from .part import part_of
-from .samples import few
 from .shard_state import ShardState
-from .storage import Storage, laid_like
+from .storage import Box, Storage
 
 
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
@@ -123,32 +120,41 @@ def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.devi
     return storage.shard(full, ranks.mesh, ranks.rank, device)
 
 
-def pieces(shards: ShardState, name: str) -> list[nn.Parameter]:
-    """The parameters that hold the original's parameter `name`."""
+def pieces(shards: ShardState, name: str) -> list[Any]:
+    """Return the tensors that hold the original's parameter or buffer `name`."""
     owner, _, leaf = name.rpartition(".")
-    storage = shards.storage_of(name)
-    assert storage is not None
-    return [getattr(shards.parts[owner], n) for n in storage.names(leaf)]
+    return [getattr(shards.parts[owner], n) for n in shards.storage_of(name).names(leaf)]
+
+
+def whole(shards: ShardState, name: str, live: bool = False) -> Tensor:
+    """Return the original's parameter or buffer `name`, whole. A collective call.
+
+    Args:
+        shards: of the module. name: the tensor's first name.
+        live: give what is whole on the rank as the module's own tensor, in place of a copy.
+    """
+    parts = [p.detach() for p in pieces(shards, name)]
+    value = shards.storage_of(name).full(parts)
+    return value if live else _apart(value, parts)
+
+
+def boxes(shards: ShardState, name: str) -> list[Box]:
+    """Return the blocks of the original's parameter or buffer `name` that this rank holds."""
+    return shards.storage_of(name).boxes(pieces(shards, name))
 
 
 def full_state(shards: ShardState, live: bool) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, whole, in the order of the original's own state dict.
+    """Return parameters and persistent buffers, whole, in the order of the original's own state dict.
 
     Args:
-        shards: of the module. live: give what is whole on the rank as the module's own tensor, in place of a copy.
+        shards: of the module. live: as `whole` has it.
     """
     refuse_meta(shards)
-    whole: dict[str, Tensor] = {}
-    for name, storage in (*shards.storages.items(), *shards.tables.items()):
-        parts = [p.detach() for p in pieces(shards, name)]
-        whole[name] = storage.full(parts) if live else _apart(storage.full(parts), parts)
-    out: dict[str, Tensor] = {}
-    for name, first in named_tensors(shards):
-        if first not in whole:
-            buffer = buffer_of(shards, name)
-            whole[first] = buffer if live else buffer.detach().clone()
-        out[name] = whole[first]
-    return out
+    wholes: dict[str, Tensor] = {}
+    for _, first in named_tensors(shards):
+        if first not in wholes:
+            wholes[first] = whole(shards, first, live)
+    return {name: wholes[first] for name, first in named_tensors(shards)}
 
 
 def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
@@ -158,14 +164,10 @@ def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
 
 
 def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
-    """DTensors under the original's names, whole tensors where pieces hold a parameter."""
+    """Return DTensors under the original's names, whole tensors where pieces hold a parameter."""
     out = {}
     for name, first in named_tensors(shards):
-        storage = shards.storage_of(first)
-        if storage is None:
-            out[prefix + name] = buffer_of(shards, name)
-            continue
-        parts = [p.detach() for p in pieces(shards, first)]
+        parts, storage = [p.detach() for p in pieces(shards, first)], shards.storage_of(first)
         plain = len(parts) == 1 and tuple(parts[0].shape) == storage.shape
         out[prefix + name] = parts[0] if plain else storage.full(parts)
     return out
@@ -205,87 +207,6 @@ def full_gradients(shards: ShardState, live: bool) -> dict[str, Tensor]:
                 grads.append(p.grad if p.grad is not None else torch.zeros_like(p))
             out[name] = storage.full(grads) if live else _apart(storage.full(grads), grads)
     return out
-
-
-def load(shards: ShardState, tensors: Mapping[str, Any], strict: bool) -> Any:
-    """Check all of a state dict, also that the ranks have the same one, then load all of it. A collective call."""
-    every, tensors = shards.ranks and shards.ranks.planners, plain_state(tensors)
-    loaded, missing, unexpected = together(every, "loading a state dict", lambda: _fitting(shards, tensors, strict))
-    values = {name: few(tensors[name]) for name in loaded if not isinstance(tensors[name], DTensor)}
-    agree(every, "the values of the state dict (a few of each tensor are compared)", values)
-    for name, first in loaded.items():
-        _load_one(shards, name, first, tensors[name])
-    shards.loaded()
-    return compat.IncompatibleKeys(missing, unexpected)
-
-
-def _fitting(
-    shards: ShardState, tensors: Mapping[str, Any], strict: bool
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Names of tensors to load, with their first names; those that are missing; those that are unknown."""
-    if not isinstance(tensors, Mapping):
-        raise StateError(f"load_state_dict got {type(tensors).__name__}; give the original model's full state dict.")
-    names = dict(named_tensors(shards))
-    buffers = {
-        name: name for name, _ in shards.root.named_buffers(remove_duplicate=False)
-    }  # those not persistent may come too
-    have = {names.get(n, n) for n in tensors}  # a tied parameter may come under any of its names
-    missing = [n for n, first in names.items() if first not in have]
-    unexpected = [n for n in tensors if n not in names and n not in buffers]
-    loaded = {name: first for name, first in (buffers | names).items() if name in tensors}
-    wrong = [text for name, first in loaded.items() if (text := _odd(shards, name, first, tensors[name]))]
-    _refuse_foreign(tensors)
-    if wrong or (strict and (missing or unexpected)):
-        raise StateError(
-            "the state dict does not fit the model, and nothing was loaded.\n"
-            + "".join(f"  {what}: {', '.join(which)}\n" for what, which in
-                      (("missing", missing), ("unknown", unexpected), ("other shape", wrong)) if which)
-            + "Give the original model's full state dict; strict=False allows missing and unknown names."
-        )  # fmt: skip
-    return loaded, missing, unexpected
-
-
-def _refuse_foreign(tensors: Mapping[str, Any]) -> None:
-    odd = [name for name, value in tensors.items() if foreign.of_another_rank(value)]
-    if odd:
-        raise StateError(f"{odd[0]} is another rank's part: one rank had pickled it for all. {foreign.INSTEAD}")
-
-
-def _odd(shards: ShardState, name: str, first: str, value: Any) -> str:
-    storage = shards.storage_of(first)
-    shape = storage.shape if storage is not None else tuple(buffer_of(shards, name).shape)
-    if not isinstance(value, Tensor):
-        return f"{name} is {type(value).__name__}, no tensor"
-    return "" if tuple(value.shape) == shape else f"{name} is {tuple(value.shape)}, the model has {shape}"
-
-
-@torch.no_grad()
-def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
-    storage = shards.storage_of(first)
-    if storage is None:
-        own: list[Any] = [buffer_of(shards, name)]
-        parts: Sequence[Tensor] = [value]
-    else:
-        own = pieces(shards, first)
-        if isinstance(value, DTensor):
-            if len(own) == 1 and same_layout(own[0], value):
-                own[0].copy_(value)
-                return
-            value = value.full_tensor()
-        parts = [
-            laid_like(old, new, shards.device)
-            for old, new in zip(own, storage.cut(value.to(own[0].dtype)), strict=True)
-        ]
-    for old, new in zip(own, parts, strict=True):
-        if old.is_meta:
-            install(shards, {old: new.to(shards.device, copy=True)})
-        else:
-            old.copy_(new)
-
-
-def same_layout(old: Tensor, new: DTensor) -> bool:
-    """Whether what is held lies over the ranks as the other does."""
-    return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
 
 
 def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:

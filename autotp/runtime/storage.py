@@ -1,8 +1,9 @@
-"""How a rank holds a parameter: DTensors that torch's own tools understand, and back to the original's shape.
+"""The tensors that hold a parameter: DTensors that torch's own tools understand, and back to the original's shape.
 
 A plain split is one DTensor `Shard(dim)`. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one
-piece for each segment, so that every piece is a plain `Shard`; every state dict speaks the original name.
-Outputs that are left sharded are said in the same words.
+piece for each segment, so that every piece is a plain `Shard`; every state dict speaks the original name. This file
+alone knows what pieces are (docs/architecture.md, "One DTensor for each parameter"). Outputs that are left sharded are
+said in the same words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,19 +24,45 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp.compat import like_dtensor, local_of
+from autotp.errors import StateError
 from autotp.ir.layouts import Layout, Partition, Segment, chunk
 
-MOST = 16  # pieces of a parameter
+MAX_PIECES = 16  # of a parameter
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One DTensor of a parameter: `offset` and `length` along the run, the piece's shape, its sharded dimension."""
+    """One tensor of a parameter.
+
+    Attributes:
+        offset, length: along the run of pieces.
+        shape: of the piece. dim: the dimension of that which is split; None where every rank holds all of it.
+    """
 
     offset: int
     length: int
     shape: tuple[int, ...]
-    dim: int
+    dim: int | None
+
+    def share(self, rank: int, tp: int) -> tuple[int, torch.Size]:
+        """Return where a rank's part starts in the split dimension, and the shape of that part."""
+        if self.dim is None:
+            return 0, torch.Size(self.shape)
+        start, length = chunk(self.shape[self.dim], rank, tp)
+        return start, torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: where it starts in the whole, and the memory of this rank that it is a view of."""
+
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The block as an index into the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -45,12 +73,13 @@ class Storage:
     layout: Layout
     tp: int
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Empty for a parameter that is held whole: one that is not split, and a bias of uneven heads."""
+        """What holds it: one whole piece where it is not split, and for a bias of uneven heads."""
+        whole = (Piece(0, 0, self.shape, None),)
         d, (segments, times) = self.layout.sharded_dim, self._run
         if d is None or not segments:
-            return ()
+            return whole
         out, at = [], 0
         for s in segments:
             assert isinstance(s.count, int) and isinstance(s.unit, int)
@@ -62,8 +91,7 @@ class Storage:
             out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
             at += s.count * s.unit
         # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
-        matrices = [x for x in out if len(x.shape) > 1]
-        return () if len(self.shape) == 1 and matrices else tuple(out)
+        return whole if len(self.shape) == 1 and any(len(x.shape) > 1 for x in out) else tuple(out)
 
     @property
     def _run(self) -> tuple[tuple[Segment, ...], int]:
@@ -75,53 +103,47 @@ class Storage:
             return (), 1
         segments, times = partition.segments, partition.repeat
         assert isinstance(times, int)  # a parameter's size is no symbol
-        return (segments * times, 1) if len(segments) * times <= MOST else (segments, times)
-
-    @property
-    def repeat(self) -> int:
-        """How often the run of pieces comes along the sharded dimension."""
-        return self._run[1]
+        return (segments * times, 1) if len(segments) * times <= MAX_PIECES else (segments, times)
 
     def names(self, name: str) -> list[str]:
-        """Attribute names of what holds the parameter `name`: its own where that has its dimensions."""
-        plain = len(self.pieces) <= 1 and all(len(x.shape) == len(self.shape) for x in self.pieces)
-        if plain:
-            return [name]
-        return [f"{name}_part{i}" for i in range(len(self.pieces))]
+        """Return the attribute names of what holds the parameter `name`: its own where that has its dimensions."""
+        return [name] if self._plain else [f"{name}_part{i}" for i in range(len(self.pieces))]
 
     @property
-    def as_held(self) -> bool:
-        """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
-        return self.layout.sharded_dim is None or [len(x.shape) for x in self.pieces] == [len(self.shape)]
+    def _plain(self) -> bool:
+        return [len(x.shape) for x in self.pieces] == [len(self.shape)]
+
+    @property
+    def split(self) -> bool:
+        """Whether a rank holds a part of it."""
+        return self.pieces[0].dim is not None
 
     @property
     def held_whole(self) -> bool:
         """Whether every rank holds all of it, and uses a slice."""
-        return self.layout.sharded_dim is not None and not self.pieces
+        return self.layout.sharded_dim is not None and not self.split
+
+    @property
+    def as_held(self) -> bool:
+        """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
+        return self._plain and not self.held_whole
 
     def cut(self, full: Tensor) -> list[Tensor]:
-        """The whole pieces of a whole parameter, as views."""
+        """Return the whole pieces of a whole parameter, as views."""
         d = self.layout.sharded_dim
-        if d is None or not self.pieces:
+        if d is None or not self.split:
             return [full]
-        run = full.unflatten(d, (self.repeat, -1))
+        run = full.unflatten(d, (self._run[1], -1))
         return [run.narrow(d + 1, x.offset, x.length).reshape(x.shape) for x in self.pieces]
 
     def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The inverse of `cut`."""
-        d, repeat = self.layout.sharded_dim, self.repeat
-        if d is None or not self.pieces:
-            return pieces[0]
-        runs = [
-            t.reshape(*self.shape[:d], repeat, x.length, *self.shape[d + 1 :])
-            for t, x in zip(pieces, self.pieces, strict=True)
-        ]
-        return torch.cat(runs, d + 1).reshape(self.shape) if len(runs) > 1 else runs[0].reshape(self.shape)
+        """Return the whole parameter: the inverse of `cut`."""
+        return pieces[0] if self._plain else self.local(pieces).reshape(self.shape)
 
     def local(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The rank's slice of the parameter, in the parameter's own dimensions, from its slices of the pieces."""
-        d, repeat = self.layout.sharded_dim, self.repeat
-        if d is None or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
+        """Return the rank's slice of the parameter, in its own dimensions, from its slices of the pieces."""
+        d, repeat = self.layout.sharded_dim, self._run[1]
+        if d is None or self._plain:
             return pieces[0]
         around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat
         runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
@@ -129,30 +151,96 @@ class Storage:
         return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
 
     def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
-        """This rank's DTensors of a whole parameter; only the rank's slice is moved to `device`.
+        """Return this rank's DTensors of a whole parameter; only the rank's slice is moved to `device`.
 
         Args:
             full: the parameter. mesh: of the tp ranks. rank: this one's number among them. device: of the result.
         """
-        if not self.pieces:
-            local = full.detach().to(device, copy=True)
-            return [DTensor.from_local(local, mesh, [Whole()], run_check=False)]
         out = []
         for whole, x in zip(self.cut(full.detach()), self.pieces, strict=True):
-            start, length = chunk(x.shape[x.dim], rank, self.tp)
-            local = whole.narrow(x.dim, start, length).to(device, copy=True).contiguous()
-            size = torch.Size(x.shape)
+            start, size = x.share(rank, self.tp)
+            part = whole if x.dim is None else whole.narrow(x.dim, start, size[x.dim])
+            local, cut = part.to(device, copy=True), Whole() if x.dim is None else Split(x.dim)
+            local = local if x.dim is None else local.contiguous()
+            stride = local.stride() if x.dim is None else strides(x.shape)
             out.append(
-                DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=strides(size))
+                DTensor.from_local(local, mesh, [cut], run_check=False, shape=torch.Size(x.shape), stride=stride)
             )
         return out
 
     def full(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole parameter on every rank (collective), from its DTensors."""
-        wholes = []
-        for p in pieces:
-            wholes.append(p.full_tensor() if isinstance(p, DTensor) else p)
-        return self.fuse(wholes)
+        """Return the whole parameter on every rank (collective), from its DTensors; tensors that are whole pass."""
+        return self.fuse([p.full_tensor() if isinstance(p, DTensor) else p for p in pieces])
+
+    def laid(self, value: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return a whole tensor, or a DTensor of it (collective), as what the pieces hold of it, in their type."""
+        if isinstance(value, DTensor):
+            if len(pieces) == 1 and value.shape == pieces[0].shape and same_layout(pieces[0], value):
+                return [value]
+            value = value.full_tensor()
+        cut = self.cut(value.to(pieces[0].dtype))
+        return [_laid_like(old, new) for old, new in zip(pieces, cut, strict=True)]
+
+    def boxes(self, pieces: Sequence[Tensor]) -> list[Box]:
+        """Return the blocks of the original parameter that `pieces`, this rank's pieces of it, are.
+
+        Args:
+            pieces: a DTensor for each piece; in one plain process the whole pieces. What is shaped like the pieces,
+                such as an optimizer's moments, may take their place.
+
+        Returns: boxes in the parameter's own dimensions, each a view of its piece's memory; empty ones are left out,
+            but for a parameter without elements.
+        """
+        if math.prod(self.shape) == 0:
+            return [Box((0,) * len(self.shape), pieces[0].new_empty(self.shape))]
+        out: list[Box] = []
+        for t, piece in zip(pieces, self.pieces, strict=True):
+            start, local = _window(t, piece)
+            if local.numel():
+                out += [Box(start, local)] if self._plain else self._unfold(piece, start, local)
+        return out
+
+    def _unfold(self, piece: Piece, start: Sequence[int], local: Tensor) -> list[Box]:
+        """Return a part of a piece `(..., [repeat], count, [unit], ...)` in the dimensions of its parameter."""
+        d, repeat = self.layout.sharded_dim, self._run[1]
+        assert d is not None
+        repeated = repeat > 1
+        axis = d + repeated  # of the counts
+        units = len(piece.shape) - len(self.shape) - repeated
+        unit = piece.shape[axis + 1] if units else 1
+        out = []
+        for i in range(local.shape[d] if repeated else 1):
+            block = local.select(d, i) if repeated else local
+            # view, not reshape: a copy would be filled in place of the parameter
+            block = block.view(*block.shape[:d], -1, *block.shape[d + 2 :]) if units else block
+            at = (start[d] + i) * (self.shape[d] // repeat) if repeated else 0
+            offset = (*start[:d], at + piece.offset + start[axis] * unit, *start[axis + 1 + units :])
+            out.append(Box(tuple(offset), block))
+        return out
+
+
+def _window(t: Tensor, piece: Piece) -> tuple[tuple[int, ...], Tensor]:
+    """Return where this rank's part of a piece starts, and that part.
+
+    tp cuts first, a data-parallel axis cuts its share.
+    """
+    start, size = [0] * len(piece.shape), list(piece.shape)
+    local = t.detach()
+    if isinstance(local, DTensor):
+        mesh = local.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            cut = getattr(local.placements[axis], "dim", None)
+            if cut is not None:
+                first, size[cut] = chunk(size[cut], mesh.get_local_rank(axis), mesh.size(axis))
+                start[cut] += first
+        local = local.to_local()
+    if list(local.shape) != size and (math.prod(size) or local.numel()):
+        raise StateError(
+            f"a piece of shape {piece.shape}, split on dimension {piece.dim}, is held here as {tuple(local.shape)} "
+            f"where {tuple(size)} was expected: something other than autotp's own dp has spread it. Use "
+            "full_state_dict() and load_state_dict() for this module."
+        )
+    return tuple(start), local
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -161,11 +249,16 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
-def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
-    """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
+def same_layout(old: Tensor, new: DTensor) -> bool:
+    """Return whether what is held lies over the ranks as the other does."""
+    return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
+
+
+def _laid_like(old: Tensor, whole: Tensor) -> Tensor:
+    """Return a whole piece as the one that is there lies (over further mesh dimensions too, once FSDP has them)."""
     if not isinstance(old, DTensor):
         return whole
-    return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
+    return distribute_tensor(whole.to(old.device), old.device_mesh, old.placements, src_data_rank=None)
 
 
 class Unwrap(torch.autograd.Function):

@@ -41,7 +41,7 @@ class Replay:
             needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
             local = storage.local([compat.part_of(p).detach() for p in parameters])
             whole = storage.full([p.detach() for p in parameters])
-            whole = whole if storage.pieces else self._first_ranks(whole)
+            whole = whole if storage.split else self._first_ranks(whole)
             self.here.leaves[name] = local.detach().requires_grad_(needs_grad)
             self.whole.leaves[name] = whole.detach().requires_grad_(needs_grad)
         self.buffers = {name: self._first_ranks(b) for name, b in self.call.buffers.items()}

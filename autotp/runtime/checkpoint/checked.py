@@ -17,8 +17,8 @@ from torch import Tensor
 from autotp.errors import StateError
 from autotp.ir.files import opened, read_json
 from autotp.log import log
+from autotp.runtime.storage import Box
 
-from .boxes import Box
 from .digests import WORD, Grid, Region, Source, as_bytes, recorded, region
 from .folders import DIGESTS, OWN
 

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from autotp.errors import StateError
 from autotp.ir.files import GREATEST, opened, read_json
+from autotp.runtime.storage import Box
 
 from . import folders
-from .boxes import Box
 from .checked import Digests, Entry, position, write
 from .digests import BYTES, Memory, as_bytes, measured
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .boxes import Box
+from autotp.runtime.storage import Box
 
 BLOCK, PAGE, WORD = 4 << 20, 4096, 8  # bytes
 STRIPS, NARROWEST = (16, 8, 4, 2), 256  # of a row; bytes of one

@@ -39,7 +39,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
         tensors: dict[str, Tensor] = {}
         for name, first in names.items():
             # Every rank gathers, in one order: an all-gather that only rank 0 begins would wait for the others.
-            tensor = _whole(shards, first)
+            tensor = state.whole(shards, first, live=True)
             if writer:
                 # A copy on the CPU: safetensors refuses tensors that share memory, and transposed ones.
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
@@ -68,7 +68,7 @@ def _save_adapters(shards: ShardState, ranks: Ranks | None, place: Path) -> None
     names = together(ranks, "choosing the tensors of the adapters", lambda: adapters.names(shards))
     tensors: dict[str, Tensor] = {}
     for name, first in names.items():
-        tensor = _whole(shards, first)
+        tensor = state.whole(shards, first, live=True)
         if writer:
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
 
@@ -90,20 +90,8 @@ def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_ma
         weight_map.update(dict.fromkeys(stored, file.name))
 
 
-def _whole(shards: ShardState, first: str) -> Tensor:
-    """A whole tensor on every rank (collective)."""
-    storage = shards.storage_of(first)
-    if storage is None:
-        return state.buffer_of(shards, first).detach()
-    return storage.full([p.detach() for p in state.pieces(shards, first)])
-
-
 def _size(shards: ShardState, first: str) -> int:
-    storage = shards.storage_of(first)
-    if storage is None:
-        buffer = state.buffer_of(shards, first)
-        return buffer.numel() * buffer.element_size()
-    return math.prod(storage.shape) * state.pieces(shards, first)[0].element_size()
+    return math.prod(shards.storage_of(first).shape) * state.pieces(shards, first)[0].element_size()
 
 
 def _stored(shards: ShardState) -> dict[str, str]:

@@ -23,10 +23,9 @@ from autotp.ir.files import opened
 from autotp.runtime import state
 from autotp.runtime.samples import few
 from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import as_dtensor
+from autotp.runtime.storage import Box, as_dtensor, same_layout
 
 from . import dcpfiles, folders, optimizers, renaming
-from .boxes import Box, boxes, whole
 from .checked import mention
 from .matching import Archive, NameMatch, TensorArchive, match
 from .tensorfiles import INDEX, TensorFiles
@@ -62,18 +61,21 @@ def load(
     check_finite: bool = False,
     trusted: bool = False,
     weights: bool = True,
+    renamed: bool = True,
 ) -> Loaded:
     """Load a checkpoint; `ShardedModule.load_checkpoint` says what the arguments are. A collective call.
 
     Args:
         shards: of the module. source, optimizer, strict, cast, check_finite, trusted: see there.
         weights: False loads the optimizer alone.
+        renamed: follow prefixes and transformers' mapping where the names are others than the model's.
     """
     ranks = shards.ranks.planners if shards.ranks is not None else None
 
     def prepare() -> tuple[Archive, NameMatch, optimizers.States | None]:
-        archive = renaming.converted(shards, open_archive(source, trusted))
-        matches = match(shards, archive, strict, cast) if weights else NameMatch({}, [], [])
+        archive = open_archive(source, trusted)
+        archive = renaming.converted(shards, archive) if renamed else archive
+        matches = match(shards, archive, strict, cast, renamed) if weights else NameMatch({}, [], [])
         states = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
         return archive, matches, states
 
@@ -105,12 +107,12 @@ def load(
 
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
     """The archive of a checkpoint, of the kind that its files say."""
+    if not isinstance(source, Mapping | str | os.PathLike):
+        raise StateError(f"a checkpoint is a path or a full state dict, and got {type(source).__name__}.")
     # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others, and are taken
     # apart first.
     if isinstance(source, Mapping):
         return TensorArchive(plain_state(source))
-    if not isinstance(source, str | os.PathLike):
-        raise StateError(f"a checkpoint is a path or a full state dict, and this is {type(source).__name__}.")
     # A save that was cut off between its two renames has left `.ckpt.previous` and no `ckpt`: that is the one to read.
     path = folders.present(Path(source))
     if not path.exists():
@@ -161,14 +163,6 @@ def _digest(archive: Archive) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _targets(shards: ShardState, first: str) -> list[Box]:
-    """The memory of this rank that a tensor of the model is read into."""
-    storage = shards.storage_of(first)
-    if storage is None:
-        return whole(state.buffer_of(shards, first))
-    return boxes(storage, state.pieces(shards, first))
-
-
 def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finite: bool) -> None:
     """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
     faults = []
@@ -190,7 +184,7 @@ def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list
     """This rank's part of a stored tensor, in memory of its own."""
     dtype = archive.entries[key].dtype
     assert isinstance(dtype, torch.dtype)
-    out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in _targets(shards, first)]
+    out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in state.boxes(shards, first)]
     archive.read(key, out)
     return [b.tensor for b in out]
 
@@ -214,16 +208,15 @@ def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tens
     replacements: dict[Tensor, Tensor] = {}
     in_place = False
     for first, keys in matches.stored.items():
-        storage = shards.storage_of(first)
-        tensors: list[Tensor] = (
-            [*state.pieces(shards, first)] if storage is not None else [state.buffer_of(shards, first)]
-        )
-        for old in tensors:
-            if old.is_meta:
-                replacements[old] = materialise(old, shards.device)
-        now = [replacements.get(old, old) for old in tensors]
+        tensors = state.pieces(shards, first)
+        replacements |= {old: materialise(old, shards.device) for old in tensors if old.is_meta}
+        now: list[Tensor] = [replacements.get(old, old) for old in tensors]
         in_place |= any(not old.is_meta for old in tensors)
-        own = boxes(storage, now) if storage is not None else whole(now[0])
+        value = archive.tensors[keys[0]] if isinstance(archive, TensorArchive) else None
+        if isinstance(value, DTensor) and len(now) == 1 and now[0].shape == value.shape and same_layout(now[0], value):
+            now[0].copy_(value)  # nothing is gathered
+            continue
+        own = shards.storage_of(first).boxes(now)
         _leaving(PARTLY if in_place else "Nothing was loaded.", partial(archive.read, keys[0], own))
     return replacements
 

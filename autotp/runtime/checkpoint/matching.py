@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import StateError
 from autotp.runtime import state
+from autotp.runtime.interop.foreign import INSTEAD, of_another_rank
 from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Box
 
-from .boxes import Box
 from .checked import Entry
 
 Rename = Callable[[str], str]
@@ -40,31 +41,30 @@ class Archive(Protocol):
 
 
 class TensorArchive:
-    """A full state dict in memory, or in a pickled file that the user trusts."""
+    """A full state dict in memory, of whole tensors or DTensors, or in a pickled file that the user trusts."""
 
     shared = False
 
     def __init__(self, tensors: Mapping[str, Any], file: Path | None = None) -> None:
-        wrong = [n for n, t in tensors.items() if not isinstance(t, Tensor) or isinstance(t, DTensor) or t.is_meta]
-        if wrong:
-            raise StateError(
-                f"{file or 'the state dict'}: {', '.join(wrong)}: only whole tensors with values can be loaded. "
-                "DTensors are for load_state_dict()."
-            )
+        self.path: Path | str = file or "the state dict"
+        if foreign := [n for n, t in tensors.items() if of_another_rank(t)]:
+            raise StateError(f"{foreign[0]} is another rank's part: one rank had pickled it for all. {INSTEAD}")
         self.extra: dict[str, Any] = {}
         self.tensors = tensors
-        self.file, there = file, file or Path("the state dict")
-        self.entries = {n: Entry(tuple(t.shape), t.dtype, there) for n, t in tensors.items()}
+        self.entries = {n: _entry(t, Path(self.path)) for n, t in tensors.items()}
 
-    @property
-    def path(self) -> Path | str:
-        """The file, where there is one."""
-        return self.file or "the state dict"
-
-    def read(self, name: str, boxes: list[Box]) -> None:
-        """Fill the boxes from the tensor `name`."""
+    def read(self, name: str, boxes: Sequence[Box]) -> None:
+        """Fill the boxes from the tensor `name`; collective where that is a DTensor."""
+        value = self.tensors[name].detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         for box in boxes:
-            box.tensor.copy_(self.tensors[name].detach()[box.slices])
+            box.tensor.copy_(value[box.slices])
+
+
+def _entry(value: Any, file: Path) -> Entry:
+    if not isinstance(value, Tensor):
+        return Entry((), type(value).__name__, file)
+    return Entry(tuple(value.shape), "on the meta device" if value.is_meta else value.dtype, file)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class NameMatch:
     unexpected: list[str]
 
 
-def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> NameMatch:
+def match(shards: ShardState, archive: Archive, strict: bool, cast: bool, renamed: bool) -> NameMatch:
     """Compare the names, shapes and types of an archive with the model's.
 
     Args:
         shards: of the module. archive: the checkpoint. strict: every name must be on both sides.
-        cast: another floating-point dtype is no difference.
+        cast: another floating-point dtype is no difference. renamed: the names may have other prefixes.
 
     Raises:
         StateError: tensors are missing, unknown, or of another shape or type; all of them are listed.
@@ -96,7 +96,7 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Nam
     buffers = {
         n: aliases.get(n, n) for n, _ in shards.root.named_buffers(remove_duplicate=False)
     }  # those not persistent may come too
-    rename, within = _naming(shards, names, archive)
+    rename, within = _naming(shards, names, archive) if renamed else (str, "")
     stored: dict[str, list[str]] = {}
     names_read = set()
     for name, first in (buffers | names).items():
@@ -135,14 +135,12 @@ def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> t
 
 
 def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
-    entry, storage = archive.entries[key], shards.storage_of(first)
-    tensor = state.pieces(shards, first)[0] if storage is not None else state.buffer_of(shards, first)
-    shape = storage.shape if storage is not None else tuple(tensor.shape)
+    entry, shape, tensor = archive.entries[key], shards.storage_of(first).shape, state.pieces(shards, first)[0]
     what = f"{entry.file.name}: {key} is"
+    if isinstance(entry.dtype, str):
+        return f"{what} {entry.dtype}: no tensor with values of a type that torch has"
     if entry.shape != shape:
         return f"{what} {list(entry.shape)}, the model has {list(shape)}"
-    if isinstance(entry.dtype, str):
-        return f"{what} {entry.dtype}, a type that torch does not have"
     if entry.dtype != tensor.dtype and not cast:
         return f"{what} {_short(entry.dtype)}, the model has {_short(tensor.dtype)}"
     return ""

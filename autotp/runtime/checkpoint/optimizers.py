@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from autotp.errors import StateError
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Box
 
-from .boxes import Box, boxes
 from .matching import Archive
 
 PREFIX = "optimizer.state."
@@ -39,7 +39,7 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[t
         for key in states[0]:
             values = [s[key] for s in states]
             if _by_element(name, key, parameters, values):
-                tensors[f"{PREFIX}{name}.{key}"] = storage.shape, boxes(storage, values)
+                tensors[f"{PREFIX}{name}.{key}"] = storage.shape, storage.boxes(values)
                 elements[name].append(key)
             else:
                 numbers[name][key] = _number(name, key, values)
@@ -154,7 +154,7 @@ class States:
                 filled[p] = {k: _value(v) for k, v in self.numbers[name].items()}
             for key in self.elements[name]:
                 new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-                archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
+                archive.read(f"{PREFIX}{name}.{key}", storage.boxes(new))
                 for p, t in zip(parameters, new, strict=True):
                     filled[p][key] = t
         order = [p for group in optimizer.param_groups for p in group["params"]]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Box
 
-from .boxes import Box, whole
 from .checked import Entry
 from .matching import Archive
 
@@ -102,7 +102,7 @@ class Converted:
 
     def _full(self, key: str) -> Tensor:
         tensor = self._empty(key, "cpu")
-        self.archive.read(key, whole(tensor))
+        self.archive.read(key, [Box((0,) * tensor.ndim, tensor)])
         return tensor
 
     def _convert(

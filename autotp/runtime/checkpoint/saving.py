@@ -21,9 +21,9 @@ from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Box
 
 from . import folders, huggingface, optimizers
-from .boxes import Box, boxes, whole
 from .dcpfiles import BoxPlace, Planner, Writer
 
 FORMATS = ("dcp", "huggingface")
@@ -118,12 +118,7 @@ def _collect(
     tensors: Tensors = {}
     names = state.named_tensors(shards) if weights else ()
     for first in dict.fromkeys(first for _, first in names):  # what is tied once
-        storage = shards.storage_of(first)
-        if storage is not None:
-            tensors["model." + first] = storage.shape, boxes(storage, state.pieces(shards, first))
-        else:
-            buffer = state.buffer_of(shards, first)
-            tensors["model." + first] = tuple(buffer.shape), whole(buffer)
+        tensors["model." + first] = shards.storage_of(first).shape, state.boxes(shards, first)
     notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
     if optimizer is not None:
         states, notes["optimizer"] = optimizers.collect(shards, optimizer)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from autotp.errors import StateError
 from autotp.ir.files import bounded, opened, read_json
+from autotp.runtime.storage import Box
 
-from .boxes import Box
 from .checked import Digests, Entry, position, write
 from .digests import grids, measured
 

@@ -1,29 +1,74 @@
-"""Methods of the original's modules that compute with weights in their own ways, and write them: on whole tensors.
+"""Whole weights in the place of what a part holds: for a state dict that torch loads, and for methods of layers.
 
-PEFT merges an adapter into a weight by a method of the layer. Some are sums and products, which DTensor splits;
-others mix weights with tensors that they make, or rearrange them.
+`nn.Module.load_state_dict` of a larger module, or of a single part, copies by the names and shapes of what a module
+holds; here those are the original's. PEFT merges an adapter into a weight by a method of the layer. Some are sums and
+products, which DTensor splits; others mix weights with tensors that they make, or rearrange them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autotp.comm.lockstep import meet_in
-from autotp.runtime.storage import laid_like
+from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Storage
 
 from .ours import ours
 
 WRITERS = ("merge", "unmerge")
 
 
+def load_by_original(shards: ShardState) -> None:
+    """Let every module take the original's whole tensors, and those of its `state_dict`, when it is loaded alone."""
+    for part in dict.fromkeys(shards.parts.values()):
+        storages: Any = part._storages
+        if storages:
+            part.register_load_state_dict_pre_hook(functools.partial(_translate, storages))
+
+
+def _translate(
+    storages: Mapping[str, Storage], module: nn.Module, states: dict[str, Any], prefix: str,
+    metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Put what a state dict has for a whole parameter in the form that the module holds: a hook before torch loads.
+
+    Args:
+        storages: by the parameter's own name in the module, how a rank holds it.
+        module: whose parameters torch is about to load.
+        states: the state dict, changed in place; its keys start with `prefix`.
+        metadata, strict, unexpected: as torch gives them; not read.
+        missing, errors: what torch raises about afterwards.
+    """
+    for leaf, storage in storages.items():
+        key, names = prefix + leaf, storage.names(leaf)
+        own, pieces = [prefix + n for n in names], [p for p in map(module._parameters.get, names) if p is not None]
+        if len(pieces) < len(names):
+            continue  # it was replaced by something of the user's
+        if key in states:
+            value: Any = states.pop(key)
+            if fits := isinstance(value, Tensor) and tuple(value.shape) == storage.shape:
+                # Parameters on the meta device get memory when the sharded module loads by itself.
+                late = [f"{key} is on the meta device: load the sharded module by a call of its own."]
+                errors += late if pieces[0].is_meta else []
+            else:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                errors.append(f"size mismatch for {key}: it is {storage.shape}, and {shape} was given.")
+            states.update(zip(own, storage.laid(value, pieces) if fits else pieces, strict=True))
+        elif len(names) > 1 and not any(n in states for n in own):
+            # A state dict of this module itself has the pieces by name, and torch loads those as they are. Without
+            # either torch would call each piece missing: the user knows the whole.
+            missing.append(key)
+            states.update(zip(own, pieces, strict=True))  # it stays as it is
+
+
 def on_whole_weights(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The methods of a class that its parts run on whole weights. Collective calls."""
+    """Return the methods of a class that its parts run on whole weights. Collective calls."""
     methods = {name: getattr(original, name, None) for name in WRITERS}
     return {name: _run(method) for name, method in methods.items() if callable(method)}
 
@@ -48,7 +93,7 @@ def _agree(part: Any, call: str) -> None:
 
 
 def _text(value: Any) -> str:
-    """An argument in words that are the same in every process."""
+    """Return an argument in words that are the same in every process."""
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
@@ -57,29 +102,25 @@ def _text(value: Any) -> str:
 @contextlib.contextmanager
 @torch.no_grad()
 def whole_weights(part: nn.Module) -> Iterator[None]:
-    """Within this context a part and those in it hold whole parameters; what these are then is kept. Collective."""
+    """Give a part and those in it whole parameters within this context; what these are then is kept. Collective."""
     owners: list[Any] = [m for m in part.modules() if getattr(m, "_storages", None)]
-    tables = [owner._parameters for owner in owners]
+    tables = [(owner, owner._parameters) for owner in owners]
     wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
-    for owner, table in zip(owners, tables, strict=True):
-        owner._parameters = table | {leaf: _whole(owner, leaf, table, wholes) for leaf in owner._storages}
+    for owner, table in tables:
+        owner._parameters = dict(table)
+        for leaf, storage in owner._storages.items():
+            pieces = [table[name] for name in storage.names(leaf)]
+            if id(pieces[0]) not in wholes:
+                value = storage.full([p.detach() for p in pieces]).clone()
+                wholes[id(pieces[0])] = nn.Parameter(value, pieces[0].requires_grad)
+            owner._parameters[leaf] = wholes[id(pieces[0])]
     try:
         yield
-        for owner, table in zip(owners, tables, strict=True):
+        for owner, table in tables:
             for leaf, storage in owner._storages.items():
-                names, whole = storage.names(leaf), owner._parameters[leaf].detach()
-                for name, new in zip(names, storage.cut(whole), strict=True):
-                    table[name].copy_(laid_like(table[name], new, table[name].device))
+                pieces = [table[name] for name in storage.names(leaf)]
+                for old, new in zip(pieces, storage.laid(owner._parameters[leaf].detach(), pieces), strict=True):
+                    old.copy_(new)
     finally:
-        for owner, table in zip(owners, tables, strict=True):
+        for owner, table in tables:
             owner._parameters = table
-
-
-def _whole(owner: Any, leaf: str, table: dict[str, Any], wholes: dict[int, nn.Parameter]) -> nn.Parameter:
-    """The whole parameter of this name, from its pieces."""
-    storage = owner._storages[leaf]
-    pieces = [table[name] for name in storage.names(leaf)]
-    if id(pieces[0]) not in wholes:
-        whole = storage.full([p.detach() for p in pieces]).clone()
-        wholes[id(pieces[0])] = nn.Parameter(whole, pieces[0].requires_grad)
-    return wholes[id(pieces[0])]

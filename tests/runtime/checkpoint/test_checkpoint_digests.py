@@ -17,9 +17,9 @@ from torch import Tensor
 
 from autotp.errors import AutoTPError, StateError
 from autotp.runtime.checkpoint import digests
-from autotp.runtime.checkpoint.boxes import Box
 from autotp.runtime.checkpoint.checked import Digests, Entry, position
 from autotp.runtime.checkpoint.digests import BYTES, Grid, Memory, Region, as_bytes, grids, measured, recorded
+from autotp.runtime.storage import Box
 from tests.helpers.states import same, stepped, with_momenta
 
 DIGESTS = "autotp.digests.json"
