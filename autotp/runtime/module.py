@@ -255,8 +255,8 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         Raises:
             StateError: tensors are missing, unknown, or of another shape; all are listed and nothing was loaded.
         """
-        found = checkpoint.load(self._shards, state_dict, strict=strict, cast=True, renamed=False)
-        return compat.IncompatibleKeys(found.missing_keys, found.unexpected_keys)
+        result = checkpoint.load(self._shards, state_dict, strict=strict, cast=True, renamed=False)
+        return compat.IncompatibleKeys(result.missing_keys, result.unexpected_keys)
 
     @Turn("load_checkpoint()")
     def load_checkpoint(

@@ -91,7 +91,8 @@ class Storage:
             out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
             at += s.count * s.unit
         # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
-        return whole if len(self.shape) == 1 and any(len(x.shape) > 1 for x in out) else tuple(out)
+        matrices = [x for x in out if len(x.shape) > 1]
+        return whole if len(self.shape) == 1 and matrices else tuple(out)
 
     @property
     def _run(self) -> tuple[tuple[Segment, ...], int]:
@@ -107,7 +108,9 @@ class Storage:
 
     def names(self, name: str) -> list[str]:
         """Return the attribute names of what holds the parameter `name`: its own where that has its dimensions."""
-        return [name] if self._plain else [f"{name}_part{i}" for i in range(len(self.pieces))]
+        if self._plain:
+            return [name]
+        return [f"{name}_part{i}" for i in range(len(self.pieces))]
 
     @property
     def _plain(self) -> bool:
@@ -170,7 +173,10 @@ class Storage:
 
     def full(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the whole parameter on every rank (collective), from its DTensors; tensors that are whole pass."""
-        return self.fuse([p.full_tensor() if isinstance(p, DTensor) else p for p in pieces])
+        wholes = []
+        for p in pieces:
+            wholes.append(p.full_tensor() if isinstance(p, DTensor) else p)
+        return self.fuse(wholes)
 
     def laid(self, value: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return a whole tensor, or a DTensor of it (collective), as what the pieces hold of it, in their type."""

@@ -47,7 +47,8 @@ def _translate(
     """
     for leaf, storage in storages.items():
         key, names = prefix + leaf, storage.names(leaf)
-        own, pieces = [prefix + n for n in names], [p for p in map(module._parameters.get, names) if p is not None]
+        own = [prefix + n for n in names]
+        pieces = [p for p in map(module._parameters.get, names) if p is not None]
         if len(pieces) < len(names):
             continue  # it was replaced by something of the user's
         if key in states:
@@ -107,20 +108,29 @@ def whole_weights(part: nn.Module) -> Iterator[None]:
     tables = [(owner, owner._parameters) for owner in owners]
     wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
     for owner, table in tables:
-        owner._parameters = dict(table)
-        for leaf, storage in owner._storages.items():
-            pieces = [table[name] for name in storage.names(leaf)]
+        for _, storage, pieces in _holdings(owner, table):
             if id(pieces[0]) not in wholes:
                 value = storage.full([p.detach() for p in pieces]).clone()
                 wholes[id(pieces[0])] = nn.Parameter(value, pieces[0].requires_grad)
-            owner._parameters[leaf] = wholes[id(pieces[0])]
+        owner._parameters = table | {leaf: wholes[id(pieces[0])] for leaf, _, pieces in _holdings(owner, table)}
     try:
         yield
         for owner, table in tables:
-            for leaf, storage in owner._storages.items():
-                pieces = [table[name] for name in storage.names(leaf)]
-                for old, new in zip(pieces, storage.laid(owner._parameters[leaf].detach(), pieces), strict=True):
-                    old.copy_(new)
+            _keep(owner, table)
     finally:
         for owner, table in tables:
             owner._parameters = table
+
+
+def _holdings(owner: Any, table: Mapping[str, Any]) -> Iterator[tuple[str, Storage, list[Any]]]:
+    """Iterate over a module's parameters by the original's name: how each is held, and the pieces that `table` has."""
+    for leaf, storage in owner._storages.items():
+        yield leaf, storage, [table[name] for name in storage.names(leaf)]
+
+
+def _keep(owner: Any, table: Mapping[str, Any]) -> None:
+    """Write what a module's whole parameters are now to the pieces that `table` has."""
+    for leaf, storage, pieces in _holdings(owner, table):
+        laid = storage.laid(owner._parameters[leaf].detach(), pieces)
+        for old, new in zip(pieces, laid, strict=True):
+            old.copy_(new)
