@@ -73,7 +73,7 @@ class Load:
 
     def __call__(self) -> None:
         """Load."""
-        with patch("autotp.runtime.checkpoint.checked.DIGESTS", self.file):
+        with patch("autotp.runtime.checkpoint.digests.DIGESTS", self.file):
             self.sharded.load_checkpoint(self.folder, optimizer=self.optimizer)
 
 

@@ -30,8 +30,7 @@ from autotp.ir.files import GREATEST, opened, read_json
 from autotp.runtime.storage import Box
 
 from . import folders
-from .checked import Digests, Entry, position, write
-from .digests import BYTES, Memory, as_bytes, measured
+from .digests import BYTES, Digests, Entry, View, as_bytes, bytes_view, measured, position, write
 
 TABLE = ".metadata"
 LARGEST_TABLE, LARGEST_NOTES = 1 << 30, 100_000_000  # bytes of .metadata, and of our own notes
@@ -75,7 +74,7 @@ class Planner(DefaultSavePlanner):
         tensor, index = super().resolve_data(write_item), write_item.index
         assert isinstance(tensor, Tensor) and index.offset is not None
         data = as_bytes(tensor)
-        digests = measured([BYTES], len(data), Memory(data))
+        digests = measured([BYTES], len(data), bytes_view(data))
         self.digests.setdefault(index.fqn, {})[position(index.offset)] = digests
         return tensor
 
@@ -100,7 +99,6 @@ class Writer(FileSystemWriter):
             for name, parts in of_rank.items():
                 digests.setdefault(name, {}).update(parts)
         write(draft, digests)
-        folders.keep_others(self.place, draft)
         folders.commit(self.place)
 
 
@@ -167,7 +165,7 @@ class Files:
             box = Box(tuple(item.storage_offsets), targets[tuple(item.dest_index.offset or ())][within])
             self.digests.fill(TABLE, name, entry, box, data, at)
 
-    def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, Memory]:
+    def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, View]:
         """A stored part of a tensor: where it lies, and its bytes."""
         record, dtype = self.reader.storage_data[item.storage_index], self.entries[name].dtype
         file = self.path / record.relative_path
@@ -175,9 +173,8 @@ class Files:
             part = self.reader.part(item)
             if (part.shape, part.dtype) != (shape, dtype):
                 raise ValueError(f"{part.dtype} {list(part.shape)} is stored there, not {dtype} {list(shape)}")
-            return Entry(tuple(shape), dtype, file, record.offset, record.offset + record.length), Memory(
-                as_bytes(part)
-            )
+            entry = Entry(tuple(shape), dtype, file, record.offset, record.offset + record.length)
+            return entry, bytes_view(as_bytes(part))
         except Exception as error:  # whatever a damaged file makes of itself
             raise StateError(f"{file}: {name} cannot be read: {error}") from error
 

@@ -20,19 +20,14 @@ OWN, DIGESTS = "autotp.json", "autotp.digests.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.distcp", ".metadata", DIGESTS)
 
 
-def failed(path: Path, error: BaseException) -> StateError:
-    """The error of a save."""
-    if isinstance(error, StateError):
-        return error
-    return StateError(f"{path} could not be saved; what was there is still there: {error!r}")
-
-
 def writing(path: Path, write: Callable[[], T]) -> T:
     """`write()`, whose errors are those of saving `path`."""
     try:
         return write()
+    except StateError:
+        raise
     except Exception as error:  # the disk's, the file system's, those of the libraries that write
-        raise failed(path, error) from error
+        raise StateError(f"{path} could not be saved; what was there is still there: {error!r}") from error
 
 
 def draft_of(path: Path) -> Path:
@@ -88,10 +83,8 @@ def dropped_on_failure(path: Path, own: bool) -> Iterator[None]:
         raise
 
 
-def keep_others(path: Path, draft: Path) -> None:
+def _keep_others(path: Path, draft: Path) -> None:
     """Copy what lies beside the weights of the previous checkpoint, such as a tokenizer, where it is not there yet."""
-    if not path.exists():
-        return
     ignored = shutil.ignore_patterns(*WEIGHTS, OWN)
     names = [p.name for p in path.iterdir()]
     for name in sorted(set(names) - ignored(str(path), names)):
@@ -104,8 +97,13 @@ def keep_others(path: Path, draft: Path) -> None:
 
 
 def commit(path: Path) -> None:
-    """Put the complete draft in the place of `path`; up to that step the previous folder is there, untouched."""
+    """Put the complete draft in the place of `path`; up to that step the previous folder is there, untouched.
+
+    What lies beside the weights of the previous checkpoint, such as a tokenizer, comes along.
+    """
     draft = draft_of(path)
+    if path.exists():
+        _keep_others(path, draft)
     for folder, _, files in os.walk(draft):
         for name in files:
             _sync(Path(folder) / name)

@@ -1,8 +1,13 @@
-"""The original's Hugging Face layout: whole tensors under the original's names, ties once, in files with an index."""
+"""The original's Hugging Face layout: whole tensors under the original's names, ties once, in files with an index.
+
+Of a model with adapters of PEFT the adapters alone, as PEFT writes them: with the base model's weights, under the names
+of the wrapped model, its tensors would fit no class of transformers.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 from pathlib import Path
@@ -16,9 +21,11 @@ from autotp.inputs import is_transformers
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 
-from . import adapters, folders
-from .renaming import reverted
+from . import folders
+from .matching import reverted
 from .tensorfiles import INDEX, record
+
+ADAPTERS = "adapter_model.safetensors"
 
 
 def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) -> None:
@@ -27,14 +34,9 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     Args:
         shards, ranks: of the sharded module; rank 0 writes. place: the folder. max_file: bytes of a file, at most.
     """
-    # A PEFT model is saved as its adapters: with the base model's weights beside them it would be a copy of that model.
-    if adapters.has_adapters(shards):
-        _save_adapters(shards, ranks, place)
-        return
     writer = ranks is None or ranks.rank == 0
-    draft = folders.draft_of(place)
-    files = _files(shards, max_file)
-    weight_map: dict[str, str] = {}
+    draft, weight_map = folders.draft_of(place), dict[str, str]()
+    files = together(ranks, "choosing the tensors", lambda: _files(shards, max_file))
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, first in names.items():
@@ -47,45 +49,27 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
         together(ranks, f"writing {file}", functools.partial(_write, shards, tensors, draft / file, weight_map))
 
     def finish() -> None:
-        if not writer:
-            return
         # One file has no index, as `from_pretrained` expects it.
         if len(files) > 1:
             total = sum(_size(shards, first) for names in files.values() for first in names.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (draft / ("model" + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _describe(shards, draft)
+        if ADAPTERS not in files:
+            _describe(shards, draft)
         record(draft)
         # Last: up to the rename a reader finds the checkpoint before, whole.
-        folders.keep_others(place, draft)
         folders.commit(place)
 
-    together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish))
-
-
-def _save_adapters(shards: ShardState, ranks: Ranks | None, place: Path) -> None:
-    writer = ranks is None or ranks.rank == 0
-    names = together(ranks, "choosing the tensors of the adapters", lambda: adapters.names(shards))
-    tensors: dict[str, Tensor] = {}
-    for name, first in names.items():
-        tensor = state.whole(shards, first, live=True)
-        if writer:
-            tensors[name] = tensor.to("cpu", copy=True).contiguous()
-
-    def finish() -> None:
-        if writer:
-            adapters.save(shards, tensors, folders.draft_of(place))
-            record(folders.draft_of(place))
-            folders.keep_others(place, folders.draft_of(place))
-            folders.commit(place)
-
-    together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish))
+    together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish) if writer else None)
 
 
 def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_map: dict[str, str]) -> None:
-    """One file, in the forms that transformers stores; on the ranks that do not write nothing."""
-    if tensors:
-        stored = reverted(shards.bare, tensors)
+    """Write one file, in the forms that transformers stores; on the ranks that do not write nothing."""
+    bare: Any = shards.bare
+    if tensors and file.name == ADAPTERS:
+        folders.writing(file, lambda: bare.save_pretrained(file.parent, state_dict=tensors))
+    elif tensors:
+        stored = reverted(bare, tensors)
         folders.writing(file, lambda: save_file(stored, file, {"format": "pt"}))
         weight_map.update(dict.fromkeys(stored, file.name))
 
@@ -107,8 +91,25 @@ def _stored(shards: ShardState) -> dict[str, str]:
     return out
 
 
+def _adapters(bare: Any, every: dict[str, str]) -> dict[str, str]:
+    """Return name -> first name of the tensors that PEFT saves of a model; all where some are made of others.
+
+    Args:
+        bare: the original. every: of all tensors of its state dict.
+    """
+    pick = importlib.import_module("peft").get_peft_model_state_dict
+    tensors = {n: t for n, t in bare.state_dict().items() if isinstance(t, Tensor)}
+    ids = {id(t) for adapter in bare.peft_config for t in pick(bare, tensors, adapter).values()}
+    own = {n: every[n] for n, t in tensors.items() if id(t) in ids}
+    own_ids = {id(tensors[n]) for n in own}
+    return own if own_ids == ids else every
+
+
 def _files(shards: ShardState, max_file: int) -> dict[str, dict[str, str]]:
-    """File -> what is stored in it, as transformers names and fills them."""
+    """Return file -> what is stored in it, as transformers and PEFT name and fill them."""
+    bare: Any = shards.bare
+    if getattr(bare, "peft_config", None) and hasattr(bare, "save_pretrained"):
+        return {ADAPTERS: _adapters(bare, dict(state.named_tensors(shards)))}
     groups: list[dict[str, str]] = [{}]
     size = 0
     for name, first in _stored(shards).items():

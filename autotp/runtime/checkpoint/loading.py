@@ -25,9 +25,9 @@ from autotp.runtime.samples import few
 from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Box, as_dtensor, same_layout
 
-from . import dcpfiles, folders, optimizers, renaming
-from .checked import mention
-from .matching import Archive, NameMatch, TensorArchive, match
+from . import dcpfiles, folders, optimizers
+from .digests import mention
+from .matching import Archive, NameMatch, TensorArchive, converted, match
 from .tensorfiles import INDEX, TensorFiles
 
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
@@ -74,7 +74,7 @@ def load(
 
     def prepare() -> tuple[Archive, NameMatch, optimizers.States | None]:
         archive = open_archive(source, trusted)
-        archive = renaming.converted(shards, archive) if renamed else archive
+        archive = converted(shards, archive) if renamed else archive
         matches = match(shards, archive, strict, cast, renamed) if weights else NameMatch({}, [], [])
         states = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
         return archive, matches, states
@@ -205,12 +205,12 @@ def _bits(x: Tensor) -> Tensor:
 
 def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tensor, Tensor]:
     """Read every tensor; for those that are on the meta device, what is to stand in their places."""
-    replacements: dict[Tensor, Tensor] = {}
+    replacements: dict[Any, Tensor] = {}
     in_place = False
     for first, keys in matches.stored.items():
         tensors = state.pieces(shards, first)
         replacements |= {old: materialise(old, shards.device) for old in tensors if old.is_meta}
-        now: list[Tensor] = [replacements.get(old, old) for old in tensors]
+        now: list[Any] = [replacements.get(old, old) for old in tensors]
         in_place |= any(not old.is_meta for old in tensors)
         value = archive.tensors[keys[0]] if isinstance(archive, TensorArchive) else None
         if isinstance(value, DTensor) and len(now) == 1 and now[0].shape == value.shape and same_layout(now[0], value):

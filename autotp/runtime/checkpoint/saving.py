@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +29,10 @@ from . import folders, huggingface, optimizers
 from .dcpfiles import BoxPlace, Planner, Writer
 
 FORMATS = ("dcp", "huggingface")
-SHORT = 80  # characters of a note in a message
+NOT_NEEDED = ("state_dict", "is_main_process", "save_function", "safe_serialization")
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+OLD_FILES = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+NOTE_CHARACTERS = 80  # of a note in a message
 _thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
 _saving: set[Path] = set()  # folders that are written in the background
 
@@ -136,7 +141,11 @@ def _as_json(notes: Mapping[str, Any]) -> str:
 def _in_short(note: Any) -> str:
     """The same text for the same note: its beginning, and a digest of all."""
     text = json.dumps(note)
-    return text if len(text) <= SHORT else f"{text[:SHORT]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    return (
+        text
+        if len(text) <= NOTE_CHARACTERS
+        else f"{text[:NOTE_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    )
 
 
 def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
@@ -213,3 +222,51 @@ class Pending:
 def _gather(ranks: Ranks | None, mine: Any, what: str) -> list[Any]:
     """What every rank has, by rank."""
     return [mine] if ranks is None else from_all(ranks, mine, what)
+
+
+def save_into(
+    shards: ShardState, folder: str | os.PathLike[str], max_file: int | str, options: Mapping[str, Any]
+) -> None:
+    """Write weights into a folder that holds other things too, as transformers' `save_pretrained` does. Collective.
+
+    Args:
+        shards: of the module. folder: to write into. max_file: bytes, or a text as "5GB".
+        options: others of transformers', refused where they ask for what is not written.
+    """
+    ranks = shards.ranks.planners if shards.ranks is not None else None
+    size = together(ranks, "reading the options", lambda: _size(max_file, options))
+    into = Path(os.path.abspath(folder))
+    draft = into / ".weights"
+    save(shards, draft, format="huggingface", max_file=size)
+    first = ranks is None or ranks.rank == 0
+    together(ranks, "moving the weights", lambda: folders.writing(into, lambda: _move(draft, into)) if first else None)
+
+
+def _size(limit: int | str, options: Mapping[str, Any]) -> int:
+    """Bytes.
+
+    Raises:
+        InputError: it is no size, or an option asks for what is not written.
+    """
+    odd = [name for name in options if name not in NOT_NEEDED]
+    if odd or not options.get("safe_serialization", True):
+        raise InputError(
+            f"save_pretrained({(odd or ['safe_serialization=False'])[0]}): a sharded module writes safetensors files "
+            "and the config, nothing else. Do the rest on rank 0 afterwards."
+        )
+    match = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", str(limit).strip().upper())
+    if match is None or match[2] not in UNITS:
+        raise InputError(f"max_shard_size={limit!r}: give bytes, or a text such as '5GB'.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _move(draft: Path, into: Path) -> None:
+    """Put the new files in the place of the old ones."""
+    new = {p.name for p in draft.iterdir()}
+    for pattern in OLD_FILES:
+        for old in into.glob(pattern):
+            if old.name not in new:
+                old.unlink()
+    for name in sorted(new):
+        os.replace(draft / name, into / name)
+    shutil.rmtree(draft)

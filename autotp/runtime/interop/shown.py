@@ -11,7 +11,7 @@ from torch import nn
 
 from autotp.errors import StateError
 from autotp.inputs import is_transformers
-from autotp.runtime.checkpoint import pretrained
+from autotp.runtime.checkpoint.saving import save_into
 
 # Of an original that has them; what it keeps on itself, such as its generation_config, is read there anyway.
 ASKED = (
@@ -111,4 +111,4 @@ class OriginalInterface:
             StateError: the folder cannot be written.
             RankError: that is so on another rank.
         """
-        pretrained.save(self._shards, save_directory, max_shard_size, kwargs)
+        save_into(self._shards, save_directory, max_shard_size, kwargs)

@@ -1,14 +1,13 @@
-"""Random numbers, `.data` and initialisers on a sharded module's tensors: what they are on the whole tensor.
+"""Random numbers, `.data` and elements of a sharded module's tensors: what they are on the whole tensor, or refused.
 
-Torch's DTensor draws for each rank's part by itself, so that under a common seed every shard gets the same numbers, and
-an assignment to `.data` leaves the local tensor as it is. Both are put right for tensors over the tp ranks of a sharded
-module (and over further mesh axes beside it); other DTensors are left to torch.
+Torch's DTensor draws for each rank's part by itself, so that under a common seed every shard gets the same numbers; an
+assignment to `.data` leaves the local tensor as it is; and a row of what is split by rows is a gathered copy, in which
+a write is lost. The first two are put right, and the last is refused, for tensors over the tp ranks of a sharded module
+(and over further mesh axes beside it); other DTensors are left to torch.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,40 +17,38 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autotp import compat
 from autotp.errors import StateError
 
-from . import data_writes, windows
+from . import data_writes
 from .ours import ours
 
 aten: Any = torch.ops.aten
 
-FILLS = (  # what fills a tensor with random numbers, whatever was there
+DRAWS = (  # what gives or fills a whole tensor, whatever was there
     aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default,
     aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default, aten.random_.default,
-    aten.random_.to, getattr(aten.random_, "from"),
+    aten.random_.to, getattr(aten.random_, "from"), aten.eye.m_out,
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
 )  # fmt: skip
-LIKES = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
+VIEWS = (
+    aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default,
+    aten.view.default,
+)  # fmt: skip
+WHOLE_INSTEAD = "Change the whole tensor and assign it, on every rank: w = p.detach().full_tensor(); p.data = w."
 
 _data: Any = Tensor.data
-_torchs: dict[Any, Callable[..., Any]] = {}  # what torch does with an operator that is handled here
 
 
 def install() -> None:
-    """Initialise, draw and assign tensors of sharded modules as whole tensors, in this process."""
-    for operators, handler in (
-        (FILLS, _fill),
-        (LIKES, _like),
-        ((aten.eye.m_out,), _eye),
-        ((aten.fill_.Tensor,), _fill_with),
-        ((aten.t_.default,), _transpose),
-        (windows.VIEWS, _view),
-    ):
-        for operator in operators:
-            _handle(operator, handler)
+    """Draw and assign tensors of sharded modules as whole tensors, in this process."""
+    for operator in DRAWS:
+        _handle(operator, _draw)
+    for operator in VIEWS:
+        _handle(operator, _view)
+    _handle(aten.t_.default, _refuse)
     _handle_data()
-    _handle_trunc_normal()
 
 
 def _part(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a tensor that every rank has whole."""
+    """Return this rank's part of a tensor that every rank has whole."""
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -59,68 +56,77 @@ def _empty(like: DTensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=compat.local_of(like).device)
 
 
-def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Draw the whole tensor on every rank, from generators that are in one state, and keep this rank's part."""
-    tensor: DTensor = args[0]
-    whole = operator(_empty(tensor), *args[1:], **kwargs)
-    compat.local_of(tensor).copy_(compat.local_of(_part(whole, tensor)))
-    return tensor
-
-
-def _like(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    return _part(operator(_empty(args[0]), *args[1:], **kwargs), args[0])
-
-
-def _eye(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    tensor: DTensor = kwargs["out"]
-    whole = operator(*args, out=_empty(tensor))
-    compat.local_of(tensor).copy_(compat.local_of(_part(whole, tensor)))
-    return tensor
+    return _on_whole(operator, compat.tree_map_only(DTensor, _empty, (args, kwargs)), kwargs.get("out", args[0]))
 
 
 def write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A write to single elements, in the whole tensor (collective)."""
-    tensor: DTensor = args[0]
-    whole = compat.tree_map_only(DTensor, lambda t: t.full_tensor(), (args, kwargs))
-    value = operator(whole[0][0].clone(), *whole[0][1:], **whole[1])
-    compat.local_of(tensor).copy_(compat.local_of(_part(value, tensor)))
-    return tensor
+    """Write to single elements, in the whole tensor (collective)."""
+    return _on_whole(
+        operator, compat.tree_map_only(DTensor, lambda t: t.full_tensor().clone(), (args, kwargs)), args[0]
+    )
 
 
-def _fill_with(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    return aten.fill_.Scalar(args[0], args[1].item())
+def _on_whole(operator: Any, whole: Any, like: DTensor) -> DTensor:
+    """Return this rank's part of what an operator makes of whole tensors, in `like` where it writes."""
+    part = _part(operator(*whole[0], **whole[1]), like)
+    if not operator._schema.is_mutable:
+        return part
+    compat.local_of(like).copy_(compat.local_of(part))
+    return like
 
 
-def _transpose(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """In place, as `nn.init.orthogonal_` does it."""
-    return _become(args[0], args[0].t())
+def _refuse(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise StateError(f"{operator} of a tensor that lies over ranks is not supported. {WHOLE_INSTEAD}")
 
 
-def _become(tensor: Any, source: Any) -> Any:
-    """Give a DTensor the size and the local tensor of another."""
-    _data.__set__(tensor, source)
-    tensor._local_tensor, tensor._spec = source._local_tensor, source._spec
-    return tensor
+class Gathered(DTensor):
+    """A copy of a part of a tensor, where a plain tensor would give a view: it can be read, and not be written."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as a DTensor does.
+
+        Raises:
+            StateError: it would be written to.
+        """
+        for i, declared in enumerate(func._schema.arguments):
+            argument = args[i] if i < len(args) else (kwargs or {}).get(declared.name)
+            writes = declared.alias_info is not None and declared.alias_info.is_write
+            if writes and any(isinstance(x, Gathered) for x in compat.tree_leaves(argument)):
+                raise StateError(
+                    f"{func} writes to a row, slice or view of a tensor that is split there: on a rank that is a copy, "
+                    f"and what is written would be lost. {WHOLE_INSTEAD}"
+                )
+        plain = compat.tree_map_only(Gathered, lambda t: compat.like_dtensor(compat.local_of(t), t), (args, kwargs))
+        result = func(*plain[0], **(plain[1] or {}))
+        return _marked(result, args[0]) if func._schema._is_view_op() else result
+
+
+def _marked(result: Any, of: DTensor) -> Any:
+    """Note which of the views of a tensor are copies."""
+    for view in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(view, DTensor) and (isinstance(of, Gathered) or not _one_memory(view, of)):
+            view.__class__ = Gathered  # type: ignore[assignment]
+    return result
+
+
+def _one_memory(a: DTensor, b: DTensor) -> bool:
+    memory = [compat.local_of(t).untyped_storage()._cdata for t in (a, b)]
+    return memory[0] == memory[1]
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    view = _torchs[operator](operator, args, kwargs)
+    view = compat.by_default(operator, args, kwargs)
     if torch.is_grad_enabled() and args[0].requires_grad:
         return view  # which autograd lets nobody write to
-    return windows.follow(view, args[0], operator, args, kwargs)
-
-
-@torch.no_grad()
-def _init(init: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An initialiser that overwrites all of a tensor, on the whole one."""
-    whole = init(_empty(tensor), *args, **kwargs)
-    compat.local_of(tensor).copy_(compat.local_of(_part(whole, tensor)))
-    return tensor
+    return _marked(view, args[0])
 
 
 @torch.no_grad()
 def _assign(tensor: DTensor, value: Tensor) -> DTensor:
-    """What `tensor.data = value` makes of a DTensor: a whole tensor is split as it is.
+    """Return what `tensor.data = value` makes of a DTensor: a whole tensor is split as it is.
 
     Raises:
         StateError: the value is another tensor than that.
@@ -141,31 +147,19 @@ def _assign(tensor: DTensor, value: Tensor) -> DTensor:
 # ---- where torch is told ---------------------------------------------------------------------------------------------
 
 
-def _handle(operator: Any, handler: Callable[..., Any]) -> None:
+def _handle(operator: Any, handler: Any) -> None:
     """Let `handler(operator, args, kwargs)` compute an operator of our tensors, through DTensor's table for that."""
-    table = compat.operator_handlers()
-    before = table.get(operator)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = kwargs.get("out", args[0])
-        if ours(tensor) and not tensor.is_meta:
-            return handler(op, args, kwargs)
-        return torchs(op, args, kwargs)
+        own = ours(tensor) and not tensor.is_meta
+        return handler(op, args, kwargs) if own else compat.by_default(op, args, kwargs)
 
-    def torchs(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if before is not None:
-            return before(op, args, kwargs)
-        del table[op]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            table[op] = handle
-
-    table[operator], _torchs[operator] = handle, torchs
+    compat.operator_handlers()[operator] = handle
 
 
 def _handle_data() -> None:
-    """`tensor.data = value`: torch's setter exchanges the outer tensor alone, and the local one has the values.
+    """Let `tensor.data = value` replace the local tensor, which has the values: torch's setter leaves it.
 
     What is written to that of a parameter, and assignments, are counted.
     """
@@ -175,23 +169,13 @@ def _handle_data() -> None:
         return data_writes.alias_of(self, _data.__get__) if counts else _data.__get__(self)
 
     def put(self: Any, value: Tensor) -> None:
-        if ours(self):
-            before = compat.local_of(self)
-            _become(self, _assign(self, value))
-            if isinstance(self, nn.Parameter):
-                data_writes.assigned(self, before)
-        else:
+        if not ours(self):
             _data.__set__(self, value)
+            return
+        before, source = compat.local_of(self), _assign(self, value)
+        _data.__set__(self, source)
+        self._local_tensor, self._spec = source._local_tensor, source._spec
+        if isinstance(self, nn.Parameter):
+            data_writes.assigned(self, before)
 
     DTensor.data = property(get, put)  # type: ignore[assignment]
-
-
-def _handle_trunc_normal() -> None:
-    """It draws again what is out of bounds, and ranks would do that another number of times for each part."""
-    init = nn.init._no_grad_trunc_normal_
-
-    @functools.wraps(init)
-    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return _init(init, tensor, *args, **kwargs) if ours(tensor) else init(tensor, *args, **kwargs)
-
-    nn.init._no_grad_trunc_normal_ = run

@@ -17,8 +17,19 @@ from torch import Tensor
 
 from autotp.errors import AutoTPError, StateError
 from autotp.runtime.checkpoint import digests
-from autotp.runtime.checkpoint.checked import Digests, Entry, position
-from autotp.runtime.checkpoint.digests import BYTES, Grid, Memory, Region, as_bytes, grids, measured, recorded
+from autotp.runtime.checkpoint.digests import (
+    BYTES,
+    Digests,
+    Entry,
+    Grid,
+    Region,
+    as_bytes,
+    bytes_view,
+    grids,
+    measured,
+    position,
+    recorded,
+)
 from autotp.runtime.storage import Box
 from tests.helpers.states import same, stepped, with_momenta
 
@@ -30,7 +41,7 @@ def changed(before: Tensor, after: Tensor, ways: list[Grid]) -> list[list[int]]:
     out = []
     for grid in ways:
         whole = Region(grid, range(math.ceil(len(before) / grid.row)), range(grid.strips))
-        (text,) = measured([grid], len(before), Memory(before)).values()
+        (text,) = measured([grid], len(before), bytes_view(before)).values()
         windows = grid.windows(whole.rows, len(after))
         found = grid.digests([grid.sums(after[start:stop]) for start, stop in windows])[:, 0]
         out.append((found != recorded(whole, text)).nonzero().flatten().tolist())
@@ -71,13 +82,13 @@ class Stored:
         self.entry = Entry(tuple(tensor.shape), tensor.dtype, Path("file"), 100, 100 + len(self.bytes))
         self.digests = Digests(folder)
         ways = grids(tensor.shape, tensor.dtype.itemsize)
-        own = measured(ways, len(self.bytes), Memory(self.bytes))
+        own = measured(ways, len(self.bytes), bytes_view(self.bytes))
         self.digests.tables, self.digests.tensors = {"t": ""}, {"x": {position((0,) * tensor.ndim): own}}
 
     def fill(self, box: Box) -> str:
         """The error."""
         try:
-            self.digests.fill("t", "x", self.entry, box, Memory(self.bytes))
+            self.digests.fill("t", "x", self.entry, box, bytes_view(self.bytes))
         except StateError as error:
             return str(error)
         assert torch.equal(box.tensor, self.tensor[box.slices].to(box.tensor.dtype))
@@ -130,7 +141,7 @@ def test_the_format_stays():
     """What this version records is read by those to come: the grids of a tensor of 12 MiB, and their last digests."""
     values = torch.arange(3 << 19).view(3, 512, 1024)
     data = as_bytes(values)
-    found = measured(grids(values.shape, 8), len(data), Memory(data))
+    found = measured(grids(values.shape, 8), len(data), bytes_view(data))
     blocks = {"4096/1": (1024, 1), "4194304/16": (3, 16), "8192/16": (1536, 16)}  # rows of the last one, and strips
     assert list(found) == list(blocks)
     for key, text in found.items():

@@ -37,9 +37,7 @@ INITS: dict[str, Any] = {
     "normal_": nn.init.normal_,
     "xavier_uniform_": nn.init.xavier_uniform_,
     "kaiming_normal_": nn.init.kaiming_normal_,
-    "trunc_normal_": lambda t: nn.init.trunc_normal_(t, std=2.0),
     "eye_": nn.init.eye_,
-    "orthogonal_": nn.init.orthogonal_,
     "sparse_": lambda t: nn.init.sparse_(t, 0.2),
     "of .data": lambda t: t.data.uniform_(-1, 1),
 }
@@ -86,13 +84,7 @@ def assigned(model: Any, sharded: Any) -> dict[str, Any]:
     return found
 
 
-def within_diagonal(w: Tensor) -> None:
-    w.view(-1)[3:9].mul_(5)
-    w.diagonal().fill_(2)
-
-
-def within_elements(w: Tensor) -> None:
-    w[3, 2] = 7.0
+def elements(w: Tensor) -> None:
     w[torch.tensor([1, 5])] = 3.0
     w[w < -0.5] = 0.0
 
@@ -104,21 +96,43 @@ WRITES: dict[str, Any] = {
     "assigned": lambda w: w.__setitem__(slice(1, 3), 4.0),
     "a row of columns": lambda w: w.t()[2].copy_(w.t()[1]),
     "chunks": lambda w: w.chunk(2)[1].chunk(2, 1)[0].fill_(1),
-    "diagonal": within_diagonal,
-    "elements": within_elements,
+    "diagonal": lambda w: w.diagonal().fill_(2),
+    "in a line": lambda w: w.view(-1)[3:9].mul_(5),
 }
+REFUSED = {"trunc_normal_": nn.init.trunc_normal_, "orthogonal_": nn.init.orthogonal_}
 
 
 @torch.no_grad()
 def written(model: Any, sharded: Any) -> dict[str, Any]:
-    """Parts of weights that are split by rows and by columns."""
+    """Parts of weights that are split by rows and by columns: a write arrives, or is refused in one of them."""
     found: dict[str, Any] = {}
+    for m in (model, sharded):
+        elements(m[0].weight)
+        elements(m[2].weight.data)
     for name, write in WRITES.items():
-        for m in (model, sharded):
-            write(m[0].weight)
-            write(m[2].weight.data)
+        refusals = 0
+        for i in (0, 2):
+            before = model[i].weight.clone()
+            write(model[i].weight)
+            try:
+                write(sharded[i].weight)
+            except StateError as error:
+                assert "p.data = w" in str(error)
+                model[i].weight.copy_(before)
+                refusals += 1
+        found["refused: " + name] = refusals > 0
         state = sharded.full_state_dict()
         found["written: " + name] = all(torch.equal(state[n], t) for n, t in model.state_dict().items())
+    return found
+
+
+def refused(sharded: Any) -> dict[str, Any]:
+    """Initialisers that compute with what they have drawn."""
+    found = {}
+    for name, init in REFUSED.items():
+        with pytest.raises(StateError, match="full_tensor"):
+            init(sharded[0].weight)
+        found[name] = True
     return found
 
 
@@ -163,7 +177,7 @@ def changed(rank: int, world: int, group: Any) -> dict[str, Any]:
     assert {"S(0)", "S(1)"} <= {str(p.placements[0]) for p in sharded.parameters()}
     found = written(model, sharded) | initialised(model, sharded)
     found |= assigned(model, sharded) | handed_in(model, sharded)
-    return found | hooked(model, sharded)
+    return found | hooked(model, sharded) | refused(sharded)
 
 
 def test_two_ranks_do_what_the_original_does(pool):
