@@ -24,7 +24,7 @@ QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
 
 @contextmanager
 def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> Iterator[BinaryIO]:
-    """A regular file of at most so many bytes, open for reading: never a pipe or a device, which may not end.
+    """Open a regular file of at most so many bytes for reading: never a pipe or a device, which may not end.
 
     Args:
         path: of the file. most: bytes. error: the class of what is raised.
@@ -52,7 +52,7 @@ def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> I
 
 
 def read_text(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Args:
         path: of the file. most: bytes. error: the class of what is raised.
@@ -70,12 +70,12 @@ def read_text(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) ->
 
 
 def read_json(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> Any:
-    """What a JSON file holds; errors are of the kind `error`."""
+    """Return what a JSON file holds; errors are of the kind `error`."""
     return parse_json(read_text(path, most, error=error), str(path), error=error)
 
 
 def parse_json(text: str, name: str, *, error: type[AutoTPError]) -> Any:
-    """What JSON text says, where nothing in it is nested too deep or too large a number.
+    """Return what JSON text says, where nothing in it is nested too deep or too large a number.
 
     Raises:
         AutoTPError: of the kind `error`, which calls the text `name`.
@@ -84,7 +84,7 @@ def parse_json(text: str, name: str, *, error: type[AutoTPError]) -> Any:
 
 
 def parse_toml(text: str, name: str, *, error: type[AutoTPError]) -> dict[str, Any]:
-    """Likewise of TOML, whose dotted keys nest too."""
+    """Return what TOML text says, within the same bounds; dotted keys nest too."""
     lines = (line.partition("#")[0] for line in QUOTED.sub("", text).splitlines())
     keys = (key for line in lines for key in re.split(r"[=,\[\]{}]", line))
     if any(key.count(".") >= DEEPEST for key in keys):  # a parser takes minutes for thousands

@@ -24,7 +24,7 @@ def least(a: Size, b: Size) -> Size:
 
 
 def lengths(segments: Segments) -> list[int]:
-    """Elements of each whole segment."""
+    """Return elements of each whole segment."""
     return [count * unit for count, unit, *_ in segments]
 
 
@@ -39,7 +39,7 @@ def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
 
 
 def even_share(repeat: int, segments: Segments, tp: int) -> int:
-    """Elements of every rank's share where one run of one segment is dealt out evenly; 0 otherwise.
+    """Return elements of every rank's share where one run of one segment is dealt out evenly; 0 otherwise.
 
     All conversions of such a dimension are what they are in the general case, at a third of its cost.
     """
@@ -67,7 +67,7 @@ def checked(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
 
 
 def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence[tuple[int, int]]) -> Tensor:
-    """A window on every segment of a dimension; what of it lies outside the segment is zero.
+    """Return a window on every segment of a dimension; what of it lies outside the segment is zero.
 
     Args:
         x: `dim` is `repeat` runs of segments. have: elements of each segment.
@@ -99,14 +99,14 @@ def _zeros(x: Tensor, axis: int, length: int) -> Tensor:
 
 
 def cut(x: Tensor, axis: int, parts: Sequence[int], times: int) -> list[Tensor]:
-    """Consecutive pieces of `times * part` elements along `axis`."""
+    """Return consecutive pieces of `times * part` elements along `axis`."""
     if len(parts) == 1:
         return [x]
     return list(x.split([times * n for n in parts], axis))
 
 
 def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    """The inverse of `cut`."""
+    """Return the inverse of `cut`."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), axis)
 
 

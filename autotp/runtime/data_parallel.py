@@ -100,7 +100,7 @@ def follow_types(shards: ShardState) -> None:
 
 
 def _units(shards: ShardState) -> Iterator[nn.Module]:
-    """The parts whose weights are gathered together, those of the rest last."""
+    """Return the parts whose weights are gathered together, those of the rest last."""
     for path in dict.fromkeys(shards.units.values()):
         if path:
             yield shards.parts[path]
@@ -118,7 +118,7 @@ def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> s
 
 
 def _average(shards: ShardState, ranks: Ranks, parameter: Tensor) -> None:
-    """The mean of a gradient over dp, in place; of one that is the mean already it is the same."""
+    """Take the mean of a gradient over dp, in place; of one that is the mean already it is the same."""
     if shards.summing:
         grad: Any = parameter.grad
         dist.all_reduce(grad.to_local(), group=ranks.group)

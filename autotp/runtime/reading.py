@@ -44,7 +44,7 @@ class Read:
 
     @property
     def has_turn(self) -> bool:
-        """Whether it is read before its own module is called, and used in such calls alone."""
+        """Return whether it is read before its own module is called, and used in such calls alone."""
         inside = []
         for path in map(scope_path, self.node.users):
             at = next((i for i, p in enumerate(path) if self.scope in (p, module_of(p))), -1)
@@ -60,7 +60,7 @@ class Read:
 
     @cached_property
     def scope(self) -> str:
-        """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
+        """The place where it is read: its unit, or the checkpointed region there that alone uses it."""
         regions = set()
         for path in map(scope_path, self.node.users):
             unit = next((i for i, p in enumerate(path) if module_of(p) == self.unit), -1)
@@ -71,7 +71,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a parameter is held, and how it lies on this rank.
+    """A place in the tree where a tensor of a parameter is held, and how it lies on this rank.
 
     Attributes:
         module, leaf: what has it as an attribute.
@@ -91,7 +91,7 @@ class Place:
     turn: bool = False
 
     def settle(self, tensor: Tensor | None) -> Tensor | None:
-        """What stands there, as a tensor that lies as the program takes it; differentiable.
+        """Return what stands there, as a tensor that lies as the program takes it; differentiable.
 
         Raises:
             StateError: it is another tensor than that.
@@ -110,7 +110,7 @@ class Place:
 
 
 def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, turn: bool) -> list[Place]:
-    """The places of one parameter of the original.
+    """Return the places of one parameter of the original.
 
     Args:
         storage: how it is held. module: the part that holds it. name: whole, of the original.
@@ -127,7 +127,7 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, 
 
 
 def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
-    """A function that reads these, unwrapped in one step; None for one that is left to its module's own call."""
+    """Return a function that reads these, unwrapped in one step; None for one that is left to its module's own call."""
     names = [(place.module, place.leaf) for place in places]
     shapes = [place.local for place in places]
     split = bool(places) and places[0].mesh is not None
@@ -166,7 +166,7 @@ def _fits(tensor: Tensor | None, place: Place) -> bool:
 
 
 def _at(place: Place) -> Tensor | None:
-    """The parameter; what stands in its place where the module was changed."""
+    """Return the parameter; what stands in its place where the module was changed."""
     module = place.module
     parameter = module._parameters.get(place.leaf)
     if parameter is not None:

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded module: the one record that state dicts, checkpoints and data parallelism work on."""
+"""A rank's part of a sharded module: the one record that state dicts, checkpoints and data parallelism work on."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class ShardState:
 
     @property
     def device(self) -> torch.device:
-        """Where the rank's tensors are."""
+        """The device of the rank's tensors."""
         return self.ranks.device if self.ranks is not None else torch.device("cpu")
 
     @property
     def place(self) -> torch.device:
-        """Where its parameters are now, or will be: in one process they go where the user sends them."""
+        """The device of its parameters now, or to come: in one process they go where the user sends them."""
         if self.ranks is not None:
             return self.ranks.device
         kind = next((piece.device for piece, _ in self.pieces()), torch.device("cpu"))

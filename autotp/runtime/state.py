@@ -46,7 +46,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
 
 
 def _place_modules(shards: ShardState, root: nn.Module, model: nn.Module, parts: dict[int, Any]) -> None:
-    """A part for each module of the model, in the same places; `parts`, by identity of the original, grows."""
+    """Make a part for each module of the model, in the same places; `parts`, by identity of the original, grows."""
     # A module that stands in two places, as a tied head does, is one part in two places.
     for path, module in model.named_modules(remove_duplicate=False):
         shards.parts[path] = parts.setdefault(id(module), root if not path else part_of(module))
@@ -58,7 +58,7 @@ def _place_modules(shards: ShardState, root: nn.Module, model: nn.Module, parts:
 def _place_parameters(
     shards: ShardState, model: nn.Module, placements: Mapping[str, Layout], parts: dict[int, Any]
 ) -> None:
-    """The pieces of each parameter, in the parts that stand for the modules that have it; `parts` grows."""
+    """Put the pieces of each parameter in the parts that stand for the modules that have it; `parts` grows."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         # The plan has a tied parameter under its first name alone.
@@ -82,7 +82,7 @@ def _place_parameters(
 def _place_buffers(
     shards: ShardState, model: nn.Module, placements: Mapping[str, Layout], parts: dict[int, Any]
 ) -> None:
-    """This rank's copy of each buffer, in the parts of the modules that have it; `parts` grows."""
+    """Put this rank's copy of each buffer in the parts of the modules that have it; `parts` grows."""
     # Buffers are whole on every rank. `named_buffers` leaves out those that are None, which a forward asks for.
     for path, module in model.named_modules(remove_duplicate=False):
         part = shards.parts[path]
@@ -105,7 +105,7 @@ def _pieces_of(shards: ShardState, parameter: nn.Parameter, storage: Storage) ->
 
 
 def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mapping[str, Layout]) -> Tensor:
-    """What this rank holds of a buffer: all of it, or where the plan splits it its part."""
+    """Return what this rank holds of a buffer: all of it, or where the plan splits it its part."""
     device, first = torch.device("meta") if whole.is_meta else shards.device, shards.aliases[name]
     if not isinstance(placements.get(first), Shard):
         return whole if whole.is_meta else whole.to(device, copy=True)
@@ -114,7 +114,7 @@ def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mappin
 
 
 def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.device) -> Sequence[Tensor]:
-    """This rank's shards of a whole parameter; in one plain process the whole pieces."""
+    """Return this rank's shards of a whole parameter; in one plain process the whole pieces."""
     if ranks is None:
         return [t.to(device, copy=True).contiguous() for t in storage.cut(full.detach())]
     return storage.shard(full, ranks.mesh, ranks.rank, device)
@@ -158,7 +158,7 @@ def full_state(shards: ShardState, live: bool) -> dict[str, Tensor]:
 
 
 def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
-    """The value, copied where its memory is that of a part: a later step, or clipping, would write to it."""
+    """Return the value, copied where its memory is that of a part: a later step, or clipping, would write to it."""
     own = {compat.part_of(part).untyped_storage().data_ptr() for part in parts}
     return value.clone() if compat.part_of(value).untyped_storage().data_ptr() in own else value
 
@@ -180,7 +180,7 @@ def named_tensors(shards: ShardState) -> list[tuple[str, str]]:
 
 
 def buffer_of(shards: ShardState, name: str) -> Tensor:
-    """The buffer of this name."""
+    """Return the buffer of this name."""
     owner, _, leaf = name.rpartition(".")
     return getattr(shards.parts[owner], leaf)
 
@@ -223,13 +223,13 @@ def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:
 
 
 def dtypes(shards: ShardState) -> dict[str, torch.dtype]:
-    """Present dtype of every parameter and buffer, by its original name."""
+    """Return present dtype of every parameter and buffer, by its original name."""
     out = {name: pieces(shards, name)[0].dtype for name, _ in shards.storages.items()}
     return out | {name: b.dtype for name, b in shards.root.named_buffers()}
 
 
 def refuse_meta(shards: ShardState) -> None:
-    """A module without weights cannot run."""
+    """Refuse a module without weights, which cannot run."""
     empty = [n for n, t in [*shards.root.named_parameters(), *shards.root.named_buffers()] if t.is_meta]
     if empty:
         raise StateError(
@@ -239,13 +239,13 @@ def refuse_meta(shards: ShardState) -> None:
 
 
 def fingerprint(value: Tensor) -> str:
-    """A short hash of a tensor's values."""
+    """Return a short hash of a tensor's values."""
     data = value.detach().cpu().contiguous().flatten()
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()[:12]
 
 
 def input_text(flat: Sequence[Any], spec: Any, values: bool) -> dict[str, str]:
-    """What the ranks compare of a call's inputs; of states, which come without values, what they are like."""
+    """Return what the ranks compare of a call's inputs; of states, which come without values, what they are like."""
     out = {"structure": hashlib.sha256(str(spec).encode()).hexdigest()[:12]}
     for i, v in enumerate(flat):
         out[f"input {i}"] = f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v)
@@ -255,6 +255,6 @@ def input_text(flat: Sequence[Any], spec: Any, values: bool) -> dict[str, str]:
 
 
 def random_state(device: torch.device) -> str:
-    """A hash of the state of the device's random numbers: ranks that draw different ones compute different things."""
+    """Return a hash of the device's random numbers: ranks that draw different ones compute different things."""
     with compat.without_modes():
         return fingerprint(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())

@@ -75,7 +75,7 @@ class Storage:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What holds it: one whole piece where it is not split, and for a bias of uneven heads."""
+        """The tensors that hold it: one whole piece where it is not split, and for a bias of uneven heads."""
         whole = (Piece(0, 0, self.shape, None),)
         d, (segments, times) = self.layout.sharded_dim, self._run
         if d is None or not segments:
@@ -118,17 +118,17 @@ class Storage:
 
     @property
     def split(self) -> bool:
-        """Whether a rank holds a part of it."""
+        """Return whether a rank holds a part of it."""
         return self.pieces[0].dim is not None
 
     @property
     def held_whole(self) -> bool:
-        """Whether every rank holds all of it, and uses a slice."""
+        """Return whether every rank holds all of it, and uses a slice."""
         return self.layout.sharded_dim is not None and not self.split
 
     @property
     def as_held(self) -> bool:
-        """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
+        """Return whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
         return self._plain and not self.held_whole
 
     def cut(self, full: Tensor) -> list[Tensor]:
@@ -250,7 +250,7 @@ def _window(t: Tensor, piece: Piece) -> tuple[tuple[int, ...], Tensor]:
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
+    """Return strides of a contiguous tensor of this shape."""
     sizes = [max(s, 1) for s in shape]  # as torch: a dimension of size 0 counts as one of 1
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
@@ -290,14 +290,14 @@ class Unwrap(torch.autograd.Function):
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """This rank's part as a DTensor that lies as `like` does; `compat.like_dtensor` where autograd need not see it."""
+    """Wrap this rank's part as `like` lies; `compat.like_dtensor` where autograd need not see it."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Local tensors of a block's parameters; plain tensors pass."""
+    """Return local tensors of a block's parameters; plain tensors pass."""
     if not parameters or not isinstance(parameters[0], DTensor):
         return tuple(parameters)
     if torch.is_grad_enabled():
@@ -310,7 +310,7 @@ def _untracked(tensor: Tensor) -> Tensor:
 
 
 def wrap(local: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
-    """This rank's part as a DTensor, differentiable.
+    """Return this rank's part as a DTensor, differentiable.
 
     Args:
         local: the part.

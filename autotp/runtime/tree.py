@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from autotp import compat
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
 from autotp.ir.copying import copy_node
-from autotp.ir.scopes import is_region, module_of, recomputed
+from autotp.ir.marks import mark
+from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.ir.specs import INVARIANT
 from autotp.passes.analysis.flows import flows
 from autotp.runtime.lower import eager, single
@@ -24,14 +26,74 @@ from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 from .boundaries import Boundary
 from .part import Part, standing_for
 from .reading import Place, Read, places, reader
-from .scope_tree import Scope, Stretch, apart, scopes
 from .storage import Storage
 
 CALL = nn.Module.__call__  # a part's own asks first whether a program calls it
 
 
+@dataclass
+class Scope:
+    """One call of one module, or one checkpointed region: its nodes and the calls inside it, in order."""
+
+    path: str
+    items: list[fx.Node | Scope] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        """The region, or the module whichever of its calls this is."""
+        return self.path if is_region(self.path) else module_of(self.path)
+
+    def scopes(self) -> Iterator[Scope]:
+        """Return the calls directly in it."""
+        yield from (item for item in self.items if isinstance(item, Scope))
+
+    def inner(self) -> Iterator[Scope]:
+        """Return the calls in it, at any depth."""
+        for scope in self.scopes():
+            yield scope
+            yield from scope.inner()
+
+    def nodes(self) -> list[fx.Node]:
+        out: list[fx.Node] = []
+        for item in self.items:
+            out += item.nodes() if isinstance(item, Scope) else [item]
+        return out
+
+
+class Stretch(Scope):
+    """Neighbours in a scope that are compiled together."""
+
+
+def apart(scope: Scope) -> bool:
+    """Return whether it is called by itself in a compiled program: a repeated block, a region, and what holds one."""
+    path = module_of(scope.path)
+    return is_region(scope.path) or block_of(path) == path or any(map(apart, scope.scopes()))
+
+
+def scopes(graph: fx.Graph) -> Scope:
+    """Return the calls of modules, nested, in the order of the program."""
+    root = Scope("")
+    stack = [root]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if mark(node).scope is None and "nn_module_stack" not in node.meta:
+            stack[-1].items.append(node)  # a size, computed where it is needed
+            continue
+        path = scope_path(node)
+        depth = 0
+        while depth < min(len(path), len(stack) - 1) and stack[depth + 1].path == path[depth]:
+            depth += 1
+        del stack[depth + 1 :]
+        for p in path[depth:]:
+            stack[-1].items.append(Scope(p))
+            stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
+        stack[-1].items.append(node)
+    return root
+
+
 def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
-    """The rank's slice of a parameter; None where it is left to its module's call."""
+    """Return the rank's slice of a parameter; None where it is left to its module's call."""
     if any(t is None for t in local):
         return local[0]
     if not storage.held_whole or ranks is None:
@@ -41,7 +103,7 @@ def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Te
 
 
 def whole(program: Any) -> Any:
-    """The key of the function that gives a program's outputs whole, which without it may stay split."""
+    """Return the key of the function that gives a program's outputs whole, which without it may stay split."""
     return program, "whole"
 
 
@@ -85,13 +147,13 @@ class Assembler:
     def _at_once(
         self, inputs: Sequence[fx.Node], gathers: single.Gathers, by_parts: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """The program as one function, and by parts where that would be noticed."""
+        """Return the program as one function, and by parts where that would be noticed."""
         function = single.single(self.graph, self.whole, inputs, self._all_fetches, self.compiler, gathers)
         return single.unless_touched(function, self._watch, by_parts)
 
     @cached_property
     def _all_fetches(self) -> list[single.Fetch]:
-        """What the whole program reads of the modules."""
+        """Return what the whole program reads of the modules."""
         return [*self._fetches([read for unit in self.units.values() for read in unit])]
 
     @cached_property
@@ -102,7 +164,7 @@ class Assembler:
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
     ) -> Callable[..., Any]:
-        """A scope's program.
+        """Return a scope's program.
 
         Args:
             takes: values that it is called with. gives: values of it that others read.
@@ -124,7 +186,7 @@ class Assembler:
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
 
     def _write_reads(self, scope: Scope, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
-        """The parameters and buffers of a scope, each kind by one call."""
+        """Write the parameters and buffers of a scope, each kind by one call."""
         for nodes, fetch in self._fetches(self.units.get(scope.place, [])):
             fetched = graph.call_function(fetch, ())
             for i, node in enumerate(nodes):
@@ -139,7 +201,7 @@ class Assembler:
     def _write_call(
         self, scope: Scope, item: Scope, gives: list[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
     ) -> None:
-        """A call of a module or region within the scope, or of what is compiled of it."""
+        """Write a call of a module or region within the scope, or of what is compiled of it."""
         operands, results = self._flows(item, gives)
         if isinstance(item, Stretch):
             child = self._compiled(item, operands, results)
@@ -162,7 +224,7 @@ class Assembler:
         return out
 
     def _fetch(self, reads: Sequence[Read], now: str | None = None) -> Callable[[], Any]:
-        """A function that reads these off the tree, parameters unwrapped in one step, each as its local tensor.
+        """Return a function that reads these off the tree, parameters unwrapped in one step, each as its local tensor.
 
         `now` is the module at whose own call that is.
         """
@@ -190,7 +252,7 @@ class Assembler:
         return fetch
 
     def _turn(self, path: str, takes: Sequence[fx.Node]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
-        """What reads again, at the call of a module, those of its arguments that are parameters in it."""
+        """Return what reads again, at the call of a module, those of its arguments that are parameters in it."""
         turns = [
             (i, r) for i, n in enumerate(takes) if (r := self.reads.get(n)) and f"{r.owner}.".startswith(f"{path}.")
         ]
@@ -222,7 +284,7 @@ class Assembler:
         return read
 
     def _stretches(self, scope: Scope) -> list[Scope]:
-        """What a compiled scope consists of: calls that stand by themselves, and what is between them."""
+        """Return what a compiled scope consists of: calls that stand by themselves, and what is between them."""
         out: list[Scope] = []
         for item in scope.items:
             if isinstance(item, Scope) and apart(item):
@@ -241,7 +303,7 @@ class Assembler:
         return either(watch, function, partial(self._function, stretch, takes, gives, tuple(gives), inner=True))
 
     def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What a call takes from outside, and what of its values is used after it."""
+        """Return what a call takes from outside, and what of its values is used after it."""
         inside = dict.fromkeys(child.nodes())
         within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
         own = {r.node for path in within for r in self.units.get(path, ())}
@@ -259,7 +321,7 @@ class Assembler:
         return part
 
     def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
-        """A call of a part through whatever stands in its place by then: a user may have wrapped it."""
+        """Return a call of a part through whatever stands in its place by then: a user may have wrapped it."""
         if is_region(scope.path):
             return recomputed(self._function(scope, takes, gives))
         path, above = module_of(scope.path), module_of(parent)
@@ -293,7 +355,7 @@ class Assembler:
 
 
 def _returned(env: Mapping[fx.Node, fx.Node], gives: Sequence[fx.Node], result: Any) -> Any:
-    """What a function returns: `result` of the nodes of its own graph, or the value or values that others read."""
+    """Return a function's output: `result` of the nodes of its own graph, or the values that others read."""
     if result is not None:
         return compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result)
     values = tuple(env[node] for node in gives)

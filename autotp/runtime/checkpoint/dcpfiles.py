@@ -46,7 +46,7 @@ class Planner(DefaultSavePlanner):
         self.digests: dict[str, dict[str, dict[str, str]]] = {}  # of what this rank has written
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each box of this rank."""
+        """Return one item for each box of this rank."""
         self.by_index = {MetadataIndex(n, torch.Size(at)): self.state_dict[k] for k, (n, at, _) in self.places.items()}
         items = [
             WriteItem(
@@ -66,11 +66,11 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The box."""
+        """Return the box."""
         return self.by_index[index]
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The box, when it is written."""
+        """Return the box, when it is written."""
         tensor, index = super().resolve_data(write_item), write_item.index
         assert isinstance(tensor, Tensor) and index.offset is not None
         data = as_bytes(tensor)
@@ -128,7 +128,7 @@ class Files:
             raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{lines}")
 
     def _file(self, name: str, tensor: TensorStorageMetadata) -> Path:
-        """The file of a tensor's first chunk, for messages."""
+        """Return the file of a tensor's first chunk, for messages."""
         if not tensor.chunks:
             return self.path
         record = self.reader.storage_data.get(MetadataIndex(name, tensor.chunks[0].offsets))
@@ -166,7 +166,7 @@ class Files:
             self.digests.fill(TABLE, name, entry, box, data, at)
 
     def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, View]:
-        """A stored part of a tensor: where it lies, and its bytes."""
+        """Return a stored part of a tensor: where it lies, and its bytes."""
         record, dtype = self.reader.storage_data[item.storage_index], self.entries[name].dtype
         file = self.path / record.relative_path
         try:
@@ -183,7 +183,7 @@ class Reader(FileSystemReader):
     """DCP's reader, whose table is read without running anything that it asks for."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's `.metadata`."""
+        """Return the folder's `.metadata`."""
         file = Path(self.path) / TABLE
         try:
             with opened(file, LARGEST_TABLE, error=StateError) as stream:
@@ -197,7 +197,7 @@ class Reader(FileSystemReader):
         return records
 
     def part(self, item: ReadItem) -> Tensor:
-        """What is stored of a tensor where an item begins, whole."""
+        """Return what is stored of a tensor where an item begins, whole."""
         record = self.storage_data[item.storage_index]
         with self.fs.create_stream(self.fs.concat_path(self.path, record.relative_path), "rb") as file:
             view: Any = self._slice_file(file, record)
@@ -210,7 +210,7 @@ class Records(pickle.Unpickler):
     """An unpickler that makes DCP's plain records, and refuses every other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the few classes that a table consists of."""
+        """Return one of the few classes that a table consists of."""
         if module == metadata.__name__:
             kind = getattr(metadata, name, None)
             if isinstance(kind, type) and kind.__module__ == module:

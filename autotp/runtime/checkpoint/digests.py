@@ -85,12 +85,12 @@ class Grid:
         return max(1, BLOCK // self.width)
 
     def windows(self, rows: range, size: int) -> Iterator[tuple[int, int]]:
-        """The bytes of some rows, about 4 MiB at a time; of a tensor of `size` bytes, whose last row may be cut off."""
+        """Return the bytes of some rows, 4 MiB at a time, of a tensor of `size` bytes; its last row may be cut off."""
         step, end = max(1, BLOCK // self.row) * self.row, min(rows.stop * self.row, size)
         yield from ((at, min(at + step, end)) for at in range(rows.start * self.row, end, step))
 
     def sums(self, data: Tensor, parts: int = 1, columns: slice = slice(None)) -> Tensor:
-        """Each row's sums of words, `[rows, parts]`; what a cut-off row lacks is zeros.
+        """Return each row's sums of words, `[rows, parts]`; what a cut-off row lacks is zeros.
 
         Args:
             data: bytes of rows. parts: equal ones that a row is cut into. columns: words of each part that count.
@@ -103,7 +103,7 @@ class Grid:
         return words.view(whole // self.row, parts, self.row // WORD // parts)[:, :, columns].sum(2)
 
     def digests(self, sums: Sequence[Tensor]) -> Tensor:
-        """The digests `[blocks, parts]` of blocks, of the sums of all their rows in order."""
+        """Return the digests `[blocks, parts]` of blocks, of the sums of all their rows in order."""
         rows = torch.cat([*sums])
         rows = pad(rows, (0, 0, 0, -len(rows) % self.height)).view(-1, self.height, rows.shape[1])
         return (rows * _odd(self.height, rows.device)).sum(1)
@@ -118,7 +118,7 @@ BYTES = Grid(PAGE, 1)  # in order
 
 
 def grids(shape: Sequence[int], itemsize: int) -> list[Grid]:
-    """The ways in which a tensor is cut."""
+    """Return the ways in which a tensor is cut."""
     out = [BYTES]
     for d in range(1, len(shape)):
         row = math.prod(shape[d:]) * itemsize
@@ -139,13 +139,13 @@ class Region:
 
     @property
     def columns(self) -> slice:
-        """Of its rows, in words."""
+        """Columns of its rows, in words."""
         width = self.grid.width // WORD
         return slice(self.strips.start * width, self.strips.stop * width)
 
 
 def region(shape: Sequence[int], itemsize: int, box: Box, keys: Collection[str]) -> Region:
-    """The fewest whole blocks in which a box of a tensor lies.
+    """Return the fewest whole blocks in which a box of a tensor lies.
 
     Args:
         shape, itemsize: of the tensor. box: in it. keys: of the grids to choose from.
@@ -179,7 +179,7 @@ def measured(ways: Iterable[Grid], size: int, view: View) -> dict[str, str]:
 
 
 def recorded(of: Region, text: str) -> Tensor:
-    """The digests `[blocks]` of a region, of its strips together.
+    """Return the digests `[blocks]` of a region, of its strips together.
 
     Args:
         of: the region. text: of its grid, as `measured` has put it down.
@@ -195,7 +195,7 @@ def recorded(of: Region, text: str) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in the order of its elements, `[bytes]`."""
+    """Return the bytes of a tensor in the order of its elements, `[bytes]`."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -218,7 +218,7 @@ class Digests:
         self.tensors: dict[str, Any] = data["tensors"]
 
     def faults(self, *files: Path) -> list[str]:
-        """What is wrong with the tables of these files, so far as they are there."""
+        """Return what is wrong with the tables of these files, so far as they are there."""
         there = [f for f in files if f.name in self.tables and f.exists()]
         others = [f.name for f in there if _table(f) != self.tables[f.name]]
         return [f"{name} is not what was saved: it is damaged, or another one. {self.remedy}" for name in others]
@@ -292,7 +292,7 @@ def _pour(view: View, of: Region, shape: Sequence[int], dtype: torch.dtype, box:
 
 
 def position(at: Sequence[int]) -> str:
-    """Where a part begins in the whole, as text."""
+    """Return where a part begins in the whole, as text."""
     return ",".join(map(str, at))
 
 
@@ -308,7 +308,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Mapping[str, str]]]) 
 
 
 def _table(file: Path) -> str:
-    """The digest of a file, or of a safetensors file's header."""
+    """Return the digest of a file, or of a safetensors file's header."""
     with opened(file, error=StateError) as stream:
         header = stream.read(WORD) if file.suffix == ".safetensors" else b""
         content = stream.read(int.from_bytes(header, "little")) if header else stream.read()

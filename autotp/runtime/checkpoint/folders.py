@@ -31,22 +31,22 @@ def writing(path: Path, write: Callable[[], T]) -> T:
 
 
 def draft_of(path: Path) -> Path:
-    """Where a folder is written until it is complete."""
+    """Return where a folder is written until it is complete."""
     return path.with_name(f".{path.name}.saving")
 
 
 def previous_of(path: Path) -> Path:
-    """Where the previous folder stands for a moment, on file systems that cannot exchange two folders."""
+    """Return where the previous folder stands for a moment, on file systems that cannot exchange two folders."""
     return path.with_name(f".{path.name}.previous")
 
 
 def present(path: Path) -> Path:
-    """The folder to read: `path`, or the previous one that a save which was cut off has left beside it."""
+    """Return the folder to read: `path`, or the previous one that a save which was cut off has left beside it."""
     return previous_of(path) if not path.exists() and previous_of(path).exists() else path
 
 
 def begin(path: Path) -> Path:
-    """An empty draft of the folder `path`; what an earlier save that was cut off left there is cleared away.
+    """Make an empty draft of the folder `path`; what an earlier save that was cut off left there is cleared away.
 
     Raises:
         StateError: `path` is a file, a link, or a folder with something in it that is no checkpoint.

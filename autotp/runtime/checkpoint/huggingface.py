@@ -125,7 +125,7 @@ def _files(shards: ShardState, max_file: int) -> dict[str, dict[str, str]]:
 
 
 def _describe(shards: ShardState, draft: Path) -> None:
-    """The original's config beside its weights, where the names are those of a model of transformers."""
+    """Write the original's config beside its weights, where the names are those of a model of transformers."""
     bare: Any = shards.bare
     if not is_transformers(bare):
         return

@@ -38,7 +38,7 @@ NOTES = 200  # characters of what was saved beside weights that ranks compare
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found.
+    """The result of `load`.
 
     Attributes:
         missing_keys, unexpected_keys: as `load_state_dict` reports them; empty unless `strict=False`.
@@ -72,7 +72,7 @@ def load(
     """
     ranks = shards.ranks.planners if shards.ranks is not None else None
 
-    def prepare() -> tuple[Archive, NameMatch, optimizers.States | None]:
+    def prepare() -> tuple[Archive, NameMatch, Any]:
         archive = open_archive(source, trusted)
         archive = converted(shards, archive) if renamed else archive
         matches = match(shards, archive, strict, cast, renamed) if weights else NameMatch({}, [], [])
@@ -99,14 +99,14 @@ def load(
     if weights:
         shards.loaded()
     # The weights first: where the states cannot be read, the error says that the optimizer has what it had.
-    if optimizer is not None and states is not None:
-        into = partial(_leaving, UNCHANGED, partial(states.load, shards, optimizer, archive))
+    if optimizer is not None:
+        into = partial(_leaving, UNCHANGED, partial(optimizers.load, shards, optimizer, archive, states))
         together(ranks, "reading the optimizer's state", into)
     return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))
 
 
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
-    """The archive of a checkpoint, of the kind that its files say."""
+    """Return the archive of a checkpoint, of the kind that its files say."""
     if not isinstance(source, Mapping | str | os.PathLike):
         raise StateError(f"a checkpoint is a path or a full state dict, and got {type(source).__name__}.")
     # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others, and are taken
@@ -181,7 +181,7 @@ def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finit
 
 
 def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list[Tensor]:
-    """This rank's part of a stored tensor, in memory of its own."""
+    """Return this rank's part of a stored tensor, in memory of its own."""
     dtype = archive.entries[key].dtype
     assert isinstance(dtype, torch.dtype)
     out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in state.boxes(shards, first)]

@@ -1,4 +1,4 @@
-"""Which stored tensor is which of the model's, and everything that does not fit, before anything is loaded."""
+"""Names of stored tensors matched with the model's, and everything that does not fit, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Archive(Protocol):
 
     @property
     def path(self) -> Path | str:
-        """What it is called in messages."""
+        """Its name in messages."""
         ...
 
     def read(self, name: str, boxes: Any) -> None:
@@ -73,7 +73,7 @@ def _entry(value: Any, file: Path) -> Entry:
 
 @dataclass(frozen=True)
 class NameMatch:
-    """What of an archive is which tensor of the model.
+    """Tensors of an archive by those of the model that they are.
 
     Attributes:
         stored: first name of each tensor of the model -> the names that it is stored under, more than one where tied.
@@ -123,7 +123,7 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool, rename
 
 
 def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> tuple[Rename, str]:
-    """How the model's names are stored, by which way finds most of them, and the prefix of what is the model's.
+    """Return how the model's names are stored, by which way finds most of them, and the prefix of what is the model's.
 
     A Hugging Face folder may hold the model without its head or a model's body for the headless class; a training
     script may have stored it under a key.
@@ -164,7 +164,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def converted(shards: ShardState, archive: Archive) -> Archive:
-    """The archive under the names and in the forms of the running model, where transformers has a mapping for it."""
+    """Return the archive in the names and forms of the running model, where transformers has a mapping for it."""
     bare: Any = shards.bare
     if archive.shared or not _mapped(bare):
         return archive
@@ -175,7 +175,7 @@ def converted(shards: ShardState, archive: Archive) -> Archive:
 
 
 def reverted(bare: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the running model in the forms and under the names of its files."""
+    """Return tensors of the running model in the forms and under the names of its files."""
     if not _mapped(bare):
         return tensors
     loading = importlib.import_module("transformers.core_model_loading")
@@ -186,7 +186,7 @@ def reverted(bare: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mapped(bare: Any) -> bool:
-    """Whether this is a transformers model, and that library has what is needed here."""
+    """Return whether this is a transformers model, and that library has what is needed here."""
     loading = sys.modules.get("transformers.core_model_loading")
     members = ("rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming", "dot_natural_key")
     return hasattr(bare, "base_model_prefix") and all(hasattr(loading, name) for name in members)
@@ -218,14 +218,14 @@ class Converted:
 
     @property
     def path(self) -> Any:
-        """What it is called in messages."""
+        """Its name in messages."""
         return self.archive.path
 
     def _keep(self, key: str, name: str) -> None:
         self.entries[name], self.stored[name] = self.archive.entries[key], key
 
     def _add(self, name: str, converter: Any, sources: Sources) -> None:
-        """The tensors that a mapping makes of these, by their shapes; where it cannot, they stay what they are."""
+        """Add the tensors that a mapping makes of these, by their shapes; where it cannot, they stay what they are."""
         keys = [key for own in sources.values() for key in own]
         try:
             tensors = self._convert(name, converter, sources, self._empty)

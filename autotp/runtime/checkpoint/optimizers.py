@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ PREFIX = "optimizer.state."
 
 
 def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[tuple[int, ...], list[Box]]], Any]:
-    """What an optimizer holds.
+    """Return what an optimizer holds.
 
     Returns: stored name -> (the whole's shape, this rank's boxes), for what has a value for each element of its
         parameter; and the rest, numbers and options, as data for JSON.
@@ -38,32 +37,29 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[t
         numbers[name], elements[name] = {}, []
         for key in states[0]:
             values = [s[key] for s in states]
-            if _by_element(name, key, parameters, values):
+            if all(map(_by_element, parameters, values)):
                 tensors[f"{PREFIX}{name}.{key}"] = storage.shape, storage.boxes(values)
                 elements[name].append(key)
             else:
-                numbers[name][key] = _number(name, key, values)
+                numbers[name][key] = _number(f"{key} of {name}", values)
     return tensors, {"groups": _groups(shards, optimizer), "numbers": numbers, "elements": elements}
 
 
 def joined(notes: Sequence[Any]) -> Any:
-    """What ranks say of their optimizers, each over parameters of its own, as of one optimizer; None where none is.
+    """Return what ranks say of their optimizers, each over parameters of its own, as of one; None where none is.
 
     Raises:
         StateError: some have none, or other groups.
     """
     if all(one is None for one in notes):
         return None
-    lengths = {len(one["groups"]) for one in notes if one is not None}
-    if None in notes or len(lengths) > 1:
+    if None in notes or len({len(one["groups"]) for one in notes}) > 1:
         raise StateError(
             "the stages' optimizers have other groups on some ranks. Give each rank's parameters the same."
         )
     groups = []
     for each in zip(*(one["groups"] for one in notes), strict=True):
-        options = []
-        for group in each:
-            options.append({k: v for k, v in group.items() if k != "params"})
+        options = [group | {"params": []} for group in each]
         if any(other != options[0] for other in options):
             raise StateError(f"the stages' optimizers have other options on some ranks: {options[0]} on the first.")
         groups.append({**options[0], "params": list(dict.fromkeys(name for group in each for name in group["params"]))})
@@ -73,34 +69,28 @@ def joined(notes: Sequence[Any]) -> Any:
     return whole
 
 
-def _by_element(name: str, key: str, parameters: Sequence[Tensor], values: Sequence[Any]) -> bool:
-    """Whether a state has one value for each element of its parameter, rather than one number."""
-    like = [
-        isinstance(v, Tensor) and type(v) is type(p.data) and v.shape == p.shape
-        for p, v in zip(parameters, values, strict=True)
-    ]
-    if all(like):
-        return True
-    if any(isinstance(v, Tensor) and v.numel() != 1 for v in values):
-        raise StateError(
-            f"the optimizer's state {key} of {name} is of shape {tuple(values[0].shape)}: states are saved that are of "
-            "their parameter's shape, or numbers."
-        )
-    return False
+def _by_element(parameter: Tensor, value: Any) -> bool:
+    """Return whether a state has one value for each element of its parameter, rather than one number."""
+    return isinstance(value, Tensor) and type(value) is type(parameter.data) and value.shape == parameter.shape
 
 
-def _number(name: str, key: str, values: Sequence[Any]) -> Any:
-    """One number that all pieces of a parameter agree on, as data for JSON."""
+def _number(what: str, values: Sequence[Any]) -> Any:
+    """Return one number that all pieces of a parameter agree on, as data for JSON."""
     plain: list[Any] = []
     for v in values:
-        plain.append({"value": v.item(), "dtype": str(v.dtype)[6:]} if isinstance(v, Tensor) else v)
-    if any(v != plain[0] for v in plain) or not isinstance(plain[0], int | float | str | dict | None):
-        raise StateError(f"the optimizer's state {key} of {name} is {plain}: one plain number can be saved.")
+        one = isinstance(v, Tensor) and v.numel() == 1
+        plain.append({"value": v.item(), "dtype": str(v.dtype)[6:]} if one else v)
+    if any(not isinstance(v, int | float | str | dict | None) or v != plain[0] for v in plain):
+        kinds = [f"{type(v).__name__} {list(getattr(v, 'shape', ()))}" for v in values]
+        raise StateError(
+            f"the optimizer's state {what} is {kinds}: states are saved that are of their parameter's shape, or one "
+            "plain number."
+        )
     return plain[0]
 
 
 def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
-    """The original's name of every tensor that the optimizer updates."""
+    """Return the original's name of every tensor that the optimizer updates."""
     names: dict[Tensor, str] = {p: name for name, _ in shards.storages.items() for p in state.pieces(shards, name)}
     strange = [p for g in optimizer.param_groups for p in g["params"] if p not in names]
     if strange:
@@ -113,7 +103,7 @@ def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def _groups(shards: ShardState, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups' options and the original names in each, as data for JSON."""
+    """Return the groups' options and the original names in each, as data for JSON."""
     names = _names(shards, optimizer)
     out = []
     for group in optimizer.param_groups:
@@ -128,49 +118,42 @@ def _groups(shards: ShardState, optimizer: Optimizer) -> list[dict[str, Any]]:
     return out
 
 
-@dataclass(frozen=True)
-class States:
-    """What a checkpoint holds for an optimizer, checked: `elements` are the keys of each parameter's tensors."""
+def load(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> None:
+    """Read this rank's part of an optimizer's states, and give all to the optimizer.
 
-    groups: list[dict[str, Any]]
-    numbers: Mapping[str, Mapping[str, Any]]
-    elements: Mapping[str, list[str]]
+    Args:
+        shards: of the module whose parameters it steps. optimizer: takes the states.
+        archive: holds the elements. saved: as `matching` gave it.
 
-    def load(self, shards: ShardState, optimizer: Optimizer, archive: Archive) -> None:
-        """Read this rank's part of the states, and give all to the optimizer.
-
-        Args:
-            shards: of the module whose parameters it steps. optimizer: takes the states. archive: holds the elements.
-
-        Raises:
-            StateError: one cannot be read.
-        """
-        filled: dict[Tensor, dict[str, Any]] = {}
-        for name, storage in shards.storages.items():
-            parameters = state.pieces(shards, name)
-            if name not in self.numbers:
-                continue
-            for p in parameters:
-                filled[p] = {k: _value(v) for k, v in self.numbers[name].items()}
-            for key in self.elements[name]:
-                new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-                archive.read(f"{PREFIX}{name}.{key}", storage.boxes(new))
-                for p, t in zip(parameters, new, strict=True):
-                    filled[p][key] = t
-        order = [p for group in optimizer.param_groups for p in group["params"]]
-        groups, at = [], 0
-        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            n = len(group["params"])
-            options = {k: _like(group.get(k), v) for k, v in saved.items() if k != "params"}
-            groups.append({**options, "params": list(range(at, at + n))})
-            at += n
-        optimizer.load_state_dict(
-            {"state": {i: filled[p] for i, p in enumerate(order) if p in filled}, "param_groups": groups}
-        )
+    Raises:
+        StateError: one cannot be read.
+    """
+    filled: dict[Tensor, dict[str, Any]] = {}
+    for name, storage in shards.storages.items():
+        parameters = state.pieces(shards, name)
+        if name not in saved["numbers"]:
+            continue
+        for p in parameters:
+            filled[p] = {k: _value(v) for k, v in saved["numbers"][name].items()}
+        for key in saved["elements"].get(name, ()):
+            new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
+            archive.read(f"{PREFIX}{name}.{key}", storage.boxes(new))
+            for p, t in zip(parameters, new, strict=True):
+                filled[p][key] = t
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    groups, at = [], 0
+    for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
+        n = len(group["params"])
+        options = {k: _like(group.get(k), v) for k, v in other.items() if k != "params"}
+        groups.append({**options, "params": list(range(at, at + n))})
+        at += n
+    optimizer.load_state_dict(
+        {"state": {i: filled[p] for i, p in enumerate(order) if p in filled}, "param_groups": groups}
+    )
 
 
-def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> States:
-    """What an archive holds for this optimizer.
+def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
+    """Return what an archive's notes say of this optimizer; nothing of its states is read yet.
 
     Args:
         shards: of the module whose parameters it steps. optimizer: that takes the states. archive: the checkpoint.
@@ -178,17 +161,7 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Stat
     Raises:
         StateError: there is none, its groups are others, or a state has another shape or type than its parameter.
     """
-    try:
-        return _matching(shards, optimizer, archive, archive.extra.get("optimizer"))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise StateError(
-            f"what {archive.path} says of its optimizer was changed or damaged: {type(error).__name__}: {error}. Load "
-            "without optimizer=, or save again."
-        ) from error
-
-
-def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> States:
-    """The states of an archive, `saved` its notes of the optimizer; nothing of either is read yet."""
+    saved = archive.extra.get("optimizer")
     if saved is None:
         raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
     # States are made like their parameters: on the meta device they would have no memory, and loading the weights after
@@ -198,45 +171,45 @@ def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved:
             "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
             "optimizer, then load both."
         )
-    _refuse_other_groups(shards, optimizer, archive, saved)
-    elements: dict[str, list[str]] = {}
-    faults = []
-    for name, storage in shards.storages.items():
-        start = f"{PREFIX}{name}."
-        # A parameter without a gradient so far has no states, as has one that is frozen.
-        keys = saved["elements"].get(name, []) if name in saved["numbers"] else []
-        elements[name] = keys
-        for key in keys:
-            entry = archive.entries.get(start + key)
-            dtype = state.pieces(shards, name)[0].dtype
-            # All faults at once: a user who has saved with other code wants the list.
-            if entry is None:
-                faults.append(f"missing: {start}{key}")
-            elif (entry.shape, entry.dtype) != (storage.shape, dtype) and math.prod(storage.shape):
-                faults.append(
-                    f"{start}{key} is {entry.dtype} {list(entry.shape)}, its parameter {dtype} {list(storage.shape)}"
-                )
+    try:
+        faults = _faults(shards, optimizer, archive, saved)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StateError(
+            f"what {archive.path} says of its optimizer was changed or damaged: {type(error).__name__}: {error}. Load "
+            "without optimizer=, or save again."
+        ) from error
     if faults:
         raise StateError(f"{archive.path} does not fit the optimizer:\n" + "".join(f"  {f}\n" for f in faults))
-    for name in elements.keys() & saved["numbers"].keys():
-        for number in saved["numbers"][name].values():
-            _value(number)  # fails here rather than after the weights are loaded
-    return States(saved["groups"], saved["numbers"], elements)
+    return saved
 
 
-def _refuse_other_groups(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> None:
+def _faults(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> list[str]:
+    """Return everything that does not fit: a user who has saved with other code wants the list."""
     # Groups are compared by names: their options are given back by position, and a parameter in another group would
-    # train with another learning rate.
-    mine = _groups(shards, optimizer)
-    # A stage of a pipeline steps its own parameters alone, and the checkpoint has those of all stages.
-    there = [set(g["params"]) - shards.elsewhere for g in saved["groups"]]
-    if [set(g["params"]) for g in mine] != there:
+    # train with another learning rate. A stage of a pipeline steps its own parameters alone of those of all stages.
+    own = [set(g["params"]) for g in _groups(shards, optimizer)]
+    if own != [set(g["params"]) - shards.elsewhere for g in saved["groups"]]:
         counts = [len(g["params"]) for g in saved["groups"]]
-        own_counts = [len(g["params"]) for g in mine]
-        raise StateError(
-            f"{archive.path}: the optimizer's groups hold other parameters than this one's: {counts} of them there, "
-            f"{own_counts} here. Make it with the same groups."
-        )
+        return [
+            f"the optimizer's groups hold other parameters than this one's: {counts} of them there, "
+            f"{list(map(len, own))} here. Make it with the same groups."
+        ]
+    faults = []
+    for name, storage in shards.storages.items():
+        # A parameter without a gradient so far has no states, as has one that is frozen.
+        dtype = state.pieces(shards, name)[0].dtype
+        for key in saved["elements"].get(name, ()) if name in saved["numbers"] else ():
+            stored = f"{PREFIX}{name}.{key}"
+            entry = archive.entries.get(stored)
+            if entry is None:
+                faults.append(f"missing: {stored}")
+            elif (entry.shape, entry.dtype) != (storage.shape, dtype) and math.prod(storage.shape):
+                faults.append(
+                    f"{stored} is {entry.dtype} {list(entry.shape)}, its parameter {dtype} {list(storage.shape)}"
+                )
+        for number in saved["numbers"].get(name, {}).values():
+            _value(number)  # fails here rather than after the weights are loaded
+    return faults
 
 
 def _value(saved: Any) -> Any:
@@ -244,7 +217,7 @@ def _value(saved: Any) -> Any:
 
 
 def _like(present: Any, saved: Any) -> Any:
-    """An option as it was before JSON."""
+    """Return an option as it was before JSON."""
     if isinstance(present, Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) else saved

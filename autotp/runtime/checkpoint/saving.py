@@ -119,7 +119,7 @@ Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
 def _collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
 ) -> tuple[Tensors, dict[str, Any]]:
-    """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes."""
+    """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes."""
     tensors: Tensors = {}
     names = state.named_tensors(shards) if weights else ()
     for first in dict.fromkeys(first for _, first in names):  # what is tied once
@@ -139,7 +139,7 @@ def _as_json(notes: Mapping[str, Any]) -> str:
 
 
 def _in_short(note: Any) -> str:
-    """The same text for the same note: its beginning, and a digest of all."""
+    """Return the same text for the same note: its beginning, and a digest of all."""
     text = json.dumps(note)
     return (
         text
@@ -192,7 +192,7 @@ class Pending:
         return items, self.planner.digests
 
     def done(self) -> bool:
-        """Whether this rank's files are written."""
+        """Return whether this rank's files are written."""
         return self.write_future is not None and self.write_future.done()
 
     @Turn("the end of a save in the background")
@@ -220,7 +220,7 @@ class Pending:
 
 
 def _gather(ranks: Ranks | None, mine: Any, what: str) -> list[Any]:
-    """What every rank has, by rank."""
+    """Return what every rank has, by rank."""
     return [mine] if ranks is None else from_all(ranks, mine, what)
 
 
@@ -243,7 +243,7 @@ def save_into(
 
 
 def _size(limit: int | str, options: Mapping[str, Any]) -> int:
-    """Bytes.
+    """Return bytes.
 
     Raises:
         InputError: it is no size, or an option asks for what is not written.

@@ -83,7 +83,7 @@ def _map(entry: Entry, start: int, stop: int) -> Tensor:
 
 
 def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
-    """The tensors of a folder: `model.safetensors`, else by the index, else of the one file there is."""
+    """Return the tensors of a folder: `model.safetensors`, else by the index, else of the one file there is."""
     files = sorted(folder.glob("*.safetensors"))
     indices = sorted(folder.glob("*" + INDEX))
     file = folder / "model.safetensors"
@@ -100,7 +100,7 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 
 
 def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
-    """The tensors of the files that an index names; what cannot be true of it is added to `faults`."""
+    """Return the tensors of the files that an index names; what cannot be true of it is added to `faults`."""
     try:
         weight_map = read_json(index, MAX_INDEX_BYTES, error=StateError)["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}

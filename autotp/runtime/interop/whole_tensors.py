@@ -43,6 +43,7 @@ def install() -> None:
         _handle(operator, _draw)
     for operator in VIEWS:
         _handle(operator, _view)
+    _handle(aten.fill_.Tensor, _fill)
     _handle(aten.t_.default, _refuse)
     _handle_data()
 
@@ -75,6 +76,10 @@ def _on_whole(operator: Any, whole: Any, like: DTensor) -> DTensor:
         return part
     compat.local_of(like).copy_(compat.local_of(part))
     return like
+
+
+def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    return aten.fill_.Scalar(args[0], args[1].item())
 
 
 def _refuse(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def single(
     """A whole program as one function of its inputs; it gives None where a module is to read its own weights.
 
     Args:
-        graph: of one rank. scope: the calls that it is made of (`scope_tree.Scope`). inputs: what it is called with.
+        graph: of one rank. scope: the calls that it is made of (`tree.Scope`). inputs: what it is called with.
         fetches: what it reads of the module, and what reads that. compiler: knows the backend; None where it runs as
             it is.
         gathers: of outputs that are to be whole.

@@ -147,32 +147,28 @@ def no_shape(table: dict[str, Any]) -> None:
     del table["up.weight"]["shape"]
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [(longer, "up.weight is F32 [17, 8] and has 512 bytes"), (overlapping, "up.weight"), (beyond, "up.weight ends at"),
-     (negative, "up.weight has shape [-8, -16]"), (no_shape, "the header cannot be read")],
-)  # fmt: skip
-def test_headers_that_lie(sharded, weights, tmp_path, change, text):
+@pytest.mark.parametrize("change", [longer, overlapping, beyond, negative, no_shape])
+def test_headers_that_lie(sharded, weights, tmp_path, change):
     save_file(weights, tmp_path / "model.safetensors")
     header(tmp_path / "model.safetensors", change)
-    refused(sharded, tmp_path, "model.safetensors", text)
+    refused(sharded, tmp_path, "model.safetensors: the header cannot be read", "nothing was", "save them again")
 
 
 def test_files_that_are_cut_off(sharded, weights, tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(weights, file)
     whole = file.read_bytes()
-    last = max(weights, key=lambda n: json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])[n]["data_offsets"])
-    file.write_bytes(whole[:-1])
-    refused(sharded, tmp_path, f"model.safetensors: {last} ends at byte", "cut off")
-    for length in (0, 7, 8, 40, 200):
+    damaged = "model.safetensors: the header cannot be read"
+    for length in (len(whole) - 1, 0, 7, 8, 40, 200):
         file.write_bytes(whole[:length])
-        refused(sharded, tmp_path, f"model.safetensors: has {length} bytes")
+        refused(sharded, tmp_path, damaged)
     file.write_bytes(whole + b"0000")
-    refused(sharded, tmp_path, "4 bytes belong to no tensor")
+    refused(sharded, tmp_path, damaged)
     twice = whole[8 : 8 + int.from_bytes(whole[:8], "little")].replace(b'"up.bias"', b'"down.bias"')
     file.write_bytes(len(twice).to_bytes(8, "little") + twice + whole[8 + int.from_bytes(whole[:8], "little") :])
-    refused(sharded, tmp_path, "down.bias is there twice")
+    refused(sharded, tmp_path, damaged)
+    file.write_bytes(whole)
+    sharded.load_checkpoint(tmp_path)
 
 
 def indexed(folder: Path, weights: dict[str, Tensor], **changed: str) -> None:
