@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 from autotp.errors import AutoTPError
 from autotp.text import amount
 
-LARGEST = 16 << 20  # bytes of a file, where its reader says nothing else
-DEEPEST = 64  # lists and mappings within each other, or parts of a dotted key
-GREATEST = 1 << 63  # whole numbers beyond this are no size of anything
+MAX_FILE_BYTES = 16 << 20  # bytes of a file, where its reader says nothing else
+MAX_DEPTH = 64  # lists and mappings within each other, or parts of a dotted key
+MAX_NUMBER = 1 << 63  # whole numbers beyond this are no size of anything
 QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
 
 
@@ -51,7 +51,7 @@ def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> I
         os.close(descriptor)
 
 
-def read_text(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> str:
+def read_text(path: Path, most: float = MAX_FILE_BYTES, *, error: type[AutoTPError]) -> str:
     """Return the text of a file.
 
     Args:
@@ -69,7 +69,7 @@ def read_text(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) ->
             raise error(f"{path} cannot be read: {e.strerror or e}.") from e
 
 
-def read_json(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> Any:
+def read_json(path: Path, most: float = MAX_FILE_BYTES, *, error: type[AutoTPError]) -> Any:
     """Return what a JSON file holds; errors are of the kind `error`."""
     return parse_json(read_text(path, most, error=error), str(path), error=error)
 
@@ -87,8 +87,8 @@ def parse_toml(text: str, name: str, *, error: type[AutoTPError]) -> dict[str, A
     """Return what TOML text says, within the same bounds; dotted keys nest too."""
     lines = (line.partition("#")[0] for line in QUOTED.sub("", text).splitlines())
     keys = (key for line in lines for key in re.split(r"[=,\[\]{}]", line))
-    if any(key.count(".") >= DEEPEST for key in keys):  # a parser takes minutes for thousands
-        raise error(f"{name} is not TOML that is read here: a key has more than {DEEPEST} parts. Correct the file.")
+    if any(key.count(".") >= MAX_DEPTH for key in keys):  # a parser takes minutes for thousands
+        raise error(f"{name} is not TOML that is read here: a key has more than {MAX_DEPTH} parts. Correct the file.")
     return _parsed(tomllib.loads, text, "TOML", name, error)
 
 
@@ -104,16 +104,16 @@ def _parsed(parse: Any, text: str, kind: str, name: str, error: type[AutoTPError
 
 
 def bounded(data: Any, name: str, *, error: type[AutoTPError]) -> None:
-    """Refuse what is nested deeper than `DEEPEST`, and whole numbers beyond `GREATEST`.
+    """Refuse what is nested deeper than `MAX_DEPTH`, and whole numbers beyond `MAX_NUMBER`.
 
     Args:
         data: as JSON gave it. name: of what it is, for the message. error: the class of what is raised.
     """
     level, depth = [data], 0
     while level:
-        if depth > DEEPEST:
-            raise error(f"{name} is nested more than {DEEPEST} deep. Correct the file.")
-        if odd := next((x for x in level if isinstance(x, int) and abs(x) > GREATEST), None):
+        if depth > MAX_DEPTH:
+            raise error(f"{name} is nested more than {MAX_DEPTH} deep. Correct the file.")
+        if odd := next((x for x in level if isinstance(x, int) and abs(x) > MAX_NUMBER), None):
             raise error(f"{name} holds the number {_short(odd)}, which is no size of anything. Correct the file.")
         inner: list[Any] = []
         for x in level:

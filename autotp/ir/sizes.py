@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy
 
-from .files import GREATEST
+from .files import MAX_NUMBER
 
 Size = int | sympy.Expr
 LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
@@ -71,7 +71,7 @@ def read_size(x: int | str) -> Size:
 
 def _expression(x: ast.AST) -> Any:
     """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
-    if isinstance(x, ast.Constant) and type(x.value) is int and x.value <= GREATEST:
+    if isinstance(x, ast.Constant) and type(x.value) is int and x.value <= MAX_NUMBER:
         return sympy.Integer(x.value)
     if isinstance(x, ast.Name):
         return sympy.Symbol(x.id, positive=True, integer=True)
@@ -86,7 +86,7 @@ def _expression(x: ast.AST) -> Any:
             raise ValueError(f"{ast.unparse(x)!r} is not a size")  # powers of numbers would never end
         result = OPERATORS[type(x.op)](first, second)
         # Numbers without end would be counted with: a product of a few is more than any memory holds.
-        if not result.is_Integer or abs(result) <= GREATEST:
+        if not result.is_Integer or abs(result) <= MAX_NUMBER:
             return result
     raise ValueError(f"{ast.unparse(x)!r} is not a size")
 

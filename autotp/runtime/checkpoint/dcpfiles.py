@@ -6,7 +6,7 @@ import collections
 import io
 import pathlib
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,48 +26,50 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autotp.errors import StateError
-from autotp.ir.files import GREATEST, opened, read_json
+from autotp.ir.files import MAX_NUMBER, opened, read_json
 from autotp.runtime.storage import Box
 
 from . import folders
 from .digests import BYTES, Digests, Entry, View, as_bytes, bytes_view, measured, position, write
 
 TABLE = ".metadata"
-LARGEST_TABLE, LARGEST_NOTES = 1 << 30, 100_000_000  # bytes of .metadata, and of our own notes
-BoxPlace = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, where the box starts, the whole's shape
+MAX_TABLE_BYTES, MAX_NOTES_BYTES = 1 << 30, 100_000_000  # of .metadata, and of our own notes
+Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]  # stored name -> the whole's shape, this rank's boxes
 
 
 class Planner(DefaultSavePlanner):
-    """Writes each staged tensor as the box of the whole that `places` says it is; equal boxes are written once."""
+    """Writes the boxes of each tensor; those that several ranks have are written once.
 
-    def __init__(self, places: Mapping[str, BoxPlace]) -> None:
+    Args:
+        tensors: stored name -> (the whole's shape, this rank's boxes).
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
         super().__init__()
-        self.places = dict(places)
+        self.tensors, self.boxes = tensors, dict[MetadataIndex, Tensor]()
         self.digests: dict[str, dict[str, dict[str, str]]] = {}  # of what this rank has written
 
     def create_local_plan(self) -> SavePlan:
         """Return one item for each box of this rank."""
-        self.by_index = {MetadataIndex(n, torch.Size(at)): self.state_dict[k] for k, (n, at, _) in self.places.items()}
-        items = [
-            WriteItem(
-                index=index,
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(index.offset or torch.Size(()), tensor.shape),
-                    properties=TensorProperties.create_from_tensor(tensor),
+        items = []
+        for name, (shape, own) in self.tensors.items():
+            for box in own:
+                data = TensorWriteData(
+                    chunk=_chunk(box.offset, box.tensor.shape),
+                    properties=TensorProperties.create_from_tensor(box.tensor),
                     size=torch.Size(shape),
-                ),
-            )
-            for (index, tensor), (_, _, shape) in zip(self.by_index.items(), self.places.values(), strict=True)
-        ]
+                )
+                index = MetadataIndex(name, torch.Size(box.offset))
+                self.boxes[index] = box.tensor
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         # "model.a.b" is b of a of the model: so torch's own tools read it as {"model": state_dict}
-        nested = {name: tuple(name.split(".", 1)) for name, _, _ in self.places.values()}
+        nested = {name: tuple(name.split(".", 1)) for name in self.tensors}
         self.plan = SavePlan(items, planner_data=nested)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Return the box."""
-        return self.by_index[index]
+        return self.boxes[index]
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Return the box, when it is written."""
@@ -112,46 +114,55 @@ class Files:
         # Before they are read: one flipped bit can make a pickle that takes all memory.
         self._refuse(self.digests.faults(path / TABLE, path / folders.OWN))
         self.metadata = self.reader.read_metadata()
+        self.entries: dict[str, Entry] = {}
+        # The unpickler restricts the classes; a pickle fills their fields as it likes: each that is read is checked.
         try:
-            _sound(self.metadata)
+            faults = [fault for name in self.metadata.state_dict_metadata for fault in self._add(name)]
         except (AttributeError, TypeError, ValueError) as error:
             raise StateError(f"{path / TABLE} is no table of tensors: {error}. Save the checkpoint again.") from error
+        self._refuse(faults)
         self.reader.set_up_storage_reader(self.metadata, False)
         self.extra = _notes(path / folders.OWN)
-        tensors = {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
-        self.entries = {k: Entry(tuple(t.size), t.properties.dtype, self._file(k, t)) for k, t in tensors.items()}
-        self._refuse(self._faults(tensors))
 
     def _refuse(self, faults: Sequence[str]) -> None:
         if faults:
             lines = "".join(f"  {fault}\n" for fault in faults)
             raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{lines}")
 
-    def _file(self, name: str, tensor: TensorStorageMetadata) -> Path:
-        """Return the file of a tensor's first chunk, for messages."""
-        if not tensor.chunks:
-            return self.path
-        record = self.reader.storage_data.get(MetadataIndex(name, tensor.chunks[0].offsets))
-        return self.path / record.relative_path if record else self.path
+    def _add(self, name: str) -> Iterator[str]:
+        """Add the entry of a tensor of the table, and give what is wrong with the places of its chunks.
 
-    def _faults(self, tensors: Mapping[str, TensorStorageMetadata]) -> list[str]:
-        faults, sizes = [], {}
-        for name, tensor in tensors.items():
-            for chunk in tensor.chunks:
-                record = self.reader.storage_data.get(MetadataIndex(name, chunk.offsets))
-                if record is None:
-                    faults.append(f".metadata: says in no file where {name} from {list(chunk.offsets)} is")
-                    continue
-                place = PurePosixPath(record.relative_path)
-                if place.is_absolute() or ".." in place.parts:
-                    faults.append(f".metadata: {name} lies outside of the folder, in {record.relative_path}")
-                    continue
-                file = self.path / place
-                size = sizes.setdefault(file, file.stat().st_size if file.is_file() else -1)
-                if record.offset + record.length > size:
-                    there = "is not there" if size < 0 else f"ends at byte {size}: cut off"
-                    faults.append(f"{place}: {name} ends at byte {record.offset + record.length}, and the file {there}")
-        return faults
+        Raises:
+            AttributeError, TypeError, ValueError: its records are of anything else than names, sizes and places.
+        """
+        tensor = self.metadata.state_dict_metadata[name]
+        if isinstance(tensor, metadata.BytesStorageMetadata):
+            return
+        # A pickle may as well say "float32", which no tensor's dtype equals.
+        kinds = ((name, str), (tensor, TensorStorageMetadata), (tensor.properties.dtype, torch.dtype))
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise TypeError(f"it has a {type(tensor).__name__} of another kind under {str(name)[:80]!r}")
+        _numbers(name, tensor.size)
+        file = self.path
+        for chunk in tensor.chunks:
+            _numbers(name, chunk.offsets, chunk.sizes)
+            # Numbers may be sizes and still not fit together: rows 6 to 8 of a tensor of 7.
+            if any(a + b > n for a, b, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
+                raise ValueError(f"a part of {name} lies outside of it")
+            record = self.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if record is None:
+                yield f".metadata: says in no file where {name} from {list(chunk.offsets)} is"
+                continue
+            # An offset of -1 would be an invalid argument of the system in the middle of reading.
+            _numbers(name, torch.Size((record.offset, record.length)))
+            place = PurePosixPath(record.relative_path)
+            file, stop = self.path / place, record.offset + record.length
+            if place.is_absolute() or ".." in place.parts:
+                yield f".metadata: {name} lies outside of the folder, in {record.relative_path}"
+            elif stop > (size := file.stat().st_size if file.is_file() else -1):
+                there = "is not there" if size < 0 else f"ends at byte {size}: cut off"
+                yield f"{place}: {name} ends at byte {stop}, and the file {there}"
+        self.entries[name] = Entry(tuple(tensor.size), tensor.properties.dtype, file)
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the stored tensor `name`."""
@@ -186,7 +197,7 @@ class Reader(FileSystemReader):
         """Return the folder's `.metadata`."""
         file = Path(self.path) / TABLE
         try:
-            with opened(file, LARGEST_TABLE, error=StateError) as stream:
+            with opened(file, MAX_TABLE_BYTES, error=StateError) as stream:
                 records = Records(stream).load()
         except StateError:
             raise
@@ -233,36 +244,9 @@ class Records(pickle.Unpickler):
         )
 
 
-def _sound(table: Metadata) -> None:
-    """Refuse a table whose records are filled with anything else than names, sizes and places."""
-    # The unpickler restricts the classes, and a pickle fills their fields as it likes: each field is looked at once
-    # here.
-    for name, tensor in table.state_dict_metadata.items():
-        if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata | metadata.BytesStorageMetadata):
-            raise TypeError(f"it has a {type(tensor).__name__} under {str(name)[:80]!r}")
-        if isinstance(tensor, TensorStorageMetadata):
-            # A pickle may as well say "float32", which no tensor's dtype equals.
-            if not isinstance(tensor.properties.dtype, torch.dtype):
-                raise TypeError(f"the dtype of {name} is none")
-            for chunk in tensor.chunks:
-                _numbers(name, tensor.size, chunk.offsets, chunk.sizes)
-                # Numbers may be sizes and still not fit together: rows 6 to 8 of a tensor of 7.
-                if any(a + b > n for a, b, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
-                    raise ValueError(f"a part of {name} lies outside of it")
-            _numbers(name, tensor.size)
-    # A path that is a number would be a TypeError where it is joined to the folder, and an offset of -1 an invalid
-    # argument of the system in the middle of reading.
-    for index, place in table.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
-            raise TypeError(f"it has a {type(place).__name__} for a place in a file")
-        if not isinstance(place.relative_path, str):
-            raise TypeError(f"the file of {index.fqn} has no name")
-        _numbers(index.fqn, torch.Size((place.offset, place.length)))
-
-
 def _numbers(name: str, *sizes: Any) -> None:
     for x in sizes:
-        if not isinstance(x, torch.Size) or not all(0 <= n <= GREATEST for n in x):
+        if not isinstance(x, torch.Size) or not all(0 <= n <= MAX_NUMBER for n in x):
             raise TypeError(f"the sizes of {name} are not sizes")
 
 
@@ -286,7 +270,7 @@ def _chunk(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
 
 
 def _notes(file: Path) -> dict[str, Any]:
-    notes = read_json(file, LARGEST_NOTES, error=StateError) if file.exists() else {}
+    notes = read_json(file, MAX_NOTES_BYTES, error=StateError) if file.exists() else {}
     if not isinstance(notes, dict) or not isinstance(notes.get("extra", {}), dict):
         raise StateError(f"{file} is not what a checkpoint of autotp holds there. Take it away, or save again.")
     return notes

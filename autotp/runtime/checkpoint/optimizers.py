@@ -13,20 +13,20 @@ from torch.optim import Optimizer
 from autotp.errors import StateError
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import Box
 
+from .dcpfiles import Tensors
 from .matching import Archive
 
 PREFIX = "optimizer.state."
 
 
-def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[tuple[int, ...], list[Box]]], Any]:
+def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
     """Return what an optimizer holds.
 
     Returns: stored name -> (the whole's shape, this rank's boxes), for what has a value for each element of its
         parameter; and the rest, numbers and options, as data for JSON.
     """
-    tensors: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
     for name, storage in shards.storages.items():

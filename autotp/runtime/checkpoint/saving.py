@@ -26,7 +26,7 @@ from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Box
 
 from . import folders, huggingface, optimizers
-from .dcpfiles import BoxPlace, Planner, Writer
+from .dcpfiles import Planner, Tensors, Writer
 
 FORMATS = ("dcp", "huggingface")
 NOT_NEEDED = ("state_dict", "is_main_process", "save_function", "safe_serialization")
@@ -83,7 +83,7 @@ def save(
     agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     with folders.dropped_on_failure(place, first):
-        pending = _dcp(ranks, place, tensors, notes, background)
+        pending = Pending(ranks, place, notes, _copies(tensors) if background else tensors)
     return pending.start() if background else pending.result()
 
 
@@ -113,9 +113,6 @@ def _ready(shards: ShardState, place: Path) -> None:
         raise StateError(f"{place} is still being written in the background: wait for that save's result() first.")
 
 
-Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
-
-
 def _collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
 ) -> tuple[Tensors, dict[str, Any]]:
@@ -131,6 +128,14 @@ def _collect(
     return tensors, notes
 
 
+def _copies(tensors: Tensors) -> Tensors:
+    """Return the same in memory of its own, which steps beside a save in the background do not change."""
+    out: Tensors = {}
+    for name, (shape, own) in tensors.items():
+        out[name] = shape, [Box(box.offset, box.tensor.to("cpu", copy=True)) for box in own]
+    return out
+
+
 def _as_json(notes: Mapping[str, Any]) -> str:
     try:
         return json.dumps({k: v for k, v in notes.items() if v is not None})
@@ -141,44 +146,33 @@ def _as_json(notes: Mapping[str, Any]) -> str:
 def _in_short(note: Any) -> str:
     """Return the same text for the same note: its beginning, and a digest of all."""
     text = json.dumps(note)
-    return (
-        text
-        if len(text) <= NOTE_CHARACTERS
-        else f"{text[:NOTE_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
-    )
-
-
-def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
-    staged: dict[str, torch.Tensor] = {}
-    places: dict[str, BoxPlace] = {}
-    for name, (shape, own) in tensors.items():
-        for i, box in enumerate(own):
-            key = f"{name}@{i}"
-            staged[key] = box.tensor.to("cpu", copy=True) if background else box.tensor
-            places[key] = name, box.offset, shape
-    return Pending(ranks, place, Writer(place, notes), Planner(places), staged)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return text if len(text) <= NOTE_CHARACTERS else f"{text[:NOTE_CHARACTERS]}... ({digest})"
 
 
 class Pending:
-    """A save that is under way: planned, to be written by each rank, and put in its place when all ranks have."""
+    """A save that is under way: planned, to be written by each rank, and put in its place when all ranks have.
 
-    def __init__(
-        self, ranks: Ranks | None, place: Path, writer: Writer, planner: Planner, staged: dict[str, torch.Tensor]
-    ) -> None:
-        self.ranks, self.place, self.writer, self.planner = ranks, place, writer, planner
+    Args:
+        ranks: that save. place: the folder. notes: beside the tensors, as JSON. tensors: of this rank.
+    """
+
+    def __init__(self, ranks: Ranks | None, place: Path, notes: str, tensors: Tensors) -> None:
+        self.ranks, self.place, self.writer, self.planner = ranks, place, Writer(place, notes), Planner(tensors)
         self.first = ranks is None or ranks.rank == 0
         self.write_future: Future[Any] | None = None
         self.finished = False
-        plans = _gather(ranks, together(ranks, "planning the save", lambda: self._plan(staged)), "plans of the save")
+        plans = _gather(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
         global_plan = together(
-            ranks, "planning the save", lambda: planner.create_global_plan(plans) if self.first else None
+            ranks, "planning the save", lambda: self.planner.create_global_plan(plans) if self.first else None
         )
         plans, self.metadata = broadcast(ranks, global_plan) or ([], None)
-        self.mine = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0])
+        own = self.writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0]
+        self.mine = self.planner.finish_plan(own)
 
-    def _plan(self, staged: dict[str, torch.Tensor]) -> SavePlan:
+    def _plan(self) -> SavePlan:
         self.writer.set_up_storage_writer(self.first)
-        self.planner.set_up_planner(staged, self.writer.storage_meta(), self.first)
+        self.planner.set_up_planner({}, self.writer.storage_meta(), self.first)
         return folders.writing(self.place, lambda: self.writer.prepare_local_plan(self.planner.create_local_plan()))
 
     def start(self) -> Pending:
