@@ -32,9 +32,9 @@ from autotp.runtime.lower.regional import Compiler
 
 from .call_key import Form
 from .deferred import Columns
-from .reading import Read
 from .shard_state import ShardState
 from .storage import wrap
+from .weight_reads import Read
 
 MOST_KNOWN = 4096  # signatures of calls
 MOST_PROGRAMS = 64  # of one module: attributes may be set to ever other values

@@ -179,12 +179,6 @@ def named_tensors(shards: ShardState) -> list[tuple[str, str]]:
     return [(name, shards.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
 
 
-def buffer_of(shards: ShardState, name: str) -> Tensor:
-    """Return the buffer of this name."""
-    owner, _, leaf = name.rpartition(".")
-    return getattr(shards.parts[owner], leaf)
-
-
 def write(shards: ShardState, name: str, value: Tensor) -> None:
     """Give a buffer, under all its names, the value that the program computed for it.
 

@@ -23,9 +23,12 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
+from autotp.comm.conversions import function_for
+from autotp.comm.ranks import Ranks
 from autotp.compat import like_dtensor, local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import Layout, Partition, Segment, chunk
+from autotp.ir.specs import INVARIANT
 
 MAX_PIECES = 16  # of a parameter
 
@@ -152,6 +155,19 @@ class Storage:
         runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
         fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
         return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
+
+    def mine(self, pieces: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
+        """Return the rank's slice of the parameter, differentiable; None where it is left to its module's call.
+
+        Args:
+            pieces: the rank's slices of them. ranks: None in one plain process.
+        """
+        if any(t is None for t in pieces):
+            return pieces[0]
+        if not self.held_whole or ranks is None:
+            return self.local(pieces)
+        whole, mine = INVARIANT, self.layout.to_runtime()
+        return function_for(whole, mine)(pieces[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
     def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
         """Return this rank's DTensors of a whole parameter; only the rank's slice is moved to `device`.

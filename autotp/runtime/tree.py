@@ -13,20 +13,18 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autotp import compat
-from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
 from autotp.ir.copying import copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
-from autotp.ir.specs import INVARIANT
 from autotp.passes.analysis.flows import flows
 from autotp.runtime.lower import eager, single
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .boundaries import Boundary
 from .part import Part, standing_for
-from .reading import Place, Read, places, reader
 from .storage import Storage
+from .weight_reads import Place, Read, places, reader
 
 CALL = nn.Module.__call__  # a part's own asks first whether a program calls it
 
@@ -90,16 +88,6 @@ def scopes(graph: fx.Graph) -> Scope:
             stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
         stack[-1].items.append(node)
     return root
-
-
-def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
-    """Return the rank's slice of a parameter; None where it is left to its module's call."""
-    if any(t is None for t in local):
-        return local[0]
-    if not storage.held_whole or ranks is None:
-        return storage.local(local)
-    whole, mine = INVARIANT, storage.layout.to_runtime()
-    return function_for(whole, mine)(local[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
 
 def whole(program: Any) -> Any:
@@ -246,7 +234,7 @@ class Assembler:
             local = read_all()
             if whole:
                 return local
-            return [_fused(storage, local[at], self.ranks) for storage, at in locals_]
+            return [storage.mine(local[at], self.ranks) for storage, at in locals_]
 
         fetch.__name__ = "parameters"
         return fetch

@@ -88,6 +88,8 @@ def test_the_state_of_a_plain_process_is_the_originals():
     sharded.load_state_dict(doubled)
     equal_states(sharded.full_state_dict(), doubled)
     assert torch.equal(2 * model.lm_head.weight, sharded.full_state_dict()["lm_head.weight"])  # the original is not
+    with pytest.raises(StateError, match="lm_head.weight differ"):
+        sharded.load_state_dict(doubled | {"lm_head.weight": model.lm_head.weight})  # one tensor, of two values
 
 
 def test_a_state_dict_that_does_not_fit_loads_nothing():
@@ -114,6 +116,11 @@ def test_a_state_dict_that_does_not_fit_loads_nothing():
     assert torch.equal(sharded.full_state_dict()["2.bias"], torch.ones(4))
     with pytest.raises(StateError, match="got list"):
         sharded.load_state_dict([1])  # type: ignore[arg-type]
+    inner = {"inner." + n: t for n, t in model.state_dict().items()}
+    with pytest.raises(StateError, match=r"missing: 0.weight"):
+        sharded.load_state_dict(inner)  # names are the model's own, as torch has it
+    sharded.load_checkpoint(inner)
+    equal_states(sharded.full_state_dict(), model.state_dict())
 
 
 def models() -> dict[str, tuple[nn.Module, Any]]:

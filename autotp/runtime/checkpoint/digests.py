@@ -130,12 +130,11 @@ def grids(shape: Sequence[int], itemsize: int) -> list[Grid]:
 
 @dataclass(frozen=True)
 class Region:
-    """Rows of a grid and strips of these, in which a box lies; `exact` where they are the box and nothing else."""
+    """Rows of a grid and strips of these, in which a box lies."""
 
     grid: Grid
     rows: range
     strips: range = range(1)
-    exact: bool = False
 
     @property
     def columns(self) -> slice:
@@ -154,16 +153,15 @@ def region(shape: Sequence[int], itemsize: int, box: Box, keys: Collection[str])
     first, last = box.offset[0] * inner[1], (box.offset[0] + box.tensor.shape[0]) * inner[1]
     out = []
     for grid in grids(shape, itemsize):
-        strips, high, of_box = range(1), grid.height * grid.row, 0
+        strips, high = range(1), grid.height * grid.row
         if grid.strips > 1:
             d = max(d for d in range(1, len(shape)) if inner[d] == grid.row)
             start = box.offset[d] * inner[d + 1]
             stop = start + box.tensor.shape[d] * inner[d + 1]
             strips = range(start // grid.width, math.ceil(stop / grid.width))
-            of_box = box.tensor.numel() * itemsize
         stop = min(math.ceil(last / high) * grid.height, math.ceil(inner[0] / grid.row))
         rows = range(first // high * grid.height, stop)
-        out.append(Region(grid, rows, strips, of_box == len(rows) * len(strips) * grid.width))
+        out.append(Region(grid, rows, strips))
     return min((x for x in out if x.grid.key in keys), key=lambda x: x.grid.width * len(x.rows) * len(x.strips))
 
 
@@ -269,11 +267,7 @@ def _pour(view: View, of: Region, shape: Sequence[int], dtype: torch.dtype, box:
     Returns: the sums of the region's rows.
     """
     row, first = math.prod(shape[1:]) * dtype.itemsize, box.offset[0]
-    same_bytes = box.tensor.is_cpu and box.tensor.dtype == dtype
     at, last, sums = first, first + len(box.tensor), list[Tensor]()
-    # A strip lies here and there in the file, so that reading it twice costs twice; in the box it is one piece.
-    of_box = of.exact and same_bytes
-    strip = Grid(of.grid.width * len(of.strips), 1)
     for start, stop in of.grid.windows(of.rows, shape[0] * row):
         base = min(start, at * row) if at < last else start
         data = view(base, stop)
@@ -281,12 +275,10 @@ def _pour(view: View, of: Region, shape: Sequence[int], dtype: torch.dtype, box:
         if ready > at:
             part = data[at * row - base : ready * row - base]
             part = part.clone() if part.storage_offset() % dtype.itemsize else part
-            target = box.tensor[at - first : ready - first]
-            target.copy_(part.view(dtype).view(ready - at, *shape[1:])[(slice(None), *box.slices[1:])])
-            if checked and of_box:
-                sums.append(strip.sums(as_bytes(target)))
+            rows = part.view(dtype).view(ready - at, *shape[1:])
+            box.tensor[at - first : ready - first].copy_(rows[(slice(None), *box.slices[1:])])
             at = ready
-        if checked and not of_box:  # after the copy, when all is in the processor's cache
+        if checked:  # after the copy, when all is in the processor's cache
             sums.append(of.grid.sums(data[start - base :], 1, of.columns))
     return sums
 

@@ -22,7 +22,7 @@ from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 
 from . import folders
-from .matching import reverted
+from .archives import reverted
 from .tensorfiles import INDEX, record
 
 ADAPTERS = "adapter_model.safetensors"

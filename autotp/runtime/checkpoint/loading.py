@@ -26,8 +26,8 @@ from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Box, as_dtensor, same_layout
 
 from . import dcpfiles, folders, optimizers
+from .archives import Archive, NameMatch, TensorArchive, converted, match
 from .digests import mention
-from .matching import Archive, NameMatch, TensorArchive, converted, match
 from .tensorfiles import INDEX, TensorFiles
 
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."

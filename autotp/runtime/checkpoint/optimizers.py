@@ -14,8 +14,8 @@ from autotp.errors import StateError
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 
+from .archives import Archive
 from .dcpfiles import Tensors
-from .matching import Archive
 
 PREFIX = "optimizer.state."
 

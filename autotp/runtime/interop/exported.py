@@ -245,18 +245,12 @@ class _Writer:
             owner.register_buffer(name, self.program.capture.constants[leaf.name])
         elif leaf.kind.trained:
             parts = state.pieces(self.shards, first)
-            weight = self._local(first, [compat.part_of(p.detach()) for p in parts])
+            local = [compat.part_of(p.detach()) for p in parts]
+            weight = self.shards.storages[first].mine(local, self.shards.ranks).detach()
             owner.register_parameter(name, nn.Parameter(weight, self.training and parts[0].requires_grad))
         else:
-            owner.register_buffer(name, compat.part_of(state.buffer_of(self.shards, first)))
+            owner.register_buffer(name, compat.part_of(state.pieces(self.shards, first)[0]))
         return self.graph.get_attr(leaf.name)
-
-    def _local(self, first: str, parts: list[Tensor]) -> Tensor:
-        """The rank's slice of a parameter."""
-        storage, ranks = self.shards.storages[first], self.shards.ranks
-        if storage.held_whole and ranks is not None:
-            return storage.layout.to_runtime().take(parts[0], ranks.rank, ranks.tp)
-        return storage.local(parts)
 
     def _outputs(self, values: Sequence[Any]) -> None:
         """What it returns, in plain containers; what it writes is written first."""
