@@ -180,7 +180,7 @@ def changed(rank: int, world: int, group: Any) -> dict[str, Any]:
     assert {"S(0)", "S(1)"} <= {str(p.placements[0]) for p in sharded.parameters()}
     found = written(model, sharded) | initialised(model, sharded)
     found |= assigned(model, sharded) | handed_in(model, sharded)
-    return found | hooked(model, sharded) | refused(sharded)
+    return found | refused(sharded) | hooked(model, sharded)
 
 
 def test_two_ranks_do_what_the_original_does(pool):
