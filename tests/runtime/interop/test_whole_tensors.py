@@ -129,13 +129,14 @@ def written(model: Any, sharded: Any) -> dict[str, Any]:
     return found
 
 
-def refused(sharded: Any) -> dict[str, Any]:
+def refused(model: Any, sharded: Any) -> dict[str, Any]:
     """Initialisers that compute with what they have drawn."""
     found = {}
     for name, init in REFUSED.items():
         with pytest.raises(StateError, match="full_tensor"):
             sharded.apply(lambda q, f=init: f(q.weight) if isinstance(q, nn.Linear) else None)
         found[name] = True
+    sharded.load_state_dict(model.state_dict())
     return found
 
 
@@ -180,7 +181,7 @@ def changed(rank: int, world: int, group: Any) -> dict[str, Any]:
     assert {"S(0)", "S(1)"} <= {str(p.placements[0]) for p in sharded.parameters()}
     found = written(model, sharded) | initialised(model, sharded)
     found |= assigned(model, sharded) | handed_in(model, sharded)
-    return found | refused(sharded) | hooked(model, sharded)
+    return found | refused(model, sharded) | hooked(model, sharded)
 
 
 def test_two_ranks_do_what_the_original_does(pool):
