@@ -7,11 +7,12 @@ not their numbers. The code of classes is taken to be the same in every process 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -80,18 +81,23 @@ def words(x: Any, depth: int = 0) -> Any:
         return type(x).__name__, repr(x)
     if isinstance(x, type):
         return _class(x)
-    # A closure computes with what its cells hold, which may be anything: it is refused below.
-    if isinstance(x, FunctionType) and x.__closure__ is None:
+    # A closure computes with what its cells hold, which may be anything: it is refused below. Not so a function that
+    # its file has decorated, which is one for the process.
+    if isinstance(x, FunctionType) and (x.__closure__ is None or _decorated(x)):
         return x.__module__, x.__qualname__, x.__code__.co_firstlineno, repr(x.__defaults__)
-    # `[].append` is known by its address, which is another in the next process.
-    if isinstance(x, BuiltinFunctionType) and " at 0x" not in repr(x):
-        return repr(x)
+    # Of a module or a class, as `torch.tanh` is; `[].append` is known by its address, another in the next process.
+    if isinstance(x, BuiltinFunctionType) and isinstance(x.__self__, type | ModuleType | None):
+        return "built-in", getattr(x.__self__, "__name__", ""), x.__name__
     inner = _inner(x)
     if inner is None:
         raise Untold(f"a {type(x).__name__}, whose equality cannot be told")
     # A set of strings has another order in every process.
     items = [words(y, depth + 1) for y in inner]
     return type(x).__qualname__, sorted(map(repr, items)) if isinstance(x, set | frozenset) else items
+
+
+def _decorated(function: FunctionType) -> bool:
+    return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
 
 
 def _inner(x: Any) -> Iterable[Any] | None:

@@ -1,18 +1,5 @@
 """The only folder that imports private parts of torch, with what differs between the versions (2.11 - 2.13)."""
 
-from .export import (
-    all_nonzero,
-    checkpoints_as,
-    decided_by_values,
-    draft_export,
-    draft_failures,
-    module_stack,
-    quiet_export,
-    recorded_inference,
-    recorded_regions,
-    sizes_of_one,
-    vmapped,
-)
 from .fake import (
     FakeTensor,
     FakeTensorMode,
@@ -27,11 +14,11 @@ from .fake import (
     told_by_data,
     without_torch_functions,
 )
-from .flex import flex_as_products
-from .operators import (
+from .overloads import (
     HigherOrderOperator,
     OpOverloadPacket,
     c10d_ops,
+    flex_as_products,
     is_composite,
     operator,
     operators_named,
@@ -40,16 +27,22 @@ from .operators import (
     wraps_tensors,
 )
 from .packing import packed_graph, unpacked_graph
+from .patches import (
+    LASTING,
+    around_backward,
+    around_redistribution,
+    around_steps,
+    by_default,
+    operator_handlers,
+    replace_data,
+)
 from .running import (
     UNASSERTED,
     VARIANTS,
     CannotCompile,
     IncompatibleKeys,
     after_backward,
-    around_backward,
-    around_redistribution,
     below_autograd,
-    by_default,
     compile_whole,
     compiled_once,
     drop_gradients,
@@ -63,7 +56,6 @@ from .running import (
     like_dtensor,
     local_of,
     one_shot_sum,
-    operator_handlers,
     outermost,
     part_of,
     replicate,
@@ -76,6 +68,19 @@ from .running import (
     without_saved_hooks,
 )
 from .shortcuts import quick_export
+from .tracing import (
+    all_nonzero,
+    checkpoints_as,
+    decided_by_values,
+    draft_export,
+    draft_failures,
+    module_stack,
+    quiet_export,
+    recorded_inference,
+    recorded_regions,
+    sizes_of_one,
+    vmapped,
+)
 from .trees import (
     TreeSpec,
     children,
@@ -92,17 +97,17 @@ from .trees import (
 )
 
 __all__ = [
-    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "Max", "Min",
-    "OpOverloadPacket", "TreeSpec", "UNASSERTED", "VARIANTS", "after_backward", "all_nonzero", "around_backward",
-    "around_redistribution", "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole",
-    "compiled_once", "decided_by_values", "draft_export", "draft_failures",
-    "drop_gradients", "fake", "fake_mode", "flat_mesh", "flex_as_products", "follow_types", "gathered", "graph_task",
-    "group_timeout", "has_symmetric_memory", "hooks_all_modules", "is_composite", "is_node", "is_user_node",
-    "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator",
-    "operator_handlers", "operators_named", "outermost", "overload_of", "packed_graph", "part_of", "quick_export",
-    "quiet_export", "read_shape_env", "recorded_inference", "recorded_regions", "register_node",
-    "replicate", "reset_iteration", "shape_env", "size_code", "sizes_of_one", "sym_size", "symmetric_room",
-    "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "unpacked_graph", "use_symmetric_memory", "vmapped", "without_modes",
-    "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "LASTING", "Max",
+    "Min", "OpOverloadPacket", "TreeSpec", "UNASSERTED", "VARIANTS", "after_backward", "all_nonzero",
+    "around_backward", "around_redistribution", "around_steps", "below_autograd", "by_default", "c10d_ops",
+    "checkpoints_as", "children", "compile_whole", "compiled_once", "decided_by_values", "draft_export",
+    "draft_failures", "drop_gradients", "fake", "fake_mode", "flat_mesh", "flex_as_products", "follow_types",
+    "gathered", "graph_task", "group_timeout", "has_symmetric_memory", "hooks_all_modules", "is_composite", "is_node",
+    "is_user_node", "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves",
+    "one_shot_sum", "operator", "operator_handlers", "operators_named", "outermost", "overload_of", "packed_graph",
+    "part_of", "quick_export", "quiet_export", "read_shape_env", "recorded_inference", "recorded_regions",
+    "register_node", "replace_data", "replicate", "reset_iteration", "shape_env", "size_code", "sizes_of_one",
+    "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_map_only", "tree_unflatten", "unpacked_graph", "use_symmetric_memory", "vmapped",
+    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

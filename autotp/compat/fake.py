@@ -46,7 +46,7 @@ def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
 
 
 def told_by_data(val: Any) -> bool:
-    """Whether a value, or one of its sizes, is a number that only the data tell."""
+    """Return whether a value, or one of its sizes, is a number that only the data tell."""
     symbolic = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
     return any(isinstance(v, symbolic) and free_unbacked_symbols(v) for v in pytree.tree_leaves(val))
 

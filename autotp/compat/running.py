@@ -1,9 +1,8 @@
-"""What runs on a rank: DTensors, compiled functions, backwards, groups."""
+"""Insides of torch that a rank runs: DTensors, compiled functions, backwards, groups."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import re
@@ -64,8 +63,10 @@ _SETTLED = re.compile(r"G\['(__import_)?(torch|autotp|device)(_\w+)?'\]")
 
 
 def _exchangeable(guards: Sequence[Any]) -> list[bool]:
-    """Which guards are kept: not those of functions, operators and types of torch and autotp, which nobody exchanges
-    between two calls, and whose guards are most of all and half of a lookup's time."""
+    """Return which guards are kept: not those of functions, operators and types of torch and autotp.
+
+    Nobody exchanges those between two calls, and their guards are most of all and half of a lookup's time.
+    """
     return [not (guard.is_global and _SETTLED.match(guard.name)) for guard in guards]
 
 
@@ -104,12 +105,12 @@ def transform(values: Sequence[Any]) -> str:
 
 
 def hooks_all_modules() -> bool:
-    """Whether somebody hooked every module's call, as torch's counters and trackers do."""
+    """Return whether somebody hooked every module's call, as torch's counters and trackers do."""
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def has_symmetric_memory() -> bool:
-    """Whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
+    """Return whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
     return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and torch.distributed.is_nccl_available()
 
 
@@ -174,22 +175,6 @@ def part_of(value: Any) -> Any:
     return local_of(value) if isinstance(value, DTensor) else value
 
 
-def operator_handlers() -> dict[Any, Callable[..., Any]]:
-    """Operator -> what computes it on DTensors, called with (operator, args, kwargs), where its shards do not say."""
-    return DTensor._op_dispatcher._custom_op_handlers
-
-
-def by_default(op: Any, args: Any, kwargs: Any) -> Any:
-    """An operator on DTensors as torch computes it, from within its handler."""
-    handlers = operator_handlers()
-    own = handlers.pop(op, None)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if own is not None:
-            handlers[op] = own
-
-
 # Within it operators are called below autograd: where nothing is recorded, the functional collectives cost a third.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -214,41 +199,6 @@ def group_timeout(group: Any, device: torch.device) -> float:
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
-
-
-def around_redistribution(around: Callable[..., Any]) -> None:
-    """From now on DTensor turns a rank's part into another by `around(run, local, source spec, target spec)`, where
-    `run()` does as torch does."""
-    name, plain = "redistribute_local_tensor", sys.modules["torch.distributed.tensor._redistribute"]
-    torchs = getattr(plain, name)
-
-    @functools.wraps(torchs)
-    def redistribute(local: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            # Gloo knows no floats of one byte; what is moved and not summed may go as integers.
-            summed = any(p.is_partial() for p in (*source.placements, *target.placements))
-            if local.is_floating_point() and local.dtype.itemsize == 1 and local.device.type == "cpu" and not summed:
-                return torchs(local.view(torch.uint8), source, target, *args, **kwargs).view(local.dtype)
-            return torchs(local, source, target, *args, **kwargs)
-
-        return around(run, local, source, target)
-
-    for module in [m for n, m in sys.modules.items() if n.startswith("torch.distributed.tensor.")]:
-        if getattr(module, name, None) is torchs:
-            setattr(module, name, redistribute)
-
-
-def around_backward(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """From now on every backward runs within such a context, which may raise another error in the place of its own."""
-    torchs: Any = torch.autograd.graph._engine_run_backward
-
-    @functools.wraps(torchs)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return torchs(*args, **kwargs)
-
-    for module in (torch.autograd, torch.autograd.graph):
-        vars(module)["_engine_run_backward"] = run
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""What torch does at every node of an export that nothing of ours reads, or does again each time: left out, or kept."""
+"""Shortcuts in an export: what nothing of ours reads is left out, and what is done again each time is kept."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,10 +52,9 @@ def unread_lines() -> contextlib.AbstractContextManager[Any]:
     trace takes the stack of every node, and shows of its frames the few from the first forward on."""
 
     def summary() -> list[Frame]:
-        frames, frame = [], sys._getframe(1)
-        while frame is not None:
-            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
-            frame = frame.f_back
+        frames = []
+        for frame, line in traceback.walk_stack(None):
+            frames.append(Frame(frame.f_code.co_filename, line, frame.f_code.co_name, None))
         return frames[::-1]
 
     return mock.patch.object(

@@ -49,7 +49,7 @@ def know_records(tree: Any) -> Any:
 
 
 def _fields(record: Any) -> tuple[list[Any], list[str]]:
-    """What a dataclass holds, also what is no field of it, and the names of these."""
+    """Return what a dataclass holds, also what is no field of it, and the names of these."""
     names = [f.name for f in dataclasses.fields(record) if hasattr(record, f.name)]
     names += [name for name in getattr(record, "__dict__", ()) if name not in names]
     return [getattr(record, name) for name in names], names
@@ -77,7 +77,7 @@ def _places(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
-    """What a container holds, by its place in it."""
+    """Return what a container holds, by its place in it."""
 
     def inner(value: Any) -> bool:
         return value is not tree
@@ -103,15 +103,15 @@ def register_node(kind: type, flatten: Any, unflatten: Any) -> None:
 
 
 def is_node(value: Any) -> bool:
-    """Whether nested containers open such a value."""
+    """Return whether nested containers open such a value."""
     return pytree._get_node_type(value) in pytree.SUPPORTED_NODES
 
 
 def is_user_node(value: Any) -> bool:
-    """Whether nested containers open such a value because somebody registered its class."""
+    """Return whether nested containers open such a value because somebody registered its class."""
     return is_node(value) and pytree._get_node_type(value) not in pytree.BUILTIN_TYPES
 
 
 def children(value: Any) -> list[Any]:
-    """What a node holds, in order."""
+    """Return what a node holds, in order."""
     return list(pytree.SUPPORTED_NODES[pytree._get_node_type(value)].flatten_fn(value)[0])

@@ -24,7 +24,7 @@ from autotp.passes.stages.balance import Staging
 from autotp.passes.stages.cut import Piece, cut
 from autotp.passes.stages.units import stage_starts
 from autotp.plans.plan import Plan
-from autotp.runtime.interop.refusals import refuse_clipping_of
+from autotp.runtime.interop.tool_refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.programs import Source
 from autotp.runtime.stages.feed import Feed

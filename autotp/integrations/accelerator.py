@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,66 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import recursively_apply
-from torch import nn
+from accelerate.utils import gather, recursively_apply
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from autotp.comm.lockstep import meet_everywhere
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
-from autotp.runtime.interop.shown import LOADED
+from autotp.runtime.interop.tool_refusals import LOADED
 from autotp.runtime.module import ShardedModule
-
-from .deal import each_once, sizes_of
 
 HOW = "Compile it over all ranks, with tp ranks that follow each other: autotp.compile(model, tp=..., dp=...)."
 DP = (
     "The module has dp={}, by which transformers' Trainer would multiply its loss: ShardedParallelism is for tp alone. "
     "Take ShardedTrainer or ShardedAccelerator, both of autotp.integrations."
 )
+
+
+def sizes_of(model: Any) -> tuple[int, int]:
+    """The degrees of tensor and data parallelism.
+
+    Raises:
+        InputError: it is no sharded module, or one that is not sharded before its first call.
+    """
+    if not isinstance(model, ShardedModule):
+        raise InputError(
+            f"{type(model).__name__} is no sharded module: give what autotp.compile(model, ...) returned, itself and "
+            "not inside another module. One without autotp goes to the library's own class."
+        )
+    shards = model._shards
+    if shards.axis.name == "cp":
+        raise InputError(
+            "The module deals sequences out over cp, and accelerate and transformers' Trainer deal out batches alone. "
+            "Compile it with dp, or write the loop yourself, passing whole sequences on every rank."
+        )
+    return shards.tp, shards.axis.size
+
+
+def each_once(values: Any, tp: int, dp: int) -> Any:
+    """Gather what the ranks have, once for each tp group. A collective call where there are several.
+
+    Args:
+        values: tensors with a first dimension of rows, and what holds them; with lists of other objects, those.
+        tp, dp: the degrees.
+    """
+    if dp == 1:
+        return values
+    meet_everywhere("gather of accelerate")
+    try:
+        return recursively_apply(lambda rows: _blocks(gather(rows), tp), values, error_on_other_type=True)
+    except TypeError:  # not tensors alone
+        everyone: list[Any] = [None] * (tp * dp)
+        dist.all_gather_object(everyone, values)
+        return [one for each in everyone[::tp] for one in each]
+
+
+def _blocks(gathered: Any, tp: int) -> Tensor:
+    """Return, of rows that were gathered from all ranks, those of the first rank of each tp group."""
+    blocks = gathered.unflatten(0, (-1, tp, gathered.shape[0] // dist.get_world_size()))
+    return blocks[:, 0].flatten(0, 1)
 
 
 class GroupAccelerator(Accelerator):
@@ -50,17 +91,17 @@ class GroupAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's; a sharded module gets mixed precision, and is neither wrapped nor moved."""
+        """Prepare as accelerate does; a sharded module gets mixed precision, and is neither wrapped nor moved."""
         if not isinstance(model, ShardedModule):
             return super().prepare_model(model, device_placement, evaluation_mode)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _prepare_tp(self, *args: Any) -> Any:
-        """Nothing: that would find parameters by their memory, and a rank's part of a small one may be empty."""
+        """Do nothing: that would find parameters by their memory, and a rank's part of a small one may be empty."""
         return args
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's, which takes as many steps at once as there are processes: here one."""
+        """Prepare as accelerate does, which takes as many steps at once as there are processes: here one."""
         prepared: Any = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
         return prepared
@@ -68,17 +109,17 @@ class GroupAccelerator(Accelerator):
     # ---- what is gathered ------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """As accelerate's, after a turn in which a rank that is elsewhere, or has ended, is named."""
+        """Gather as accelerate does, after a turn in which a rank that is elsewhere, or has ended, is named."""
         meet_everywhere("gather of accelerate")
         return super().gather(tensor)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Reduce as accelerate does, after such a turn."""
         meet_everywhere("reduce of accelerate")
         return super().reduce(tensor, *args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Likewise."""
+        """Wait as accelerate does, after such a turn."""
         meet_everywhere("barrier of accelerate")
         super().wait_for_everyone()
 
@@ -93,15 +134,6 @@ class GroupAccelerator(Accelerator):
             return rows
         return rows[:remainder] if isinstance(rows, list) else recursively_apply(lambda rows: rows[:remainder], rows)
 
-    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; a sharded module as an object of its original's class, which trainers ask for.
-
-        Not one with adapters: of those they ask the base model, and here that is a part.
-        """
-        if isinstance(model, ShardedModule):
-            return model if hasattr(model._shards.bare, "peft_config") else in_the_class_of_its_original(model)
-        return super().unwrap_model(model, *args, **kwargs)
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors under the original's names. A collective call."""
         if isinstance(model, ShardedModule):
@@ -111,7 +143,7 @@ class GroupAccelerator(Accelerator):
     # ---- what is saved ---------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As accelerate's, with what each rank holds of the module in `sharded_model_0`. A collective call."""
+        """Save as accelerate does, with what each rank holds of the module in `sharded_model_0`. A collective call."""
         with self._apart(), _hook(self.register_save_state_pre_hook(self._save_sharded)):
             return super().save_state(output_dir, **kwargs)
 
@@ -243,27 +275,6 @@ class ShardedParallelism(Parallelism):
         super().__init__(model)
         if self.data_parallel_size > 1:
             raise InputError(DP.format(self.data_parallel_size))
-
-
-def in_the_class_of_its_original(model: ShardedModule) -> Any:
-    """An object that is a sharded module in all but its class, which is the original's.
-
-    transformers writes a model by `save_pretrained` where it is a `PreTrainedModel`, else what it finds in tensors.
-    """
-    view = object.__new__(_view(type(model._shards.bare)))
-    object.__setattr__(view, "_sharded", model)
-    return view
-
-
-@functools.lru_cache(64)
-def _view(original: type[nn.Module]) -> Any:
-    def get(self: Any, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_sharded"), name)
-
-    def put(self: Any, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_sharded"), name, value)
-
-    return type(original.__name__, (original,), {"__getattribute__": get, "__setattr__": put})
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:

@@ -16,8 +16,7 @@ from autotp.comm.lockstep import meet_everywhere
 from autotp.errors import InputError
 from autotp.runtime.checkpoint import load, save
 
-from .accelerator import Parallelism, in_the_class_of_its_original
-from .deal import sizes_of
+from .accelerator import Parallelism, sizes_of
 
 OPTIMIZER, SCHEDULER, ARGUMENTS = "sharded_optimizer", "scheduler.pt", "training_args.bin"
 ADAPTERS = "adapter_model.safetensors"
@@ -39,7 +38,7 @@ class ShardedTrainer(Trainer):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """As if transformers had sharded the model at load time: then it is neither wrapped nor moved.
+        """Say that transformers had sharded the model at load time: then it is neither wrapped nor moved.
 
         Not in the constructor, which refuses checkpoints of such models, since transformers saves no state of their
         optimizers: here it is saved.
@@ -63,7 +62,7 @@ class ShardedTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As transformers' own; with dp a sharded module's loss is that of all ranks' rows already.
+        """Compute as transformers does; with dp a sharded module's loss is that of all ranks' rows already.
 
         transformers takes it for a rank's share, and multiplies it by the number of shares.
 
@@ -123,7 +122,7 @@ class ShardedTrainer(Trainer):
         adapters = Path(resume_from_checkpoint) / ADAPTERS
         if adapters.is_file():
             load_adapters = importlib.import_module("peft").set_peft_model_state_dict
-            load_adapters(in_the_class_of_its_original(self.model), load_file(adapters))  # type: ignore[arg-type]
+            load_adapters(self.model, load_file(adapters))  # type: ignore[arg-type]
         else:
             self.model.load_checkpoint(resume_from_checkpoint)  # type: ignore[union-attr, operator]
 

@@ -31,9 +31,9 @@ from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
 
 from . import state
-from .boundaries import compare_hooks
 from .changes import Changes
 from .data_parallel import follow_types, show_gradients
+from .module_hooks import compare_hooks
 from .programs import Program
 from .revision import Inventory, WriteCount
 from .said import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted

@@ -1,4 +1,4 @@
-"""What a user sets on a sharded module's parts after compile: heeded by a new capture, or refused at that moment.
+"""Attributes that a user sets on parts of a sharded module: heeded by a new capture, or refused at that moment.
 
 A program holds the values that the original's attributes had when it was captured. So what is set belongs to what a
 program is for, like the training flags: with `norm.eps` changed, the next call is a new kind of call, and with the old
@@ -9,23 +9,34 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import types
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
-from .revision import CONTAINERS, HOOKS, Revision, Same, attributes_of, contents, counted, hooks_of, token
+from .revision import CONTAINERS, HOOKS, Revision, attributes_of, contents, counted, hooks_of, words_of
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)  # what is in one is run
 WITHIN = "within "  # before the name of an attribute that is the same object still
 INSTEAD = "Change it in the original model, and compile that."
+UNTOLD = (
+    f"this is, or holds, what is known by its identity alone: ranks cannot tell whether all have the same. {INSTEAD}"
+)
+# Flags of layers, and what calls them, that transformers' and diffusers' switch for checkpointing may set as new.
+SWITCHED = ("gradient_checkpointing", "_gradient_checkpointing_func")
+RECOMPUTE = (
+    "layers are computed again by torch.utils.checkpoint.checkpoint, and this switch gives them {name}, of which the "
+    "programs would leave out what it does beside (such as offload=True). Switch checkpointing on without it."
+)
 
 
 @dataclass
@@ -36,32 +47,26 @@ class AttributeValue:
     name: str
     value: Any
     contents: Any = None
-    version: int = 0
 
     def __post_init__(self) -> None:
         self.contents = contents(self.value)
         self.container = isinstance(self.value, CONTAINERS)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttributeValue:
-        """Of a copied module: its own list or dict, and the skeleton's config, which the copies share."""
-        value = copy.deepcopy(self.value, memo) if self.container else self.value
-        return AttributeValue(copy.deepcopy(self.watched, memo), self.name, value, version=self.version)
-
     def has_changed(self) -> bool:
-        """Whether it is another than when it was last asked."""
+        """Return whether it is another than when it was last asked."""
         now = self.value if self.container else attributes_of(self.value)
         try:
             same = bool(now == self.contents)  # asked before every call: nothing is copied for it
         except (RuntimeError, ValueError):  # tensors and arrays in it
             same = True
         if not same:
-            self.contents, self.version = contents(self.value), self.version + 1
+            self.contents = contents(self.value)
         return not same
 
 
 @dataclass
 class Changes:
-    """What was set on all parts of one sharded module, which is `whole`."""
+    """All that was set on the parts of one sharded module, which is `whole`."""
 
     whole: Any = None
     parts: list[Watched] = field(default_factory=list)
@@ -70,20 +75,22 @@ class Changes:
     stale: bool = False
     hooks: dict[str, tuple[Hashable, ...]] = field(default_factory=dict)
     revision: int = -1
-    adopts: bool = False  # while a method of the original's sets attributes that the original may not have yet
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a copy, of the whole or of a part alone: the first says itself which module that is."""
-        return vars(self) | {"whole": None}
 
     def key(self) -> Hashable:
-        """What a program is for, of all this; `()` where all is as it was."""
+        """Return what a program is for, of all this; `()` where all is as it was.
+
+        Raises:
+            StateError: ranks cannot tell of something that has changed whether it is the same on all.
+        """
         for value in self.values:
             if value.has_changed():
-                value.watched.versions[WITHIN + value.name] = value.version
-                self.stale = True
+                now = value.contents if value.container else sorted(value.contents.items())
+                value.watched.note(WITHIN + value.name, now)
         if self.revision != Revision.number:
             hooks = {w.path: now for w in self.parts if (now := hooks_of(w.module)) != w.hooks}
+            for watched in self.parts:
+                if not all(isinstance(hook, str) for hook in hooks.get(watched.path, ())):
+                    watched.refuse("a hook", UNTOLD)
             self.stale, self.hooks, self.revision = self.stale or hooks != self.hooks, hooks, Revision.number
         if self.stale:
             changes = ((w.path, n, t) for w in self.parts for n, t in sorted(w.versions.items()))
@@ -91,14 +98,10 @@ class Changes:
         return self.last_key
 
     def facts(self) -> dict[str, str]:
-        """The same in words, for the ranks to compare."""
+        """Return the same in words, for the ranks to compare."""
         texts = {f"hooks of {path}": str(hooks) for path, hooks in self.hooks.items()}
-        for watched in self.parts:
-            for name, value in watched.versions.items():
-                text = str(value)
-                if isinstance(value, tuple) and isinstance(value[1], Same):
-                    text = f"{value[0].__name__}, the {value[1].number}. that was set"
-                texts[f"attribute {watched.path}.{name}".replace(" .", " ")] = text
+        for w in self.parts:
+            texts |= {f"attribute {w.path}.{name}".replace(" .", " "): text for name, text in w.versions.items()}
         return texts
 
     def apply(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -120,28 +123,22 @@ class Watched:
         path: its name in the original.
         changes: of the whole sharded module.
         children: the parts that stand for the module's own children.
-        versions: name of an attribute -> what tells its value from others. had: likewise all values that it was set to,
-            of those that are known by their identity: ranks compare their places.
-        adopted: names of attributes that a method of the original's has set, which it had not before.
+        versions: name of an attribute -> its value in words.
         hooks: of the module, as it was compiled; `generate` of its class may add to them (PEFT's adapters by row).
     """
 
     def __init__(self, module: nn.Module, path: str, changes: Changes, children: Mapping[str, nn.Module]) -> None:
         self.module, self.path, self.changes = module, path, changes
-        self.children, self.versions = dict(children), {}
-        self.had: dict[str, list[Any]] = {}
+        self.children: dict[str, nn.Module] = dict(children)
+        self.versions: dict[str, str] = {}
         vars(module).update((name, counted(vars(module)[name])) for name in HOOKS)
         self.hooks = hooks_of(module)
-        self.adopted: set[str] = set()
         changes.parts.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
-        new = object.__new__(Watched)
-        memo[id(self)] = new
-        new.module, new.path, new.versions, new.hooks = self.module, self.path, dict(self.versions), self.hooks
-        new.adopted = set(self.adopted)
-        new.had = {name: [*values] for name, values in self.had.items()}
-        new.changes, new.children = copy.deepcopy(self.changes, memo), copy.deepcopy(self.children, memo)
+        """Copy for a part that is copied alone, which is of no module; a copied module watches its parts anew."""
+        new = Watched(self.module, self.path, Changes(), self.children)
+        new.versions |= self.versions
         return new
 
     def refuse(self, what: str, why: str) -> NoReturn:
@@ -149,19 +146,28 @@ class Watched:
         where = f"{self.path} ({type(self.module).__name__})" if self.path else f"this {type(self.module).__name__}"
         raise StateError(f"{what} of {where}: {why}")
 
+    def note(self, name: str, value: Any) -> None:
+        """Remember what an attribute is now, or within it.
+
+        Raises:
+            StateError: ranks cannot tell whether it is the same on all.
+        """
+        self.versions[name] = words_of(value) or self.refuse(name, UNTOLD)
+        self.changes.stale = True
+
     # ---- attributes ------------------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
-        """Whether the original's module has a plain attribute of this name, of its own or by its class."""
+        """Return whether the original's module has a plain attribute of this name, of its own or by its class."""
         if name in TORCHS:
             return False
-        if name in self.module.__dict__ or name in self.adopted:
+        if name in self.module.__dict__ or name in SWITCHED:
             return True
         attribute = getattr(type(self.module), name, None) if name not in nn.Module.__dict__ else None
         return attribute is not None and not callable(attribute) and not hasattr(type(attribute), "__get__")
 
     def read(self, part: nn.Module, name: str) -> Any:
-        """The original's attribute; what can be changed from within is watched from now on."""
+        """Return the original's attribute; what can be changed from within is watched from now on."""
         value = self.module.__dict__[name]
         if isinstance(value, types.MethodType) and value.__self__ is self.module:
             return types.MethodType(value.__func__, part)
@@ -197,8 +203,6 @@ class Watched:
         # A fused weight is held as `weight_part0` and on; one set under its whole name would be read by nothing.
         if advice := self.in_parts(part, name):
             raise StateError(advice)
-        if self.changes.adopts:
-            self.adopted.add(name)
         # Parameters, modules and buffers are what the program computes with: it has their shapes and splits.
         if name in self.module._parameters:
             self._parameter(part, name, value)
@@ -207,27 +211,19 @@ class Watched:
         elif name in self.module._buffers:
             self._buffer(part, name, value)
         elif self.has(name):
+            _refuse_other_checkpoints(name, value)
             # Compared with the original, not with what was set last: `norm.eps` back at its old value calls the old
             # program again.
             was = self.module.__dict__.get(name, getattr(type(self.module), name, None))
-            if token(value) == token(was):
+            if value is was or (words_of(value) and words_of(value) == words_of(was)):
                 self.versions.pop(name, None)
             else:
-                self.versions[name] = self.numbered(name, token(value))
+                self.note(name, value)
             # Changes within are counted for the object that stood here; its successor starts with none.
             self.versions.pop(WITHIN + name, None)
             self.changes.values = [x for x in self.changes.values if (x.watched, x.name) != (self, name)]
             self.changes.stale = True
             self.lend(name, value)
-
-    def numbered(self, name: str, value: Any) -> Hashable:
-        """The token of a value; of one that is known by its identity, with its place among those that were set."""
-        if not isinstance(value[1], Same):
-            return value
-        earlier = self.had.setdefault(name, [])
-        if value not in earlier:
-            earlier.append(value)
-        return value[0], replace(value[1], number=1 + earlier.index(value))
 
     def delete(self, part: nn.Module, name: str) -> None:
         """Refuse to delete what the program needs; a parameter's name may be taken over by a hook."""
@@ -235,7 +231,7 @@ class Watched:
             self.refuse(name, f"it cannot be deleted after compile, because the program was made with it. {INSTEAD}")
 
     def in_parts(self, part: nn.Module, name: str) -> str:
-        """What to use in place of a parameter that is held in several; empty where this is the name of none."""
+        """Return what to use in place of a parameter that is held in several; empty where this is the name of none."""
         where, components = self.path or "the module", parts_of(self.module, name)
         if components:
             return (
@@ -292,15 +288,21 @@ class Watched:
             )
 
 
+def _refuse_other_checkpoints(name: str, value: Any) -> None:
+    function: Any = value.func if isinstance(value, functools.partial) else value
+    if name in SWITCHED and callable(function) and function is not checkpoint:
+        raise StateError(RECOMPUTE.format(name=getattr(function, "__qualname__", type(function).__name__)))
+
+
 def lies_as(value: Tensor, parameter: DTensor) -> bool:
-    """Whether a tensor lies as this one does; over another mesh, data parallelism's, that is for it to say."""
+    """Return whether a tensor lies as this one does; over another mesh, data parallelism's, that is for it to say."""
     if not isinstance(value, DTensor):
         return False
     return value.device_mesh != parameter.device_mesh or value.placements == parameter.placements
 
 
 def foreign(part: nn.Module, module: nn.Module | None) -> str:
-    """Why a module cannot take a part's place; empty for the part, and for what wraps it and has nothing of its own."""
+    """Return why a module cannot take a part's place; empty for the part, and what wraps it with nothing of its own."""
     inside = list(module.modules()) if module is not None else []
     if not any(m is part for m in inside):
         name = type(module).__name__
@@ -326,6 +328,6 @@ def _holds(value: Any, kinds: Any) -> bool:
 
 
 def _plain_object(value: Any) -> bool:
-    """Whether it has attributes that may be set: a config, a namespace, a record."""
+    """Return whether it has attributes that may be set: a config, a namespace, a record."""
     odd = callable(value) or isinstance(value, types.ModuleType | enum.Enum | Tensor)
     return hasattr(value, "__dict__") and not odd

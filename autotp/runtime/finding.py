@@ -25,7 +25,6 @@ from . import data_parallel, state
 from .call_key import form
 from .deferred import columns_of
 from .programs import Program, readings
-from .revision import comparable
 from .tree import Assembler
 
 WITHIN = (
@@ -122,7 +121,7 @@ class Finds:
             changes = self._changes.key()
             if not all(carried.shape.comparable() for _, carried in call.state_objects):
                 return None, "an object that holds state is described by what this process knows it by"
-            if source.key is None or not comparable(changes):
+            if source.key is None:
                 return None, "the model's attributes cannot be compared"
             return repr((source.key, self._mode(), state.dtypes(self._shards), call.entry, changes)), ""
 

@@ -14,6 +14,7 @@ from autotp.inputs import Inputs
 from autotp.plans.plan import Plan
 
 from .module import ShardedModule
+from .part import whole_class
 from .programs import Source
 
 EARLY = (
@@ -52,7 +53,8 @@ class LazyModule(ShardedModule):
         with torch.inference_mode(False), torch.enable_grad():
             parts, mode = self._build(Inputs(*args, **kwargs)), self.training
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
-            self.__class__ = kind = self._kind  # type: ignore[assignment]
+            kind = self._kind
+            self.__class__ = whole_class(parts[0], kind)
             kind.__init__(self, *parts)
         del self._build, self._kind  # they hold the original, and a process group, which cannot be copied
         self.__dict__.update(hooks)

@@ -6,11 +6,12 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.export import ExportedProgram
 from torch.optim import Optimizer
 
 from autotp import compat
@@ -25,21 +26,21 @@ from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
+from autotp.runtime.checkpoint.saving import save_into
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carrying import Carriers
-from autotp.runtime.generation.generating import Generates
-from autotp.runtime.interop import rehearsal, whole_weights
-from autotp.runtime.interop.exported import Exports
-from autotp.runtime.interop.methods import Methods
+from autotp.runtime.generation.generating import Generates, Generation, generate
+from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
-from autotp.runtime.interop.refusals import Refusals, refuse_transforms
-from autotp.runtime.interop.shown import OriginalInterface
+from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, refuse_transforms
 
-from . import data_parallel, state, updates
+from . import data_parallel, optimizer_steps, state
 from .call_key import form
 from .calls import Calls, RandomSource
+from .changes import Changes
 from .finding import Finds
-from .part import Part, watch
+from .module_hooks import hooked
+from .part import Part, watch, whole_class
 from .programs import Program, Programs, ProgramsByCall, Source, train_as
 from .shard_state import ShardState
 from .storage import Storage
@@ -48,19 +49,31 @@ from .tree import whole
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
 
 
-class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refusals, Part):
+class ShardedModule(Finds, Generates, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
     output class. `parameters()` are DTensors on one mesh; `full_state_dict()` and `full_grad_dict()` speak the
-    original's names and shapes. The original's modules can be hooked, checkpointed and wrapped one by one.
+    original's names and shapes. The original's modules can be hooked, checkpointed and wrapped one by one. It is an
+    instance of the original's class too, whose other methods and properties are as they are there.
 
     Attributes:
         config: the original's `config`, where it has one.
     """
 
+    __jit_ignored_attributes__ = Refused(JIT)
+    _initialize_hook = Refused(COMPILE)
+    is_distributed_loading_by_transformers = Refused(TRAINER)
+    _generation: Generation | None = None
+
+    def __new__(cls, *args: Any) -> Any:
+        """An instance of this class and the original's; of this one alone, as a copy begins, without arguments."""
+        return object.__new__(whole_class(args[0], cls) if args else cls)
+
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
         super().__init__(model)
+        if source.tp * plan.batch.size == 1:
+            self.__dict__[LOADED] = False
         self._plan = plan
         self.config = getattr(source.bare, "config", None)
         self._source = source
@@ -73,22 +86,22 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         state.populate(self._shards, self, model, plan.placements)
         whole_weights.load_by_original(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
-        self._changes = watch(self._shards.parts, source.bare)
+        self._changes = watch(self._shards.parts, source.bare, Changes())
         compares = source.sample and not source.check
         self._calls = Calls(self._shards, type(source.bare).__name__, self._order, self._changes, compares)
-        updates.watch(self._calls)
-        if ranks is not None:
-            rehearsal.watch(self._shards)
+        optimizer_steps.watch(self._calls)
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
         self._calls.settle()  # not before: with dp others stand for the parameters now
-        self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
+        if self._generation is not None and not hooked(self._forward_pre_hooks, self._forward_hooks):
+            return self.by_itself("", args, kwargs)
+        ownership.forget_steps()
         gathering = self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext()
         with data_parallel.recovering(self._shards), self._calls.turn(), gathering:
             outputs = nn.Module.__call__(self, *args, **kwargs)
@@ -112,6 +125,9 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         Args:
             entry: the path. args, kwargs: of the call. late: whether outputs may be gathered where they are read.
         """
+        if self._generation is not None:
+            late, own = self._generation.late, self._generation.own
+            kwargs = {name: value for name, value in kwargs.items() if name not in own}
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
@@ -216,7 +232,7 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         return data_parallel.no_sync(self._shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; with dp also gradients of backwards in `no_sync` that are not summed yet."""
+        """Drop gradients as torch does; with dp also those of backwards in `no_sync` that are not summed yet."""
         super().zero_grad(set_to_none)
         data_parallel.drop_gradients(self._shards)
 
@@ -325,6 +341,79 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         """Original parameter name -> how it is held."""
         return iter(self._shards.storages.items())
 
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], max_shard_size: int | str = "5GB", **kwargs: Any
+    ) -> None:
+        """Write the whole weights and the config as transformers does, for its `from_pretrained`. A collective call.
+
+        `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside whatever
+        else lies there.
+
+        Args:
+            save_directory: the folder.
+            max_shard_size: largest size of one file, in bytes or such as "5GB"; with more, files have an index.
+            kwargs: of those that transformers takes, what says how one process writes all is not needed here:
+                state_dict, is_main_process, save_function and safe_serialization=True.
+
+        Raises:
+            InputError: another argument, or a size that cannot be read.
+            StateError: the folder cannot be written.
+            RankError: that is so on another rank.
+        """
+        save_into(self._shards, save_directory, max_shard_size, kwargs)
+
+    # ---- other ways to run -----------------------------------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
+
+        Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done, by the
+        option `synced_gpus` of transformers. The cache is this rank's part. Random numbers are rank 0's.
+
+        Raises:
+            RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
+            StateError: the original's class has no `generate`; sequences are dealt over cp, and a cache is not; or an
+                option is one that ranks cannot follow.
+        """
+        return generate(self, args, kwargs)
+
+    def program(
+        self, example_inputs: Any, *, training: bool = False, group: str = standalone_program.WORLD
+    ) -> ExportedProgram | fx.GraphModule:
+        """This rank's program for a call, with this rank's weights, for a process without the model. A collective call.
+
+        For inference it is an `ExportedProgram` of torch's operators and functional collectives alone:
+        `torch.export.save` and `torch.export.load` need no autotp, and `.module()` runs it. For training it is a
+        `torch.fx.GraphModule` whose collectives have gradients (`autotp.comm.conversions`): `torch.save` and
+        `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
+        generator, which must be in the same state on every tp rank.
+
+        A program takes the tensors of the call, of whole shapes and the same on every rank: those that were given by
+        position by position, those by name by name, those in a container apart (`name_0`, ...). What is no tensor is as
+        in the example. It gives full outputs: tensors, and tuples, lists and dicts of them in place of other classes.
+        Weights have the original's names and the rank's shapes.
+
+        Args:
+            example_inputs: of one call, as for `autotp.compile`. Dimensions that the plan keeps symbolic, such as batch
+                and length, stay free where the program allows it: see `range_constraints`.
+            training: for training; the module must be in that mode.
+            group: name of the process group, in the process that loads it, whose ranks are the tp ranks in their order:
+                its `group_name`. "0" is the group of all processes, that `init_process_group` makes.
+
+        Returns: the program; it shares its weights with this module until it is saved.
+
+        Raises:
+            InputError: the inputs do not fit `forward`, hold a cache, or the module is in the other mode; or the plan
+                has a data-parallel axis.
+            CaptureError: torch cannot export the program.
+            RankError: that is so on another rank.
+        """
+        return standalone_program.program(self, example_inputs, training, group)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: see `autotp.compile`'s `backend`."""
+        raise StateError(COMPILE)
+
     # ---- looking at it ---------------------------------------------------------------------------------------------
 
     @property
@@ -371,16 +460,16 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
         # Made again, on the copied parts.
         memo |= {id(self._programs_made): Programs(), id(self._programs_by_call): ProgramsByCall()}
+        memo[id(self._changes)] = Changes()
         for part in self._order:
             if isinstance(part, Part):
                 memo |= {id(table): {} for table in (part._programs, part._turns, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        new._changes.whole = new
+        watch(new._shards.parts, self._source.bare, new._changes).stale = True
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes, program.entry)
         new._calls.settle()
-        updates.watch(new._calls)
-        rehearsal.watch(new._shards)
+        optimizer_steps.watch(new._calls)
         return new
 
     def __getstate__(self) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +13,13 @@ from torch import nn
 
 from autotp.capture.subclasses.weights import plain_class
 from autotp.errors import StateError
-from autotp.runtime.interop.methods import AbsentError, in_place_of
-from autotp.runtime.interop.refusals import DDP, SET, Refused
+from autotp.runtime.generation.generate_methods import while_generating
+from autotp.runtime.interop.methods import ABSENT, AbsentError, in_place_of
+from autotp.runtime.interop.tool_refusals import DDP, SET, Refused
 from autotp.runtime.interop.whole_weights import on_whole_weights
 
-from .boundaries import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
 from .changes import TORCHS, Changes, Watched, foreign
+from .module_hooks import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
 from .revision import TABLES, Revision, counted
 from .storage import Storage
 
@@ -33,7 +36,7 @@ class Part(nn.Module):
         return object.__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Nothing: the original's classes may keep a register of what derives from them."""
+        """Do nothing: the original's classes may keep a register of what derives from them."""
 
     def __init__(self, original: nn.Module) -> None:
         nn.Module.__init__(self)  # never the original's
@@ -53,7 +56,7 @@ class Part(nn.Module):
         self.training = original.training
 
     def __call__(self, *args: Any, program: Any = None, **kwargs: Any) -> Any:
-        """As torch's, whatever the original's class does in its own, which the program holds."""
+        """Call as torch does, whatever the original's class does in its own, which the program holds."""
         if program is None:
             return self.forward(*args, **kwargs)  # the hooks are called there
         self.__dict__["_due"] = False
@@ -97,7 +100,7 @@ class Part(nn.Module):
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
     def register_forward_pre_hook(self, hook: Any, *, prepend: bool = False, with_kwargs: bool = False) -> Any:
-        """As torch's; the hook sees whole values, as on the original."""
+        """Register as torch does; the hook sees whole values, as on the original."""
         if not is_own(hook):
             hook, with_kwargs = before_forward(hook, with_kwargs), True
         return nn.Module.register_forward_pre_hook(self, hook, prepend=prepend, with_kwargs=with_kwargs)
@@ -105,7 +108,7 @@ class Part(nn.Module):
     def register_forward_hook(
         self, hook: Any, *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False
     ) -> Any:
-        """As torch's; the hook sees whole values, as on the original."""
+        """Register as torch does; the hook sees whole values, as on the original."""
         if not is_own(hook):
             hook, with_kwargs = after_forward(hook, with_kwargs), True
         return nn.Module.register_forward_hook(
@@ -113,11 +116,11 @@ class Part(nn.Module):
         )
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As torch's; the hook sees gradients of whole values, as on the original."""
+        """Register as torch does; the hook sees gradients of whole values, as on the original."""
         return nn.Module.register_full_backward_hook(self, hook if is_own(hook) else after_backward(hook), prepend)
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As torch's; the hook sees gradients of whole values, as on the original."""
+        """Register as torch does; the hook sees gradients of whole values, as on the original."""
         return nn.Module.register_full_backward_pre_hook(self, hook if is_own(hook) else before_backward(hook), prepend)
 
     # ---- attributes, children and parameters -----------------------------------------------------------------------
@@ -127,12 +130,15 @@ class Part(nn.Module):
         if watched is not None and name in watched.module.__dict__:
             return watched.read(self, name)
         try:
-            return nn.Module.__getattr__(self, name)  # never the original's own, which may ask for more
+            return nn.Module.__getattr__(self, name)  # before the original's own, which may ask for more
         except AttributeError:
             advice = "" if watched is None else watched.in_parts(self, name)
-            if not advice:
+            if advice := ABSENT.get(name, advice).format(name=name):
+                raise AbsentError(advice) from None
+            own: Any = getattr(super(), "__getattr__")  # noqa: B009
+            if watched is None or name in watched.children or own.__func__ is nn.Module.__getattr__:
                 raise
-        raise AbsentError(advice)
+        return own(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:
@@ -153,7 +159,7 @@ class Part(nn.Module):
         nn.Module.__delattr__(self, name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As torch's; another module in the place of one of the original's is refused."""
+        """Add as torch does; another module in the place of one of the original's is refused."""
         watched = self.__dict__.get("_watched")
         if watched is not None:
             watched.place(self, name, module)
@@ -161,7 +167,11 @@ class Part(nn.Module):
 
     # ---- what it looks like ----------------------------------------------------------------------------------------
 
-    _ddp_params_and_buffers_to_ignore = Refused("torch.nn.parallel", DDP)
+    _ddp_params_and_buffers_to_ignore = Refused(DDP)
+
+    def __dir__(self) -> list[str]:
+        kind = type(self)
+        return [n for n in nn.Module.__dir__(self) if not isinstance(inspect.getattr_static(kind, n, None), Refused)]
 
     def _get_name(self) -> str:
         return self._original
@@ -194,67 +204,77 @@ class Standing(type):
 
 
 @functools.lru_cache(1024)
-def class_of(original: type[nn.Module]) -> type[Part]:
-    """The class of the parts that stand for modules of this class: a `Part` and one of these.
+def class_of(original: type[nn.Module], kind: type[Part] = Part, forward_class: type[nn.Module] | None = None) -> Any:
+    """Return the class of what stands for modules of a class: a kind of `Part` and one of these.
 
-    `Part` alone where the class allows no subclass.
+    The kind alone where the class allows no subclass.
+
+    Args:
+        original: the class. kind: `Part`, or a class of whole sharded modules.
+        forward_class: the class whose forward says the arguments; None for a part, which is called with values.
     """
-    kind = type(original)
-    meta = Standing if issubclass(Standing, kind) else type("Standing", (Standing, kind), {})
-    body = {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
-    body |= {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"_class": original}
-    body |= on_whole_weights(original) | in_place_of(original)
+    meta_of = type(original)
+    meta = Standing if issubclass(Standing, meta_of) else type("Standing", (Standing, meta_of), {})
+    instead = on_whole_weights(original) | in_place_of(original) | while_generating(original)
+    body = {n: function for n, function in instead.items() if kind is Part or not hasattr(kind, n)}
+    body |= {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
+    body |= {n: getattr(original, n) for n in ("__module__", "__qualname__")} | {"_class": original}
+    body["__doc__"] = original.__doc__ if kind is Part else kind.__doc__
+    if forward_class is not None or while_generating(original):
+
+        @functools.wraps((forward_class or original).forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return kind.forward(self, *args, **kwargs)
+
+        body["forward"] = forward
     try:
-        return meta(original.__name__, (Part, original), body)
+        return meta(original.__name__, (kind, original), body)
     except TypeError:
-        return Part
+        return kind
+
+
+def whole_class(model: nn.Module, kind: type[Part]) -> Any:
+    """Return the class of a sharded module: of a kind of these, and of the original's, with its forward's arguments."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return kind
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    # PEFT's may take anything, and pass it on to the base model.
+    anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    base: Any = getattr(model, "get_base_model", None) if anything else None
+    return class_of(plain_class(type(model)), kind, type(base()) if callable(base) else type(model))
 
 
 def part_of(module: nn.Module) -> Part:
-    """What stands for a module of the original."""
+    """Make what stands for a module of the original."""
     cls = class_of(plain_class(type(module))) if not isinstance(module, torch.jit.ScriptModule) else Part
     part = cls.__new__(cls)
     Part.__init__(part, module)
     return part
 
 
-def watch(parts: Mapping[str, nn.Module], bare: nn.Module) -> Changes:
-    """From now on every part minds what is set on it; what was set is in the `Changes`.
+def watch(parts: Mapping[str, nn.Module], bare: nn.Module, changes: Changes) -> Changes:
+    """Let every part mind what is set on it; what was set is in `changes`, which is returned.
 
     Args:
         parts: the parts by the original's paths of modules.
         bare: the original's skeleton.
+        changes: of the whole module; what its parts have noted already counts on.
     """
-    changes = Changes(parts[""])
+    changes.whole = parts[""]
     for path, module in bare.named_modules(remove_duplicate=False):
         part = parts[path]
-        if isinstance(part, Part) and "_watched" not in part.__dict__:
-            part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
-            own = set(module.__dict__) - TORCHS
-            for name in own & set(part.__dict__):  # such as the config
-                part.__dict__["_watched"].lend(name, part.__dict__[name])
-            for name in own:
-                _uncover(type(part), name)
+        before = part.__dict__.get("_watched")
+        if isinstance(part, Part) and (before is None or before.changes is not changes):
+            watched = part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
+            watched.versions |= before.versions if before is not None else {}
+            for name in set(module.__dict__) - TORCHS:
+                if name in part.__dict__:  # such as the config
+                    watched.lend(name, part.__dict__[name])
+                elif not callable(covers := getattr(type(part), name, callable)) and not hasattr(covers, "__get__"):
+                    # Python would find the value of the original's class, and not ask for the instance's.
+                    with contextlib.suppress(AttributeError):
+                        part.__dict__[name] = watched.read(part, name)
     return changes
-
-
-class Own:
-    """An attribute of which the original's class has one value and its instances another: the instance's."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        self.name, self.value = name, value
-
-    def __get__(self, part: Any, owner: Any = None) -> Any:
-        watched = None if part is None else part.__dict__.get("_watched")
-        return watched.read(part, self.name) if watched and self.name in watched.module.__dict__ else self.value
-
-
-def _uncover(kind: type[nn.Module], name: str) -> None:
-    """Let the class of parts show what an instance has, where Python would find the value of the original's class."""
-    if "_class" in vars(kind) and name not in nn.Module.__dict__ and hasattr(kind, name):
-        covers = getattr(kind, name)
-        if not callable(covers) and not hasattr(type(covers), "__get__"):
-            setattr(kind, name, Own(name, covers))
 
 
 def standing_for(part: Part, module: nn.Module) -> nn.Module:

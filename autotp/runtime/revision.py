@@ -1,15 +1,14 @@
-"""What tells before a call whether a sharded module is as it was: one number, and copies to compare with.
+"""Tells before a call whether a sharded module is as it was: one number, and copies to compare with.
 
 The number rises when something is set on a part, hooked to it or put in its place. What all parts are like takes a walk
 through objects that no step of decoding has in its caches; with the same number as before the answer is that of before.
 Of a list, a dict or an object with attributes, which anybody may change from within, there is a copy; what is set on a
-part is known by a token.
+part is known by its words.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import zlib
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from autotp.capture.request import TRAINING, Mode, mode_with, parameters_of, sho
 from autotp.runtime.interop import data_writes
 from autotp.runtime.interop.data_writes import DataWrites
 
-from .boundaries import hooked
+from .module_hooks import hooked
 
 VERSION = attrgetter("_version")
 CONTAINERS = (list, dict, set)
@@ -36,73 +35,31 @@ WRITERS = (
 )  # fmt: skip
 
 
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-@dataclass(frozen=True)
-class Same:
-    """Stands for a value that can be told from others by its identity alone."""
-
-    value: Any = field(hash=False, compare=False, repr=False)
-    at: int = field(repr=False)  # another in each process, so that ranks compare the rest
-    number: int = field(default=0, hash=False, compare=False)  # among the values that an attribute has had
-
-
-def token(value: Any) -> Hashable:
-    """What says whether another value is the same; of a container, whether it has the same plain values in it."""
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if callable(value) and (text := _words(value)):
-        return type(value), text
-    if type(value) in (tuple, list, dict, set):
-        within: Any = value
-        items = [*map(_plain, within.items() if isinstance(value, dict) else within)]
-        if items and "" not in items:  # of a set of strings each process has another order
-            return type(value), tuple(sorted(items) if isinstance(value, set) else items)
-    return type(value), Same(value, id(value))
-
-
-def _plain(value: Any) -> str:
-    """A plain value, or a pair of them, as text; "" for others."""
-    pair = value if isinstance(value, tuple) else (value,)
-    if any(not isinstance(v, PLAIN) for v in pair):
-        return ""
-    return repr([(type(v).__name__, v) for v in pair])
-
-
-def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
-    """What says whether a module of the skeleton has other hooks: a capture of it runs them."""
-    tables = [getattr(module, name) for name in HOOKS]
-    return tuple([_described(hook) for table in tables for hook in table.values()])
-
-
-def _described(hook: Any) -> Hashable:
-    """What a hook is in every process, with what PEFT's partial functions hold; of a closure its identity."""
-    return _words(hook) or token(hook)
-
-
-def _words(value: Any) -> str:
-    """What a value is in every process, such as a function of a module; "" where that cannot be told."""
+def words_of(value: Any) -> str:
+    """Return a value in words that are the same in every process; "" where it is known by its identity alone."""
     try:
         return repr(words(value))
     except Untold:
         return ""
 
 
-def comparable(key: Hashable) -> bool:
-    """Whether a key says the same in every process: none of its values is known by its identity alone."""
-    return all(map(comparable, key)) if isinstance(key, tuple) else not isinstance(key, Same)
+def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
+    """Return what says whether a module of the skeleton has other hooks: a capture of it runs them."""
+    tables = [getattr(module, name) for name in HOOKS]
+    return tuple([words_of(hook) or id(hook) for table in tables for hook in table.values()])
 
 
 class Revision:
-    """Of all parts of this process: `number` rises with every change."""
+    """Number, of all parts of this process, that rises with every change."""
 
     number = 0
 
 
 def _counting(kind: type[Any]) -> type[Any]:
-    """The class, whose methods that write count."""
+    """Let the methods of a class that write count."""
 
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -125,7 +82,7 @@ class CountedDict(dict[Any, Any]):
 
 @_counting
 class CountedOrderedDict(OrderedDict[Any, Any]):
-    """Likewise."""
+    """Counts what is written to it."""
 
 
 # What of a part is a dictionary that decides what its call does.
@@ -143,7 +100,7 @@ def counted(table: dict[Any, Any]) -> dict[Any, Any]:
 
 @dataclass
 class WriteCount:
-    """How often tensors were written: themselves, by this rank's parts (`to_local()`), or by their `.data`.
+    """Count of writes to tensors: to themselves, by this rank's parts (`to_local()`), or by their `.data`.
 
     Attributes:
         tensors: plain ones or DTensors.
@@ -172,7 +129,7 @@ class WriteCount:
 
 @dataclass
 class Inventory:
-    """What the parts of a module hold and which mode they are in, listed again where the revision is another.
+    """List of what the parts of a module hold and which mode they are in, listed again where the revision is another.
 
     Attributes:
         parts: of the module.
@@ -195,18 +152,18 @@ class Inventory:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that the parts themselves hold."""
+        """Parameters that the parts themselves hold."""
         self._list()
         return self._parameters
 
     @property
     def hooked(self) -> tuple[bool, bool]:
-        """Whether there are hooks of the user's on the forward, and on the backward, of some part."""
+        """Flags that say whether there are hooks of the user's on the forward, and on the backward, of some part."""
         self._list()
         return self._hooked
 
     def trained(self) -> int:
-        """Which parameters are trained, as a number; 0 where nothing is graded."""
+        """Return which parameters are trained, as a number; 0 where nothing is graded."""
         if not torch.is_grad_enabled():
             return 0
         return zlib.crc32(bytes([p.requires_grad for p in self.parameters]))
@@ -217,18 +174,18 @@ class Inventory:
 
     @property
     def writes(self) -> int:
-        """How often parameters were written."""
+        """Count of writes to parameters."""
         self._list()
         return self._count.number()
 
     def mode(self, device: torch.device) -> Mode:
-        """What a capture is made for now. Types and gradients are the tensors' own, and asked each time."""
+        """Return what a capture is made for now. Types and gradients are the tensors' own, and asked each time."""
         self._list()
         return mode_with(self._training, self.parts, self._parameters, device)
 
 
 def contents(value: Any) -> Any:
-    """A copy for comparison; of an object it is the attributes."""
+    """Return a copy for comparison; of an object its attributes."""
     if isinstance(value, CONTAINERS):
         return _still(value)
     attributes = attributes_of(value)
@@ -236,7 +193,7 @@ def contents(value: Any) -> Any:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, past its class's own way of giving them: a config's is slow."""
+    """Return the attributes of an object, past its class's own way of giving them: a config's is slow."""
     return object.__getattribute__(value, "__dict__")
 
 

@@ -20,7 +20,7 @@ from autotp.comm.channel import Channel, by_value
 from autotp.comm.lockstep import CAUSES, end_hooks, meet
 from autotp.comm.turn import hold
 from autotp.errors import RankError
-from autotp.runtime.interop.refusals import refuse_transforms
+from autotp.runtime.interop.tool_refusals import refuse_transforms
 
 from .samples import NOTHING, SAMPLES, alike, leading, sampled
 

@@ -13,8 +13,7 @@ from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
-from autotp.runtime.interop import arrays, operators, redistribution, refusals
-from autotp.runtime.interop.ours import know
+from autotp.runtime.interop import dtensor_operators, ownership
 
 from . import data_parallel
 from .meta import fresh_buffer
@@ -32,11 +31,8 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
     """
     # A plain process holds no DTensors, and torch's own operators and redistribution stay as they are.
     if shards.ranks is not None:
-        operators.install()
-        arrays.install()
-        refusals.install()
-        redistribution.install()
-        know(shards.ranks.group_name, shards.ranks.planners.group_name)
+        dtensor_operators.install()
+        ownership.know(shards.ranks.group_name, shards.ranks.planners.group_name)
     # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and as a copy of it
     # would train apart.
     parts: dict[int, Any] = {id(model): root}

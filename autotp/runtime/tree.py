@@ -21,7 +21,7 @@ from autotp.passes.analysis.flows import flows
 from autotp.runtime.lower import eager, single
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
-from .boundaries import Boundary
+from .module_hooks import Boundary
 from .part import Part, standing_for
 from .storage import Storage
 from .weight_reads import Place, Read, places, reader

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autotp
-from autotp.runtime import updates
+from autotp.runtime import optimizer_steps
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
 
@@ -64,7 +64,7 @@ def odd(sharded: Any, what: str) -> None:
 def parting(rank: int, world: int, group: Any) -> dict[str, str]:
     sharded = autotp.compile(model(), example_inputs=X, mesh=mesh_of(group))
     found = {what: message_of(partial(odd, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
-    with patch.object(updates, "_compare", lambda *args: None):  # what is compared makes the difference
+    with patch.object(optimizer_steps, "_compare", lambda *args: None):  # what is compared makes the difference
         found["control"] = message_of(partial(odd, copy.deepcopy(sharded), "rate" if rank else ""))
     return found | {"": message_of(partial(odd, copy.deepcopy(sharded), ""))}
 

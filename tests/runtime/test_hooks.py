@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.errors import RankError, StateError
-from autotp.runtime.boundaries import Boundary
+from autotp.runtime.module_hooks import Boundary
 from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.errors import message_of
 

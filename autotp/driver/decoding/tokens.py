@@ -13,7 +13,7 @@ from autotp import compat
 from autotp.errors import InputError
 from autotp.inputs import CACHES, Inputs, bind
 from autotp.ir.named_states import Names, follow
-from autotp.runtime.generation.shell import shell
+from autotp.runtime.generation.generate_methods import calling
 
 NO_CACHE = (
     "autotp.verify(generate={count}): {name} carries nothing from call to call that could be compared. Its class has "
@@ -89,7 +89,7 @@ class Generated:
 
     def _generate(self, call: Call, inputs: dict[str, Any], new: int) -> Tensor:
         keeps: dict[str, Any] = {"logits_to_keep": 0} if self._keeps() else {}
-        generator = shell(self.bare, self.bare, call)
+        generator = calling(self.bare, call)
         return generator.generate(
             **inputs, **keeps, max_new_tokens=new, min_new_tokens=new, do_sample=False, num_beams=1, use_cache=True,
             logits_processor=[Forced(self.tokens)], return_dict_in_generate=False,

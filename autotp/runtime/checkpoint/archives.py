@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import StateError
 from autotp.runtime import state
-from autotp.runtime.interop.foreign import INSTEAD, of_another_rank
+from autotp.runtime.interop.ownership import INSTEAD, of_another_rank
 from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Box
 

@@ -1,10 +1,11 @@
-"""What a sharded module has for calls with state: `generate()`, and how such calls are recognised and captured."""
+"""Calls with state of a sharded module: `generate()`, and how such calls are recognised and captured."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,16 +13,24 @@ from torch import Tensor
 
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
-from autotp.runtime.boundaries import hooked
 from autotp.runtime.call_key import signature
 from autotp.runtime.deferred import gathered
 from autotp.runtime.interop.methods import BATCHES
+from autotp.runtime.module_hooks import hooked
 from autotp.runtime.programs import Program
 
 from .arguments import Arguments
-from .shell import one_generator, shell
+from .generate_methods import one_generator
 from .steps import StepKind, Steps
 
+NO_GENERATE = (
+    "{name} has no generate(): its class brings none. Those of transformers that end in a language model's head do; "
+    "for others call the sharded module itself, with the cache that it gave."
+)
+CONTEXT_PARALLEL = (
+    "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled without cp; "
+    "its state dict is this one's."
+)
 # Arguments that are the caller's own functions, which may read logits, and on one rank alone.
 READERS = ("logits_processor", "stopping_criteria", "custom_generate")
 SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
@@ -64,7 +73,7 @@ def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) ->
 
 
 def _takes_synced(kind: Any) -> bool:
-    """Whether the `generate` of a class may be given transformers' option, as a class's own loop may not."""
+    """Return whether the `generate` of a class may be given transformers' option, as a class's own loop may not."""
     parameters = inspect.signature(kind.generate).parameters if hasattr(kind, "generate") else {}
     return "synced_gpus" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -83,6 +92,59 @@ def _text(value: Any) -> str:
     return f"{type(value).__name__} {options}".rstrip()
 
 
+@dataclass
+class Generation:
+    """A call of `generate` that is under way.
+
+    Attributes:
+        late: whether outputs of its forwards may be gathered where they are read.
+        own: names of what `generate` takes for itself, which forwards do not get.
+    """
+
+    late: bool
+    own: set[str] = field(default_factory=set)
+
+
+def generate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the original class's `generate` on a sharded module; see `ShardedModule.generate`. A collective call.
+
+    Args:
+        module: the sharded module. args, kwargs: of `generate`.
+    """
+    shards, calls, original = module._shards, module._calls, type(module._source.bare)
+    function = getattr(original, "generate", None)
+    if shards.axis.name == "cp":
+        raise StateError(CONTEXT_PARALLEL)
+    if not callable(function):
+        raise StateError(NO_GENERATE.format(name=original.__name__))
+    if shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(original):
+        kwargs.setdefault("synced_gpus", True)
+    late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
+    late = late and not hooked(module._forward_pre_hooks, module._forward_hooks)
+    with calls.turn("generate()"):
+        config = getattr(module, "generation_config", None)
+        calls.agree("generate()", option_texts(args, kwargs, config))
+        refuse(args, kwargs, config, shards.axis.size)
+        with one_generator(module._source.ranks, shards.device), _under_way(module, late):
+            outputs = gathered(function(module, *args, **kwargs))
+        calls.agree("end of generate()", {})
+        return outputs
+
+
+@contextlib.contextmanager
+def _under_way(module: Any, late: bool) -> Iterator[None]:
+    """Note a generation on the module, and take off what `generate` leaves there, such as a cache to use again."""
+    attributes, before = vars(module), {*vars(module)}
+    outer = module._generation
+    attributes["_generation"] = Generation(late, outer.own if outer is not None else set())
+    try:
+        yield
+    finally:
+        attributes["_generation"] = outer
+        for name in attributes.keys() - before:
+            del attributes[name]
+
+
 class Generates:
     """For a sharded module."""
 
@@ -93,47 +155,6 @@ class Generates:
     _changes: Any
     _mode: Any
     _capture: Any
-    by_itself: Any
-    _calls: Any
-    _forward_hooks: Any
-    _forward_pre_hooks: Any
-    __call__: Any
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
-
-        Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done, by the
-        option `synced_gpus` of transformers. The cache is this rank's part. Random numbers are rank 0's.
-
-        Raises:
-            RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
-            StateError: the original's class has no `generate`; sequences are dealt over cp, and a cache is not; or an
-                option is one that ranks cannot follow.
-        """
-        if self._shards.axis.name == "cp":
-            raise StateError(
-                "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
-                "without cp; its state dict is this one's."
-            )
-        if self._shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(type(self._source.bare)):
-            kwargs.setdefault("synced_gpus", True)
-        late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
-        late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
-        generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late), self._calls.any)
-        with self._calls.turn("generate()"):
-            config = getattr(generator, "generation_config", None)
-            self._calls.agree("generate()", option_texts(args, kwargs, config))
-            refuse(args, kwargs, config, self._shards.axis.size)
-            with one_generator(self._source.ranks, self._shards.device):
-                outputs = gathered(generator.generate(*args, **kwargs))
-            self._calls.agree("end of generate()", {})
-            return outputs
-
-    def _call_of_shell(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool) -> Any:
-        """A forward within `generate`; hooks on the whole module are called at it as at any other."""
-        if entry or not hooked(self._forward_pre_hooks, self._forward_hooks):
-            return self.by_itself(entry, args, kwargs, late)
-        return self(*args, **kwargs)
 
     @property
     def _steps(self) -> Steps:

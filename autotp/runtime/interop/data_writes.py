@@ -33,7 +33,7 @@ class DataWrites:
 
 @dataclass
 class _Tables:
-    """Of this process, by the parts of tensors: to the tensors themselves a weak reference would keep torch from
+    """Tables of this process, by the parts of tensors: to the tensors themselves a weak reference would keep torch from
     swapping them. `revision` rises with every entry."""
 
     entries: Any = field(default_factory=WeakTensorKeyDictionary)
@@ -70,7 +70,7 @@ def assigned(tensor: Tensor, before: Tensor) -> None:
 
 
 def entries_of(parts: Iterable[Tensor]) -> list[DataWrites]:
-    """Of those that have any."""
+    """Return the entries of those that have any."""
     table = tables.entries
     if not len(table):  # as nearly always: of no part is asked then
         return []

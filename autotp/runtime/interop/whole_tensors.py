@@ -18,7 +18,7 @@ from autotp import compat
 from autotp.errors import StateError
 
 from . import data_writes
-from .ours import ours
+from .ownership import ours
 
 aten: Any = torch.ops.aten
 
@@ -45,7 +45,7 @@ def install() -> None:
         _handle(operator, _view)
     _handle(aten.fill_.Tensor, _fill)
     _handle(aten.t_.default, _refuse)
-    _handle_data()
+    compat.replace_data(_counted)
 
 
 def _part(whole: Tensor, like: DTensor) -> DTensor:
@@ -163,24 +163,24 @@ def _handle(operator: Any, handler: Any) -> None:
     compat.operator_handlers()[operator] = handle
 
 
-def _handle_data() -> None:
-    """Let `tensor.data = value` replace the local tensor, which has the values: torch's setter leaves it.
+def _counted(torchs: Any) -> property:
+    """Make `.data` whose assignments replace the local tensor, which has the values: torch's setter leaves it.
 
     What is written to that of a parameter, and assignments, are counted.
     """
 
     def get(self: Any) -> Any:
         counts = isinstance(self, nn.Parameter) and ours(self)
-        return data_writes.alias_of(self, _data.__get__) if counts else _data.__get__(self)
+        return data_writes.alias_of(self, torchs.__get__) if counts else torchs.__get__(self)
 
     def put(self: Any, value: Tensor) -> None:
         if not ours(self):
-            _data.__set__(self, value)
+            torchs.__set__(self, value)
             return
         before, source = compat.local_of(self), _assign(self, value)
-        _data.__set__(self, source)
+        torchs.__set__(self, source)
         self._local_tensor, self._spec = source._local_tensor, source._spec
         if isinstance(self, nn.Parameter):
             data_writes.assigned(self, before)
 
-    DTensor.data = property(get, put)  # type: ignore[assignment]
+    return property(get, put)

@@ -19,7 +19,7 @@ from autotp.comm.lockstep import meet_in
 from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Storage
 
-from .ours import ours
+from .ownership import ours
 
 WRITERS = ("merge", "unmerge")
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.runtime import state
+from autotp.runtime.interop.ownership import begin_step, end_step
 from autotp.runtime.shard_state import ShardState
 
 
@@ -111,7 +112,9 @@ class Sums:
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most this; the norm before."""
         own = [p.grad for p in self._parameters(sorted(self.counted)) if p.grad is not None]
+        begin_step(self)  # all ranks are at it, and the norms of a stage are no mistake here
         norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
+        end_step()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # In one type on all stages, which may have gradients of different types, or none: collectives of two abort.
         total, kind = norm.double(), norm.dtype

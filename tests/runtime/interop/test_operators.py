@@ -22,6 +22,8 @@ OPTIM: Any = torch.optim
 class Lamb(OPTIM.Optimizer):
     """Scales an update by two norms, which it takes as numbers of Python."""
 
+    right_for_shards = True
+
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 

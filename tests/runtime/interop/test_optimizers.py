@@ -61,7 +61,7 @@ def outcome(model: Any, sharded: Any, x: Tensor, mine: Tensor, make: Callable[[A
     model.load_state_dict(start)
     sharded.load_state_dict(start)
     if kind:
-        return "refused" if "does not step on this module's parameters" in text else text
+        return "refused" if "step on this module's parameters" in text else text
     return "right" if apart < 1e-9 else f"{apart:.1e} apart"
 
 

@@ -1,4 +1,4 @@
-"""What hooks on a module see: whole values, as on the original, where a rank has a slice or a summand of them.
+"""Hooks on a module, and the values that they see: whole ones, where a rank has a slice or a summand of them.
 
 A hook is shown what flows into the module and out of it as tensors that are whole on every rank, and whose gradients
 are; what it returns in their place is split again. Parameters, which flow into modules too, are not shown. Hooks of
@@ -33,7 +33,7 @@ LENGTH = struct.Struct("!q")
 
 @dataclass(frozen=True)
 class Boundary:
-    """What flows into one call of a module and out of it.
+    """Values that flow into one call of a module and out of it.
 
     Attributes:
         path: of the module. ranks: over which the values lie; None in one plain process.
@@ -46,21 +46,21 @@ class Boundary:
 
     @property
     def ways(self) -> Any:
-        """How everything lies there, to be compared."""
+        """Layouts of all that flows, to be compared."""
         return tuple(self.takes), tuple(self.gives)
 
     @property
     def communicates(self) -> bool:
-        """Whether showing the whole of what flows forward takes all ranks."""
+        """Flag that says whether showing the whole of what flows forward takes all ranks."""
         return any(flow.shown and not flow.whole for flow in (*self.takes, *self.gives))
 
     @property
     def split(self) -> bool:
-        """Whether a hook would see something else than the whole."""
+        """Flag that says whether a hook would see something else than the whole."""
         return any(not flow.shown or flow.layout != I for flow in (*self.takes, *self.gives))
 
     def whole_values(self, values: Sequence[Any], flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
-        """What a hook sees of these values.
+        """Return what a hook sees of these values.
 
         Args:
             values, flows: those at the boundary, this rank's part of each. graded: whether these are gradients.
@@ -129,7 +129,7 @@ class Boundary:
         return function_for(source, target)(value, source, target, rank=r.rank, tp=r.tp, group=r.group_name)
 
     def _spec(self, value: Any, flow: Flow, graded: bool) -> Spec:
-        """How the value of a flow, or its gradient, lies now."""
+        """Return how the value of a flow, or its gradient, lies now."""
         if not isinstance(value, Tensor) or flow.layout == I or self.ranks is None:
             return INVARIANT
         if flow.layout.mark not in "RPS":
@@ -157,7 +157,7 @@ class Boundary:
 
 
 def _plain(spec: Any) -> bool:
-    """Whether a slice is told in numbers."""
+    """Return whether a slice is told in numbers."""
     return isinstance(spec.repeat, int) and all(isinstance(n, int) for pair in spec.segments for n in pair)
 
 
@@ -174,7 +174,7 @@ def _name(hook: Any) -> str:
 
 
 def is_own(hook: Any) -> bool:
-    """Whether a hook is one of torch's own, or of autotp's."""
+    """Return whether a hook is one of torch's own, or of autotp's."""
     return f"{_name(hook)}.".startswith(OWN)
 
 
@@ -184,7 +184,7 @@ def _shows_whole(run: Any) -> Any:
 
 
 def hooked(*tables: Mapping[int, Any]) -> bool:
-    """Whether these hooks of a module have one of the user's among them."""
+    """Return whether these hooks of a module have one of the user's among them."""
     return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that would step otherwise on parts than on whole parameters is refused before it changes anything."""
+"""An optimizer of which nobody says that it steps on parts as on wholes is refused before it changes anything."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from prodigyopt import Prodigy
 from torch import Tensor, nn
 
 import autotp
@@ -14,8 +15,7 @@ from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
 
 OPTIM: Any = torch.optim
-NAMES = ("its own norms", "plain states", "Muon on pieces", "steps within steps", "a closure", "a list of its own")
-NAMES += ("a function", "no words")
+NAMES = ("its own norms", "plain states", "Muon on pieces", "steps within steps", "of a known one", "other options")
 
 
 class Own(OPTIM.Optimizer):
@@ -32,28 +32,26 @@ class Own(OPTIM.Optimizer):
                 held.sub_(grad * (group["lr"] * held.norm() / grad.norm()))
 
 
-class ByFunction(Own):
-    """As `Own`, by a function that it holds."""
+class Signs(Own):
+    """Updates element by element, and says that it does."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr)
-        self.growth = lambda held, factor=0.5: held.norm() * factor
+    right_for_shards = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign() * group["lr"])
+
+
+class Decayed(OPTIM.AdamW):
+    """Of a known class, with a step of its own: what is known of that one is not known of this one."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
-            held, grad = (x.to_local() if hasattr(x, "to_local") else x for x in (p, p.grad))
-            held.sub_(grad * self.growth(held))
-
-
-class NoWords(Own):
-    """Fails on parts, and says nothing."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            assert not hasattr(p, "to_local")
-            p.sub_(p.grad)
+            p.mul_(float(torch.linalg.vector_norm(p.to_local() if hasattr(p, "to_local") else p)))
+        super().step(closure)
 
 
 class Shampoo(OPTIM.Optimizer):
@@ -98,33 +96,6 @@ class Sam(OPTIM.Optimizer):
         self.base.step()
 
 
-class LocalSam(Sam):
-    def norm(self, grads: list[Any]) -> Tensor:
-        return torch.stack([g.to_local().norm() if hasattr(g, "to_local") else g.norm() for g in grads]).norm()
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["lr"] = group["lr"] * float(self.norm([p.grad for p in group["params"]]))
-        self.base.step()
-
-
-class Descent(OPTIM.Optimizer):
-    """Lists its parameters beside the groups and asks for a closure, as LBFGS does."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self.listed = self.param_groups[0]["params"]
-
-    def step(self, closure: Any = None) -> None:
-        assert closure is not None
-        torch.enable_grad()(closure)()
-        held = [(p.to_local(), p.grad.to_local()) if hasattr(p, "to_local") else (p, p.grad) for p in self.listed]
-        norm = torch.cat([g.reshape(-1) for _, g in held]).norm()
-        with torch.no_grad():
-            for p, g in held:
-                p.sub_(g * (0.1 / norm))
-
-
 class Attention(nn.Module):
     """Four heads that share two keys and values; q, k and v come from one weight."""
 
@@ -149,10 +120,8 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "plain states": lambda: Shampoo([sharded.out.weight], lr=0.1),
         "Muon on pieces": lambda: OPTIM.Muon(pieces, lr=0.1),
         "steps within steps": lambda: Sam(list(sharded.parameters()), Own, lr=0.1),
-        "a list of its own": lambda: Descent(sharded.parameters(), lr=0.1),
-        "a function": lambda: ByFunction(sharded.parameters(), lr=0.1),
-        "no words": lambda: NoWords(sharded.parameters(), lr=0.1),
-        "a closure": lambda: LocalSam([sharded.out.weight], OPTIM.SGD, lr=0.1),
+        "of a known one": lambda: Decayed(sharded.parameters(), lr=0.1),
+        "other options": lambda: Prodigy(sharded.parameters(), slice_p=11),
     }
 
     def closure() -> Tensor:
@@ -168,6 +137,8 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         after = sharded.full_state_dict()
         found[name] = kind, text, all(torch.equal(before[n], t) for n, t in after.items()) and not optimizer.state
     found["right"] = [right(model, sharded, x, base) for base in (OPTIM.SGD, OPTIM.AdamW)]
+    found["signs"] = signs(model, sharded, x)
+    found["after a failure"] = failing(sharded, x)
     return found
 
 
@@ -176,6 +147,7 @@ def right(model: Any, sharded: Any, x: Tensor, base: Any) -> float:
     model.load_state_dict(sharded.full_state_dict())
     for m in (model, sharded):
         optimizer = Sam(list(m.parameters()), base, lr=0.1)
+        optimizer.right_for_shards = True
 
         def closure(m: Any = m, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -190,19 +162,46 @@ def right(model: Any, sharded: Any, x: Tensor, base: Any) -> float:
     return max(float((found[n] - t).abs().max()) for n, t in model.state_dict().items())
 
 
+def signs(model: Any, sharded: Any, x: Tensor) -> float:
+    """How far a step of an optimizer that says of itself that it is right comes out from the model's."""
+    model.load_state_dict(sharded.full_state_dict())
+    for m in (model, sharded):
+        m.zero_grad()
+        m(x).square().mean().backward()
+        Signs(m.parameters(), lr=0.1).step()
+    found = sharded.full_state_dict()
+    return max(float((found[n] - t).abs().max()) for n, t in model.state_dict().items())
+
+
+def failing(sharded: Any, x: Tensor) -> str:
+    """What a number asked of a part is after a step that failed, and a forward: no step is under way."""
+    optimizer = Signs([sharded.out.weight], lr=0.1)
+    optimizer.param_groups[0]["lr"] = "no number"
+    sharded(x).square().mean().backward()
+    with pytest.raises(TypeError):
+        optimizer.step()
+    sharded(x)
+    return error_of(sharded.out.weight.norm().item)[1]
+
+
 @pytest.fixture(scope="module")
 def found(pool):
     return pool.run(refused, world=2)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_would_come_out_otherwise_is_refused(found, name):
+def test_a_step_that_nobody_answers_for_is_refused(found, name):
     for each in found:
         assert each["pieces"] == 3
         kind, text, untouched = each[name]
-        assert kind == "StateError" and "does not step on this module's parameters" in text and "AdamW" in text, text
+        assert kind == "StateError" and "step on this module's parameters as on the model's" in text, text
+        assert "AdamW" in text and "right_for_shards = True" in text, text
         assert untouched, name
 
 
-def test_an_optimizer_that_holds_another_and_needs_a_closure_is_right(found):
-    assert all(max(each["right"]) < 1e-9 for each in found)
+def test_one_that_the_user_answers_for_steps(found):
+    assert all(max(each["right"]) < 1e-9 and each["signs"] < 1e-12 for each in found)
+
+
+def test_a_step_that_failed_is_over_with_the_next_forward(found):
+    assert all("a number was asked" in each["after a failure"] for each in found)

@@ -3,27 +3,31 @@
 Torch looks an operator up in a table of handlers before it asks how its operands are split. What stands in that table
 holds for the whole process, so a handler refuses only what lies over the ranks of a sharded module, and is otherwise
 right for every DTensor.
+
+Collectives that torch begins for DTensors of a sharded module (`full_tensor()`, clipping, norms as numbers) are begun
+once all ranks are at the same one, as forwards and backwards are. Within an optimizer's step they are not compared
+again: all ranks are in that step (`autotp.runtime.optimizer_steps`).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from autotp import compat
-from autotp.comm.lockstep import meet_in
+from autotp.comm.lockstep import lost, meet_in, whole_backward
 from autotp.errors import StateError
 
 from . import whole_tensors
-from .ours import ours
-from .refusals import refuse_clipping
-from .stepping import stepping
+from .ownership import in_parts, ours, stepping, wide_group
+from .tool_refusals import refuse_clipping
 
 aten = torch.ops.aten
 COMPARED = ("gt", "ge", "lt", "le", "eq", "ne")
@@ -36,13 +40,8 @@ def install() -> None:
     """Let torch compute these operators as this file and `whole_tensors` have them. Once per process."""
     whole_tensors.install()
     compat.operator_handlers().update(HANDLERS)
-
-
-def in_parts(value: DTensor) -> bool:
-    """Whether a rank holds less than the value: a slice of it, or a summand."""
-    return any(
-        n > 1 and not isinstance(p, Replicate) for n, p in zip(value.device_mesh.shape, value.placements, strict=True)
-    )
+    compat.around_redistribution(_compared_first)
+    compat.around_backward(whole_backward)
 
 
 def _number(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -161,7 +160,7 @@ def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:
 def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
     tensors, *rest = args
-    refuse_clipping()
+    refuse_clipping(tensors)
     if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled() or not any(map(ours, tensors)):
         return compat.by_default(op, args, kwargs)
     return op(list(map(_full, tensors)), *rest, **kwargs)
@@ -172,7 +171,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """What a mask of the tensor's own shape says is overwritten with one number."""
+    """Overwrite what a mask of the tensor's own shape says with one number."""
     into, indices, value, *_ = args
     mask = indices[0]
     number = not isinstance(value, DTensor) and value.numel() == 1
@@ -208,7 +207,7 @@ def _refuse_unlike(op: Any, tensors: Sequence[Any]) -> None:
 
 
 def _way(tensor: Any) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
-    """How a tensor lies over the ranks: its mesh and placements; none of what is whole."""
+    """Return how a tensor lies over the ranks: its mesh and placements; none of what is whole."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
 
 
@@ -217,7 +216,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _whole(value: Any, mesh: DeviceMesh) -> Any:
-    """The same memory as a DTensor that is whole on every rank."""
+    """Return the same memory as a DTensor that is whole on every rank."""
     lies = [Replicate()] * mesh.ndim
     return DTensor.from_local(value.detach(), mesh, lies, run_check=False) if isinstance(value, Tensor) else value
 
@@ -242,3 +241,33 @@ HANDLERS: dict[Any, Handler] = {
     aten.linalg_vector_norm.default: _norms,
     aten.norm.ScalarOpt_dim: _norms,
 }
+
+
+# ---- collectives that torch begins -----------------------------------------------------------------------------------
+
+
+def _compared_first(run: Callable[[], Tensor], local: Any, source: Any, target: Any) -> Tensor:
+    """Compare a collective over the ranks before it is begun, and name the rank where it fails."""
+    group = (
+        "" if torch.compiler.is_compiling() or type(local) not in (Tensor, nn.Parameter) else _group_of(source, target)
+    )
+    if not group:
+        return run()
+    if threading.current_thread() is threading.main_thread() and not stepping():
+        lies = [", ".join(map(str, spec.placements)) for spec in (source, target)]
+        meet_in(group, f"collective of torch, {tuple(source.shape)} from {lies[0]} to {lies[1]}")
+    try:
+        return run()
+    except RuntimeError as error:
+        lost(error, group)
+        raise
+
+
+def _group_of(source: Any, target: Any) -> str:
+    """Return the group whose ranks communicate; "" where nobody does, or the ranks of no sharded module."""
+    mesh, pairs = source.mesh, list(zip(source.placements, target.placements, strict=True))
+    dims = [i for i, (a, b) in enumerate(pairs) if a != b and not a.is_replicate() and mesh.size(i) > 1]
+    names = [mesh.get_group(i).group_name for i in dims]
+    if not names:
+        return ""
+    return wide_group([mesh.get_group(i).group_name for i in range(mesh.ndim)], names)

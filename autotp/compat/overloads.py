@@ -1,12 +1,17 @@
-"""Operators by their names and kinds."""
+"""Operators by their names and kinds, and flex_attention as those that its score and mask functions are made of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed._functional_collectives  # registers the meta kernels of the ops below
+from torch._higher_order_ops.flex_attention import math_attention
 from torch._library.custom_ops import CustomOpDef
+from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Functional collectives as dispatcher ops: the compiler sees them, fake tensors pass through them.
@@ -38,7 +43,7 @@ def overload_of(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operator of a library is written as others, and has no derivative or kernel of its own."""
+    """Return whether an operator of a library is written as others, and has no derivative or kernel of its own."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims", "higher_order"):
         return False
     return op._can_decompose()
@@ -54,3 +59,18 @@ def operator(op: Any) -> Any:
         op = getattr(getattr(torch.ops, space), packet, None) if packet else None
         op = getattr(op, overload, None) if overload else op
     return op if isinstance(op, OpOverloadPacket | torch._ops.OpOverload) else None
+
+
+@contextmanager
+def flex_as_products() -> Iterator[None]:
+    """Let flex_attention compute all scores, by torch's own reference: its functions for every score
+    at once, between two products. The operator takes them as graphs, which do not say what may be split.
+    """
+
+    def reference(query: Any, key: Any, value: Any, score: Any, mask: Any, scale: float, options: Any) -> Any:
+        return math_attention(query, key, value, score, mask, scale, options)
+
+    others: dict[str, Any] = {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True, "setup_compilation_env": nullcontext}
+    others["_validate_device"] = lambda *operands: None  # on the CPU it refuses gradients, which the reference has
+    with mock.patch.multiple(flex, flex_attention_hop=reference, **others):
+        yield

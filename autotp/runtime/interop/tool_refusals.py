@@ -1,22 +1,19 @@
-"""What others may not do with a sharded module, each with a sentence of its own at the moment that they try."""
+"""Refusals of what others may not do with a sharded module, each with a sentence of its own as they try."""
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import fx, nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.errors import StateError
 
-from .ours import ours
-from .stepping import clipped
+from .ownership import ours, stepping
 
 COMPILE = (
     "torch.compile around a sharded module finds nothing to compile: what runs are programs of autotp, one for each "
@@ -53,25 +50,32 @@ CLIPPING = (
     "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a norm of "
     "its own. pipe.clip_grad_norm_(max_norm) is over all stages."
 )
+TRAINER = (
+    "transformers' Trainer would deal each rank a batch of its own, and save on its first rank alone. Say which ranks "
+    "share a batch: TrainingArguments(..., parallelism_config=ShardedParallelism(sharded), save_only_model=True). With "
+    "optimizer states in checkpoints, or dp, take ShardedTrainer in its place. Both are of autotp.integrations."
+)
+# What transformers' Trainer asks a model, and nobody else. `autotp.integrations` sets it where it tells a trainer more.
+LOADED = "is_distributed_loading_by_transformers"
 SET = {"qconfig": QUANTISE}  # an attribute that says what somebody is about to do -> why it is refused
 
 
 class Refused:
-    """An attribute that one part of torch asks for before all else: asked from there, it is this error.
+    """An attribute that one part of torch asks for before all else, and nobody else knows: asked, it is this error.
 
-    For everybody else it is not there, such as for a debugger that reads all.
+    A part's `dir` leaves it out, so that a debugger that reads all reads the rest.
     """
 
-    def __init__(self, reader: str | tuple[str, ...], message: str) -> None:
-        self.reader, self.message = reader, message
+    def __init__(self, message: str) -> None:
+        self.message = message
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, instance: Any, owner: Any = None) -> NoReturn:
-        if instance is not None and str(sys._getframe(1).f_globals.get("__name__")).startswith(self.reader):
-            raise StateError(self.message)
-        raise AttributeError(self.name)
+        if instance is None:
+            raise AttributeError(self.name)
+        raise StateError(self.message)
 
 
 def refuse_transforms(values: Sequence[Any]) -> None:
@@ -85,6 +89,8 @@ def refuse_transforms(values: Sequence[Any]) -> None:
     """
     if name := compat.transform(values):
         raise StateError(TRANSFORM.format(name))
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        raise StateError(JIT)
     if any(isinstance(x, fx.Proxy) for x in values):
         raise StateError(TRACE)
 
@@ -97,34 +103,13 @@ def refuse_clipping_of(module: nn.Module) -> None:
     _of_stages.add(module)
 
 
-def refuse_clipping() -> None:
-    """Where torch takes the norm of norms: raise if `clip_grad_norm_` does so, of parameters of one stage."""
-    if _of_stages and (parameters := clipped()):
-        own = {id(p) for module in _of_stages for p in module.parameters()}
-        if not own.isdisjoint(map(id, parameters)):
+def refuse_clipping(norms: Sequence[Any]) -> None:
+    """Refuse a norm of norms of one stage's gradients, as `clip_grad_norm_` takes it, outside of a step.
+
+    Args:
+        norms: tensors that are about to be stacked.
+    """
+    if _of_stages and not stepping() and all(ours(norm) and not norm.ndim for norm in norms):
+        parameters = [p for module in _of_stages for p in module.parameters()]
+        if any(isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh for p in parameters):
             raise StateError(CLIPPING)
-
-
-@functools.cache
-def install() -> None:
-    """From now on modules of torch that take others in mind what these are. Once per process."""
-    register_module_module_registration_hook(_taken_in)
-
-
-def _taken_in(taker: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Refuse `DistributedDataParallel` over a module with sharded parameters in it, before it sends anything."""
-    if isinstance(taker, DistributedDataParallel) and module is not None:
-        sharded = next((n for n, p in module.named_parameters() if ours(p)), None)
-        if sharded is not None:
-            raise StateError(f"{sharded} of {type(module).__name__} is sharded. {DDP}")
-
-
-class Refusals:
-    """For a sharded module."""
-
-    __jit_ignored_attributes__ = Refused(("torch.jit", "torch._jit_internal"), JIT)
-    _initialize_hook = Refused("torch._dynamo", COMPILE)
-
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see `autotp.compile`'s `backend`."""
-        raise StateError(COMPILE)

@@ -30,12 +30,12 @@ WORLD = "0"  # what torch calls the group of all processes
 
 
 def random_seed(like: Tensor, count: int) -> Tensor:
-    """What a training program's random numbers come from, on a tensor's device: one of torch's default generator."""
+    """Draw a training program's seeds, on a tensor's device: one of torch's default generator."""
     return seeds(count, 0, base_seed()).to(like.device)
 
 
 def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
-    """As the operator, as an assertion in the graph."""
+    """Compute as the operator does, with an assertion in the graph."""
     good = ((target >= 0) & (target < classes)) | (target == ignored)
     aten._assert_async.msg(good.all(), f"Target out of bounds: classes are 0 to {classes - 1}.")
     return target.clone()
@@ -60,92 +60,54 @@ class Reader(fx.Tracer):
         return super().trace(root, concrete_args)
 
 
-class Exports:
-    """For a sharded module."""
+def program(module: Any, example_inputs: Any, training: bool, group: str) -> ExportedProgram | fx.GraphModule:
+    """Write a sharded module's program of this rank; see `ShardedModule.program`. A collective call."""
+    ranks = module._source.ranks
+    with module._calls.together("program"):
+        call = together(ranks, "reading the inputs", lambda: _call_of(module, example_inputs, training, group))
+        with torch.set_grad_enabled(training):
+            match = module._find(call)
+            return together(ranks, "exporting the program", lambda: _write(module, match, call, training, group))
 
-    _source: Any
-    _shards: Any
-    _carriers: Any
-    _calls: Any
-    _plan: Any
-    _find: Any
-    training: bool
 
-    def program(
-        self, example_inputs: Any, *, training: bool = False, group: str = WORLD
-    ) -> ExportedProgram | fx.GraphModule:
-        """This rank's program for a call, with this rank's weights, for a process without the model. A collective call.
+def _call_of(module: Any, example: Any, training: bool, group: str) -> Arguments:
+    """The call, where there can be a program for it."""
+    batch = module._plan.batch
+    if not isinstance(group, str):
+        raise InputError(f"group={group!r} is no name. Give the group's group_name in the process that loads it.")
+    if module.training != training:
+        now, call = ("training", "eval()") if module.training else ("inference", "train()")
+        raise InputError(
+            f"program(training={training}) of a module in {now} mode, whose program is another. Call {call} first."
+        )
+    if batch.size > 1:
+        raise InputError(
+            f"program() of a module with {batch.name}: its program is for one tp group among several. "
+            f"Compile without {batch.name}; data-parallel processes each load the tp ranks' programs."
+        )
+    inputs: Inputs = normalise(example)
+    call = Arguments(module._carriers, inputs.args, inputs.kwargs)
+    if call.state_objects or module._carriers.named_places(call.spec):
+        raise InputError("program() of a call with a cache or a named state, which no file can hold. Leave it out.")
+    return call
 
-        For inference it is an `ExportedProgram` of torch's operators and functional collectives alone:
-        `torch.export.save` and `torch.export.load` need no autotp, and `.module()` runs it. For training it is a
-        `torch.fx.GraphModule` whose collectives have gradients (`autotp.comm.conversions`): `torch.save` and
-        `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
-        generator, which must be in the same state on every tp rank.
 
-        A program takes the tensors of the call, of whole shapes and the same on every rank: those that were given by
-        position by position, those by name by name, those in a container apart (`name_0`, ...). What is no tensor is as
-        in the example. It gives full outputs: tensors, and tuples, lists and dicts of them in place of other classes.
-        Weights have the original's names and the rank's shapes.
-
-        Args:
-            example_inputs: of one call, as for `autotp.compile`. Dimensions that the plan keeps symbolic, such as batch
-                and length, stay free where the program allows it: see `range_constraints`.
-            training: for training; the module must be in that mode.
-            group: name of the process group, in the process that loads it, whose ranks are the tp ranks in their order:
-                its `group_name`. "0" is the group of all processes, that `init_process_group` makes.
-
-        Returns: the program; it shares its weights with this module until it is saved.
-
-        Raises:
-            InputError: the inputs do not fit `forward`, hold a cache, or the module is in the other mode; or the plan
-                has a data-parallel axis.
-            CaptureError: torch cannot export the program.
-            RankError: that is so on another rank.
-        """
-        ranks = self._source.ranks
-        with self._calls.together("program"):
-            call = together(ranks, "reading the inputs", lambda: self._call_of(example_inputs, training, group))
-            with torch.set_grad_enabled(training):
-                program, order = self._find(call)
-                return together(
-                    ranks, "exporting the program", lambda: self._write(program, order, call, training, group)
-                )
-
-    def _call_of(self, example: Any, training: bool, group: str) -> Arguments:
-        """The call, where there can be a program for it."""
-        if not isinstance(group, str):
-            raise InputError(f"group={group!r} is no name. Give the group's group_name in the process that loads it.")
-        if self.training != training:
-            now, call = ("training", "eval()") if self.training else ("inference", "train()")
-            raise InputError(
-                f"program(training={training}) of a module in {now} mode, whose program is another. Call {call} first."
-            )
-        if self._plan.batch.size > 1:
-            raise InputError(
-                f"program() of a module with {self._plan.batch.name}: its program is for one tp group among several. "
-                f"Compile without {self._plan.batch.name}; data-parallel processes each load the tp ranks' programs."
-            )
-        inputs: Inputs = normalise(example)
-        call = Arguments(self._carriers, inputs.args, inputs.kwargs)
-        if call.state_objects or self._carriers.named_places(call.spec):
-            raise InputError("program() of a call with a cache or a named state, which no file can hold. Leave it out.")
-        return call
-
-    def _write(
-        self, program: Program, order: Sequence[int], call: Arguments, training: bool, group: str
-    ) -> ExportedProgram | fx.GraphModule:
-        names = _names(call.spec, self._carriers.names)
-        if program.capture.carried:
-            raise InputError("program() of a call that returns a cache, which no file can hold. Give use_cache=False.")
-        writer = _Writer(self._source, self._shards, program, training)
-        module = writer.module([names[i].name for i in order], group, self._plan.memory.peak)
-        if training:
-            return module
-        tensors = {i: call.flat[i] for i in sorted(order)}
-        args = tuple(x for i, x in tensors.items() if names[i].positional)
-        kwargs = {names[i].name: x for i, x in tensors.items() if not names[i].positional}
-        free = {names[i].name: dims for i, dims in _free(program, order).items()}
-        return _exported(module, args, kwargs, free)
+def _write(
+    module: Any, match: tuple[Program, list[int]], call: Arguments, training: bool, group: str
+) -> ExportedProgram | fx.GraphModule:
+    program, order = match
+    names = _names(call.spec, module._carriers.names)
+    if program.capture.carried:
+        raise InputError("program() of a call that returns a cache, which no file can hold. Give use_cache=False.")
+    writer = _Writer(module._source, module._shards, program, training)
+    flat = writer.module([names[i].name for i in order], group, module._plan.memory.peak)
+    if training:
+        return flat
+    tensors = {i: call.flat[i] for i in sorted(order)}
+    args = tuple(x for i, x in tensors.items() if names[i].positional)
+    kwargs = {names[i].name: x for i, x in tensors.items() if not names[i].positional}
+    free = {names[i].name: dims for i, dims in _free(program, order).items()}
+    return _exported(flat, args, kwargs, free)
 
 
 @dataclass(frozen=True)
@@ -157,7 +119,7 @@ class LeafName:
 
 
 def _names(spec: Any, positional: Sequence[str]) -> list[LeafName]:
-    """Of every leaf of a call's arguments, in order."""
+    """Return the name of every leaf of a call's arguments, in order."""
     args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
     more = (f"argument_{i}" for i in range(len(positional), len(args)))
     positional_values = [(name, value, True) for name, value in zip([*positional, *more], args, strict=False)]
@@ -172,7 +134,7 @@ def _names(spec: Any, positional: Sequence[str]) -> list[LeafName]:
 
 
 def _free(program: Program, order: Sequence[int]) -> dict[int, dict[int, Any]]:
-    """Of every tensor of a call, by its place among the leaves: the dimensions whose size is a symbol of the plan's."""
+    """Return the dimensions of each tensor of a call, by its place, whose size is a symbol of the plan's."""
     values = [v for x in program.capture.inputs if isinstance(v := x.node.meta.get("val"), Tensor)]
     return {
         i: {d: Dim.AUTO for d, n in enumerate(v.shape) if isinstance(n, torch.SymInt)}
@@ -216,7 +178,7 @@ class _Writer:
         return fx.GraphModule(self.root, self.graph, "RankProgram")
 
     def _leaves(self, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
-        """What the program takes: the call's tensors as placeholders, weights as attributes."""
+        """Write what the program takes: the call's tensors as placeholders, weights as attributes."""
         rest = iter(names)
         pairs = list(zip(self.program.capture.leaves, nodes, strict=True))
         inputs = []
@@ -253,7 +215,7 @@ class _Writer:
         return self.graph.get_attr(leaf.name)
 
     def _outputs(self, values: Sequence[Any]) -> None:
-        """What it returns, in plain containers; what it writes is written first."""
+        """Write what it returns, in plain containers; what it writes is written first."""
         captured, results = self.program.capture, []
         tensors = [n for n in self.graph.nodes if n.op == "placeholder"]
         buffers = {n.target: n for n in self.graph.nodes if n.op == "get_attr"}
@@ -274,7 +236,7 @@ class _Writer:
 
 
 def _plain(value: Any, nodes: Mapping[int, fx.Node]) -> Any:
-    """The same in tuples, lists and dicts, with nodes for what stands for them."""
+    """Return the same in tuples, lists and dicts, with nodes for what stands for them."""
     if isinstance(value, Mapping):
         return {k: _plain(v, nodes) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What tracing and exporting a module needs of torch's insides."""
+"""Insides of torch that tracing and exporting a module needs of torch's insides."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def all_nonzero() -> contextlib.AbstractContextManager[Any]:
 
 
 def vmapped(graph: fx.Graph) -> bool:
-    """Whether a graph still holds `torch.vmap` as steps, around operators on values that hide a dimension."""
+    """Return whether a graph still holds `torch.vmap` as steps, around operators on values that hide a dimension."""
     return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
 
 
@@ -220,7 +220,7 @@ def _only_known(dispatch: Any) -> Any:
 
 
 def draft_failures(program: torch.export.ExportedProgram) -> list[Any]:
-    """What `draft_export` reports that it guessed or decided."""
+    """Return what `draft_export` reports that it guessed or decided."""
     report: Any = getattr(program, "_report", None)
     return report.failures if report is not None else []
 

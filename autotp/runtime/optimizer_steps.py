@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp import compat
 from autotp.comm.channel import Channel, by_value
@@ -26,12 +25,14 @@ from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import agree
 from autotp.comm.turn import Turn
 from autotp.errors import RankError
+from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_unknown
+from autotp.runtime.interop.ownership import begin_step, end_step, outside_of_steps
 
 from .calls import Calls
 from .samples import NOTHING, SAMPLES, alike, sampled
 
 BODY = struct.Struct(f"!II{SAMPLES}d")
-MOST = SAMPLES  # gradients of which values are read
+MAX_GRADIENTS = SAMPLES  # of which values are read
 
 _calls_by_id: weakref.WeakValueDictionary[int, Calls] = (
     weakref.WeakValueDictionary()
@@ -42,27 +43,29 @@ _updated: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary(
 def watch(calls: Calls) -> None:
     """Steps of optimizers over the parameters of this module are held against those of the other ranks."""
     _calls_by_id[id(calls)] = calls
-    _hook()
-
-
-@functools.cache
-def _hook() -> None:
-    register_optimizer_step_pre_hook(_before)
+    compat.around_steps(_before, _after)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Called before every step of every optimizer; gives its arguments, where its closure is to be held too."""
+    """Hold a step against those of the other ranks; give its arguments, where its closure is to be held too."""
+    if torch.compiler.is_compiling():
+        return None
     channels: list[Channel] = []
-    if not torch.compiler.is_compiling():
-        for calls in list(_calls_by_id.values()):
-            # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
-            if (updated := _of(optimizer, calls)) and calls.channel is not None:
-                with Turn(f"a step of {type(optimizer).__name__}", calls.channel):  # other stages hear of an error too
-                    _compare(optimizer, calls, updated)
-                channels.append(calls.channel)
-            if updated and calls.updates is not None:
-                overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
-                calls.updates += overflow is None or not overflow.item()
+    for calls in list(_calls_by_id.values()):
+        # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
+        updated, first = _of(optimizer, calls)
+        if updated and calls.channel is not None:
+            with Turn(f"a step of {type(optimizer).__name__}", calls.channel):  # other stages hear of an error too
+                _compare(optimizer, calls, updated)
+                # After what is compared: all ranks have this class and these options, and refuse it together.
+                if first:
+                    refuse_unknown(optimizer, calls.shards)
+                    refuse_states(optimizer, calls.shards)
+            channels.append(calls.channel)
+        if updated and calls.updates is not None:
+            overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
+            calls.updates += overflow is None or not overflow.item()
+    begin_step(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
     if not channels or not callable(closure):
         return None
@@ -70,12 +73,17 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return (args, {**kwargs, "closure": shared}) if "closure" in kwargs else ((args[0], shared, *args[2:]), kwargs)
 
 
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        end_step()
+
+
 def _shared(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) -> Callable[[], Any]:
     """A closure that all ranks hear of where it fails on one: what the optimizer does next may be a collective."""
 
     @functools.wraps(closure)
     def run() -> Any:
-        with Turn(f"the closure of a step of {name}", *channels):
+        with outside_of_steps(), Turn(f"the closure of a step of {name}", *channels):
             result = closure()
             for channel in channels:
                 meet(channel, f"end of the closure of a step of {name}")
@@ -84,18 +92,22 @@ def _shared(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) 
     return run
 
 
-def _of(optimizer: Optimizer, calls: Calls) -> list[tuple[Tensor, bool]]:
-    """The module's parameters that the optimizer updates, and whether each is whole on every tp rank."""
-    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+def _of(optimizer: Optimizer, calls: Calls) -> tuple[list[tuple[Tensor, bool]], bool]:
+    """The module's parameters that the optimizer updates, each with whether it is whole on every tp rank.
+
+    Returns: these, and whether the optimizer has others, or other states, than at its step before.
+    """
+    kind = id(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups)  # other states when loaded
     entries = _updated.setdefault(optimizer, {})
-    sizes_before, updated = entries.get(id(calls), ((), []))
-    if sizes_before != sizes:
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        have = {id(p): (p, whole) for p, whole in (*calls.before_gathering, *calls.shards.pieces())}
-        updated = [x for i, x in have.items() if i in ids]
-        if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
-            entries[id(calls)] = sizes, updated
-    return updated
+    kind_before, updated = entries.get(id(calls), ((), []))
+    if kind_before == kind:
+        return updated, False
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    have = {id(p): (p, whole) for p, whole in (*calls.before_gathering, *calls.shards.pieces())}
+    updated = [x for i, x in have.items() if i in ids]
+    if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
+        entries[id(calls)] = kind, updated
+    return updated, True
 
 
 def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, bool]]) -> None:
@@ -105,8 +117,8 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
     what = f"step of {type(optimizer).__name__} on {calls.copy}{calls.name}, after call {calls.number}"
     options, absent = _options(optimizer), bytes(p.grad is None for p, _ in updated)
     grads = [compat.part_of(p.grad) for p, whole in updated if whole and p.grad is not None]
-    grads = grads[:: max(1, len(updated) // MOST)]
-    near = sampled(grads[:MOST])[1] if calls.values else NOTHING[1]
+    grads = grads[:: max(1, len(updated) // MAX_GRADIENTS)]
+    near = sampled(grads[:MAX_GRADIENTS])[1] if calls.values else NOTHING[1]
     mine = BODY.pack(zlib.crc32(repr(options).encode()), zlib.crc32(absent), *near)
     everyone = [BODY.unpack(one) for one in meet(channel, what, mine)]
     ranks, tp = calls.shards.ranks, calls.shards.tp

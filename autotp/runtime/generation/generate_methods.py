@@ -1,0 +1,101 @@
+"""Methods that `generate()` of transformers calls on a model, for sharded modules and for those without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.comm.ranks import Ranks, broadcast
+
+_drawing: list[str] = []  # groups whose ranks draw from rank 0's random numbers now
+
+
+def while_generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Return what parts have in place of methods that their class's `generate` calls; nothing where it has none."""
+    if not callable(getattr(original, "generate", None)):
+        return {}
+    extract: Any = getattr(original, "_extract_generation_mode_kwargs", None)
+
+    def options_of(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note what `generate` takes for itself, such as a tokenizer: its loop passes that to the forward too."""
+        options = extract(self, *args, **kwargs)
+        generation = _whole(self)._generation
+        if generation is not None:
+            generation.own.update(set(options) - set(inspect.signature(self.forward).parameters))
+        return options
+
+    def goes_on(self: Any, this_peer_finished: Any, synced_gpus: bool, device: torch.device) -> bool:
+        """Go on with `synced_gpus` as long as a rank of any axis does: by a turn, which ranks can leave."""
+        own = not bool(this_peer_finished)
+        return _whole(self)._calls.any(own, "next token of generate()") if synced_gpus else own
+
+    methods = {**UNCOMPILED, "_has_unfinished_sequences": goes_on}
+    return methods if extract is None else methods | {"_extract_generation_mode_kwargs": options_of}
+
+
+# What runs is compiled by autotp or not at all.
+UNCOMPILED: dict[str, Callable[..., Any]] = {
+    "get_compiled_call": lambda self, compile_config=None: self.__call__,
+    "_valid_auto_compile_criteria": lambda self, *args, **kwargs: False,
+}
+
+
+def _whole(part: Any) -> Any:
+    return part.__dict__["_watched"].changes.whole
+
+
+def calling(bare: nn.Module, call: Callable[..., Any]) -> Any:
+    """Copy a skeleton, which keeps its tensors, with modules whose forward is a function of (path, args, kwargs)."""
+    copies: dict[int, Any] = {}
+    for path, module in bare.named_modules():
+        copies[id(module)] = new = object.__new__(type(module))
+        new.__dict__.update(module.__dict__, forward=_by_path(type(module), call, path))
+    for module in bare.modules():
+        children = {name: child and copies[id(child)] for name, child in module._modules.items()}
+        copies[id(module)].__dict__["_modules"] = children
+    root = copies[id(bare)]
+    root.__dict__.update({name: functools.partial(method, root) for name, method in UNCOMPILED.items()})
+    return root
+
+
+def _by_path(kind: type[nn.Module], call: Callable[..., Any], path: str) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(path, args, kwargs)
+
+    signature = inspect.signature(kind.forward)
+    forward.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    return forward
+
+
+@contextlib.contextmanager
+def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
+    """Let every rank draw from rank 0's random numbers; those of the others go on as they were.
+
+    What is drawn in a context within one, as that of an assistant which drafts, counts in the outer one.
+    """
+    if ranks is None or ranks.tp == 1 or ranks.group_name in _drawing:
+        yield
+        return
+    cuda = device.type == "cuda"
+    own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
+    common: Any = broadcast(ranks, own)
+    _drawing.append(ranks.group_name)
+    try:
+        _draw_from(common, device)
+        yield
+    finally:
+        _drawing.remove(ranks.group_name)
+        if ranks.rank and not _drawing:
+            _draw_from(own, device)
+
+
+def _draw_from(state: Any, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
