@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.capture.request import CaptureRequest
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.comm.turn import Turn
-from autotp.cost import Cluster
-from autotp.cost.solver.band import BAND
-from autotp.driver.build import Build, capture_on_ranks
 from autotp.driver.compare.module import kind_of
+from autotp.driver.compile import Compilation, capture_model, plain, solve_plan
 from autotp.driver.like import plan_like
 from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
-from autotp.driver.options import Options, Steering, read_axis, refuse_late
-from autotp.driver.pipeline import capture_model, example, required_inputs, solve_plan
+from autotp.driver.options import (
+    CaptureKeywords,
+    CompileKeywords,
+    ModuleKeywords,
+    Options,
+    PlanKeywords,
+    example,
+    pick,
+    read_axis,
+    refuse_beside,
+    refuse_late,
+    required_inputs,
+    with_keywords,
+)  # fmt: skip
 from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.losses import with_loss
-from autotp.passes.optimise import Switches
-from autotp.passes.shard.pins import Pins
 from autotp.plans.choices import MeshChoice, Sweep
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
@@ -36,37 +44,24 @@ from autotp.runtime.module import ShardedModule
 from .errors import InputError, PlanError
 from .inputs import Inputs
 
-CarriedNames = Mapping[Any, str]  # place or key of an output -> argument that takes it
-
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
 @overload
 def plan(
     model: nn.Module, tp: int | Literal["auto"], *, devices: None = None, global_batch: None = None,
-    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
-    objective: str = "training", optimizer: str = "adamw", sequence_parallel: bool | None = None,
-    memory: float | str | None = None, within_node: bool = False, band: float = BAND, dp: int = 1,
-    cp: int = 1, fully_shard: bool = False, like: Plan | None = None, outputs: str = "full", random: str = "counter",
-    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
+    example_inputs: Any = None, like: Plan | None = None, **keywords: Unpack[PlanKeywords],
 ) -> Plan: ...  # fmt: skip
 @overload
 def plan(
     model: nn.Module, tp: int | Literal["auto"] | None = None, *, devices: int, global_batch: int | None = None,
-    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
-    objective: str = "training", optimizer: str = "adamw", sequence_parallel: bool | None = None,
-    memory: float | str | None = None, band: float = BAND, outputs: str = "full", random: str = "counter",
-    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
+    example_inputs: Any = None, **keywords: Unpack[PlanKeywords],
 ) -> MeshChoice: ...  # fmt: skip
+@with_keywords
 def plan(
-    model: nn.Module, tp: int | Literal["auto"] | None = None, *,
-    devices: int | None = None, global_batch: int | None = None,
-    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
-    objective: str = "training", optimizer: str = "adamw",
-    sequence_parallel: bool | None = None, memory: float | str | None = None, within_node: bool = False,
-    band: float = BAND, dp: int = 1, cp: int = 1, fully_shard: bool = False, like: Plan | None = None,
-    outputs: str = "full", random: str = "counter", carried: CarriedNames | None = None,
-    check_capture: bool | None = None, precision: Any = None,
+    model: nn.Module, tp: int | Literal["auto"] | None = None, *, devices: int | None = None,
+    global_batch: int | None = None, example_inputs: Any = None, like: Plan | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> Plan | MeshChoice:  # fmt: skip
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
@@ -103,22 +98,27 @@ def plan(
     Returns: the `Plan`; print it to read it. With `devices` the `MeshChoice`: `.rows`, `.best`, `.plan`, `.to_svg()`.
     Raises: InputError, CaptureError, PlanError.
     """
-    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
-                        sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    odd = within_node or fully_shard or (dp, cp) != (1, 1) or like is not None
-    refuse_beside_devices(devices, global_batch, tp, odd)
-    degree = 1 if tp is None or tp == "auto" else tp
-    options = Options.read(degree, steering, axis := read_axis(dp, fully_shard, tp, cp))
+    others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
+    refuse_beside_devices(devices, global_batch, tp, any(x not in (None, False, 1) for x in others))
+    axis = _axis(None, keywords, tp)
+    options = Options.read(1 if tp is None or tp == "auto" else tp, keywords, axis)
     inputs = required_inputs(model, example_inputs, "autotp.plan", axis)
-    request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options.tp, options.cluster)
-    capture = model, inputs, torch.device("cpu"), check_capture, request
+    request = _request(keywords, axis).within(options.tp, options.cluster)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), keywords.get("check_capture"), request)
+    name = type(model).__name__
     if devices is not None:
-        captured, notes = capture_model(*capture)
         only = [tp] if isinstance(tp, int) else None
-        return choose_mesh(captured, notes, options, type(model).__name__, devices, global_batch, only)
-    return _planned(tp, options, steering, like, type(model).__name__, *capture_model(*capture))
+        return choose_mesh(captured, notes, options, name, devices, global_batch, only)
+    if like is not None:
+        return plan_like(like, tp, captured, options, lambda of: solve_plan(captured, notes, of, name))
+    return (
+        automatic(captured, notes, DEGREES, keywords, name)
+        if tp == "auto"
+        else solve_plan(captured, notes, options, name)
+    )
 
 
+@with_keywords
 @Turn("autotp.parallelize()")
 def parallelize(
     model: nn.Module,
@@ -126,16 +126,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     *,
     example_inputs: Any = None,
-    outputs: str = "full",
-    random: str = "counter",
-    carried: CarriedNames | None = None,
-    backend: str | Callable[..., Any] = "eager",
-    options: Mapping[str, Any] | None = None,
-    optimise: Switches = None,
-    check: bool | None = None,
-    compare: Literal["first", "every"] | None = None,
-    precision: Any = None,
-    reduce_dtype: Any = None,
+    **keywords: Unpack[ModuleKeywords],
 ) -> ShardedModule:
     """Shard a model by a plan: every rank keeps its part of the parameters, and the module answers like the original.
 
@@ -151,19 +142,21 @@ def parallelize(
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     _refuse_other(plan)
-    options_of = Options.of_plan(plan)
-    request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(
-        options_of.tp, options_of.cluster
-    )
-    lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
+    options = Options.of_plan(plan)
+    request, lowering = _request(keywords, plan.batch).within(options.tp, options.cluster), Lowering.read(keywords)
+    kind = kind_of(keywords.get("compare"))
     ranks = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name)
     inputs = None if example_inputs is None else _examples(model, example_inputs, plan.batch, ranks)
     refuse_late(plan.batch, inputs)
-    build = Build(model, ranks, options_of, request, lowering, plan, check, check_capture=False)
-    captured = build.capture(inputs)[0] if inputs is not None else None
-    return kind(*build.shard(plan, captured))
+    model = plain(model, request, lowering)
+    compilation = Compilation(
+        model, ranks, options, request, lowering, plan, keywords.get("check"), check_capture=False
+    )
+    captured = compilation.capture(inputs)[0] if inputs is not None else None
+    return kind(*compilation.source(plan, captured))
 
 
+@with_keywords
 @Turn("autotp.compile()")
 def compile(
     model: nn.Module,
@@ -172,20 +165,9 @@ def compile(
     example_inputs: Any = None,
     mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
-    pins: Pins | None = None,
-    cluster: str | Cluster | None = None,
-    objective: str = "training", optimizer: str = "adamw",
-    sequence_parallel: bool | None = None,
-    memory: float | str | None = None,
-    within_node: bool = False, band: float = BAND,
-    dp: int | None = None, cp: int | None = None, fully_shard: bool = False,
-    outputs: str = "full", loss: Callable[[Any, Any], Tensor] | None = None,
-    random: str = "counter", carried: CarriedNames | None = None,
-    backend: str | Callable[..., Any] = "eager", options: Mapping[str, Any] | None = None,
-    optimise: Switches = None,
-    check: bool | None = None, check_capture: bool | None = None, compare: Literal["first", "every"] | None = None,
-    precision: str | Mapping[str, Any] | None = None, reduce_dtype: torch.dtype | str | None = None,
-) -> ShardedModule:  # fmt: skip
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    **keywords: Unpack[CompileKeywords],
+) -> ShardedModule:
     """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all.
 
     Args:
@@ -210,21 +192,26 @@ def compile(
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
-    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
-                        sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    _refuse(plan, steering, tp, mesh)
-    lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
+    _refuse(plan, keywords, tp, mesh)
+    lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model
-    axis = _axis(plan, dp, cp, fully_shard, tp)
-    request, captured = CaptureRequest.read(axis, outputs, random, carried, precision), None
+    axis, captured = _axis(plan, keywords, tp), None
+    request = _request(keywords, axis)
     if tp == "auto":
-        (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
-    ranks, settings = _ranks(plan, tp, mesh, axis, steering)
+        (plan, captured), tp = _automatic(model, example_inputs, keywords, request, lowering), None
+    ranks, options = _ranks(plan, tp, mesh, axis, keywords)
     inputs = _examples(model, example_inputs, axis, ranks)
     refuse_late(axis, inputs)
-    of_plan = request.within(settings.tp, settings.cluster)
-    build = Build(model, ranks, settings, of_plan, lowering, plan, check, check_capture, captured)
-    return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
+    request = request.within(options.tp, options.cluster)
+    check, check_capture = keywords.get("check"), keywords.get("check_capture")
+    model = plain(model, request, lowering)
+    compilation = Compilation(model, ranks, options, request, lowering, plan, check, check_capture, captured)
+    return kind(*compilation(inputs)) if inputs is not None else LazyModule(model, compilation, kind)
+
+
+def _request(keywords: Mapping[str, Any], axis: Axis) -> CaptureRequest:
+    """Read the keywords that say what captures are to be."""
+    return CaptureRequest.read(axis, **pick(keywords, CaptureKeywords))
 
 
 def _examples(model: nn.Module, example_inputs: Any, axis: Axis, ranks: Ranks | None) -> Inputs | None:
@@ -239,55 +226,46 @@ def _refuse_other(plan: Any) -> None:
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
 
 
-def _axis(plan: Plan | None, dp: Any, cp: Any, fully_shard: Any, tp: Any) -> Axis:
-    """The axis beside tp: the plan's, unless one is asked for."""
-    if plan is not None and dp is None and cp is None:
-        return plan.batch
-    ranks = 1 if dp is None else dp
-    return read_axis(ranks, fully_shard, tp, 1 if cp is None else cp)
+def _axis(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axis:
+    """Read the axis beside tp: the plan's, unless one is asked for."""
+    dp, cp = keywords.get("dp"), keywords.get("cp")
+    return (
+        plan.batch
+        if plan is not None and dp is None and cp is None
+        else read_axis(dp, keywords.get("fully_shard"), tp, cp)
+    )
 
 
-def _refuse(plan: Any, steering: Steering, tp: Any, mesh: DeviceMesh | None) -> None:
+def _refuse(plan: Any, keywords: Mapping[str, Any], tp: Any, mesh: DeviceMesh | None) -> None:
     """Refuse arguments of `compile` that say the same thing twice."""
     if plan is not None:
         _refuse_other(plan)
-    steering.refuse_beside(plan)
+    refuse_beside(plan, keywords)
     if tp == "auto" and (mesh is not None or plan is not None):
         raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
 
 
-def _planned(
-    tp: Any, options: Options, steering: Steering, like: Plan | None, name: str, captured: Capture, notes: list[str]
-) -> Plan:
-    """The plan of a captured model: like another one, at the best degree, or at this one."""
-    if like is not None:
-        return plan_like(like, tp, captured, options, lambda o: solve_plan(captured, notes, o, name))
-    if tp == "auto":
-        return automatic(captured, notes, DEGREES, steering, name)
-    return solve_plan(captured, notes, options, name)
-
-
 def _automatic(
-    model: nn.Module, example_inputs: Any, steering: Steering, check: bool | None, request: CaptureRequest
+    model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any], request: CaptureRequest, lowering: Lowering
 ) -> tuple[Plan, tuple[Capture, list[str]]]:
     """The plan of the best degree that the world can have, made on one rank, and the capture it was made from."""
-    Options.read(1, steering)
-    world = Ranks.find()
+    options, world = Options.read(1, keywords), Ranks.find()
     inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
     if inputs is None:
         raise InputError("tp='auto' plans before the first call: give example_inputs.")
-    captured, notes = capture_on_ranks(model, inputs, world, check, request)
+    check, model = keywords.get("check_capture"), plain(model, request, lowering)
+    captured, notes = Compilation(model, world, options, request, lowering, check_capture=check).capture(inputs)
     agree(world, "the model", {**versions(), "graph": captured.digest()})
     tps = DEGREES
     if world is not None:
         tps = [n for n in range(1, world.tp + 1) if world.tp % n == 0]
     first, name = world is None or world.rank == 0, type(model).__name__
-    plan = together(world, "planning", lambda: automatic(captured, notes, tps, steering, name) if first else None)
+    plan = together(world, "planning", lambda: automatic(captured, notes, tps, keywords, name) if first else None)
     return broadcast(world, plan), (captured, notes)  # type: ignore[return-value]
 
 
 def _ranks(
-    plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis, steering: Steering
+    plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis, keywords: Mapping[str, Any]
 ) -> tuple[Ranks | None, Options]:
     """The ranks that are there, and what planning for them is to do, or did where a plan is given."""
     degree = plan.tp if plan is not None and tp is None else tp
@@ -301,4 +279,4 @@ def _ranks(
             f"the plan is for {planned.name}={planned.size}, and {axis.name}={axis.size} is asked for. Leave it out, "
             "or plan again."
         )
-    return ranks, Options.of_plan(plan) if plan else Options.read(degree, steering, axis)
+    return ranks, Options.of_plan(plan) if plan else Options.read(degree, keywords, axis)

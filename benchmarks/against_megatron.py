@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from autotp.cost.solver.problem import Problem, conversions_of
+from autotp.driver.compile import Staged, capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import Staged, capture_model, plan_stages
 from autotp.inputs import Inputs
 from benchmarks.helpers.command import made
 from benchmarks.helpers.performance import table, write_section

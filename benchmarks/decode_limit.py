@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan

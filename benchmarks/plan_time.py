@@ -26,8 +26,8 @@ from rich.progress import track
 from torch.export import Dim
 
 import autotp
+from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options
-from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.inputs import for_model
 from benchmarks.helpers.command import made, versions
 from benchmarks.helpers.isolate import Record, Send

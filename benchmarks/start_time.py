@@ -76,7 +76,7 @@ def _plan(_: int, results: Any, model: Any, tp: int, path: str) -> None:
 
 def _rank(rank: int, results: Any, model: Any, tp: int, folder: str, way: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tp)
-    alone = patch("autotp.driver.build.capture_key", lambda *_: (None, "asked for by the benchmark"))
+    alone = patch("autotp.driver.compile.capture_key", lambda *_: (None, "asked for by the benchmark"))
     began = time.process_time()
     if way == "each":
         with alone:

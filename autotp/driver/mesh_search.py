@@ -16,10 +16,10 @@ from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
 from autotp.text import listed
 
+from .compile import Staged, plan_stages
 from .mesh_prices import Priced, Pricer, saves
 from .mesh_terms import terms_of
 from .options import Options
-from .pipeline import Staged, plan_stages
 
 SIZES = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
 

@@ -26,7 +26,7 @@ from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.stages.units import Unit, units_of
 from autotp.plans.describe.describe import gathered_again
 
-from .pipeline import Staged
+from .compile import Staged
 
 Call = tuple[str, float]  # primitive, bytes of the whole value
 

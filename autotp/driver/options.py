@@ -1,52 +1,143 @@
-"""What a public function is asked for, read and checked once at the door: how to plan."""
+"""Keywords of the public functions, each declared once, and what they ask for: read, and checked at the door."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
-from autotp.comm.ranks import check_degree
+import torch
+from torch import nn
+
+from autotp.capture.refusals import refuse_scripted
+from autotp.comm.ranks import Ranks, check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
+from autotp.inputs import Inputs, bind, for_model, normalise
+from autotp.log import log
+from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
 from autotp.text import read_bytes
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-@dataclass(frozen=True, kw_only=True)
-class Steering:
-    """What steers planning, as the caller gave it and not yet checked; `autotp.plan` documents each field.
 
-    The defaults are those of the public functions, so that `Steering()` is a caller who steers nothing.
+class Steering(TypedDict, total=False):
+    """Keywords that steer planning; `autotp.plan` documents each."""
+
+    pins: Pins | None
+    cluster: str | Cluster | None
+    objective: str
+    optimizer: str
+    sequence_parallel: bool | None
+    memory: float | str | None
+    within_node: bool
+    band: float
+
+
+class CaptureKeywords(TypedDict, total=False):
+    """Keywords that say what captures are to be; `autotp.compile` documents each."""
+
+    outputs: str
+    random: str
+    carried: Mapping[Any, str] | None
+    precision: str | Mapping[str, Any] | None
+
+
+class RunKeywords(TypedDict, total=False):
+    """Keywords that say how programs run; `autotp.compile` documents each."""
+
+    backend: str | Callable[..., Any]
+    options: Mapping[str, Any] | None
+    optimise: Switches
+    check: bool | None
+
+
+class StageKeywords(Steering, RunKeywords, total=False):
+    """Keywords of `autotp.stages`."""
+
+    check_capture: bool | None
+
+
+class PlanKeywords(Steering, CaptureKeywords, total=False):
+    """Keywords of `autotp.plan`."""
+
+    dp: int | None
+    cp: int | None
+    fully_shard: bool
+    check_capture: bool | None
+
+
+class ModuleKeywords(CaptureKeywords, RunKeywords, total=False):
+    """Keywords of `autotp.parallelize`."""
+
+    compare: Literal["first", "every"] | None
+    reduce_dtype: torch.dtype | str | None
+
+
+class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
+    """Keywords of `autotp.compile`."""
+
+
+# Of keywords that are left out; None of all others.
+DEFAULTS: dict[str, Any] = {
+    "objective": TRAINING.name, "optimizer": TRAINING.optimizer, "within_node": False, "band": BAND,
+    "fully_shard": False, "outputs": "full", "random": "counter", "backend": "eager",
+}  # fmt: skip
+
+
+def with_keywords(function: F) -> F:
+    """Show in the signature of a function the keywords that it takes by a TypedDict, and refuse others as Python does.
+
+    Args:
+        function: its last parameter is `**keywords: Unpack[...]`.
     """
+    own = inspect.signature(function)
+    *parameters, last = own.parameters.values()
+    (kind,) = get_args(get_type_hints(function)[last.name])
+    for name, hint in kind.__annotations__.items():
+        text, default = getattr(hint, "__forward_arg__", hint), DEFAULTS.get(name)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
+    signature = own.replace(parameters=parameters)
 
-    pins: Pins | None = None
-    cluster: str | Cluster | None = None
-    objective: str = TRAINING.name
-    optimizer: str = TRAINING.optimizer
-    sequence_parallel: bool | None = None
-    memory: float | str | None = None
-    within_node: bool = False
-    band: float = BAND
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        unknown = next((name for name in kwargs if name not in signature.parameters), None)
+        if unknown is not None:
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
+        return function(*args, **kwargs)
 
-    def refuse_beside(self, plan: Plan | None) -> None:
-        """Refuse steering beside a finished plan, which it could not change any more."""
-        if plan is not None and self != UNSTEERED:
-            raise InputError(
-                "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
-                "sequence_parallel, memory, within_node or band. Give them to autotp.plan, which makes the plan."
-            )
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
-UNSTEERED = Steering()
+def pick(keywords: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the keywords of one kind, with the defaults of those that were left out.
+
+    Args:
+        keywords: of this kind and others. kind: a TypedDict.
+    """
+    return {name: keywords.get(name, DEFAULTS.get(name)) for name in kind.__annotations__}
+
+
+def refuse_beside(plan: Plan | None, keywords: Mapping[str, Any]) -> None:
+    """Refuse steering beside a finished plan, which it could not change any more."""
+    if plan is not None and pick(keywords, Steering) != pick({}, Steering):
+        raise InputError(
+            "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
+            "sequence_parallel, memory, within_node or band. Give them to autotp.plan, which makes the plan."
+        )
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan is made for, checked.
+    """Options that a plan is made for, checked.
 
     Attributes:
         tp: number of ranks; `cluster`: the machines that it is priced on.
@@ -67,35 +158,35 @@ class Options:
     band: float = BAND
 
     @classmethod
-    def read(cls, tp: int, steering: Steering = UNSTEERED, batch: Axis = ALONE) -> Options:
+    def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axis = ALONE) -> Options:
         """Options for a number of ranks, from what the caller gave.
 
         Args:
-            tp: ranks. steering: of the public functions' arguments those that steer a plan. batch: the dp axis.
+            tp: ranks. keywords: of a public function, those of `Steering` among them. batch: the axis beside tp.
 
         Raises:
             InputError: a value that is not known, or two that contradict each other.
             PlanError: `within_node`, and `tp` leaves the node.
         """
-        sequence = steering.sequence_parallel
+        steering = pick(keywords or {}, Steering)
+        sequence, objective = steering["sequence_parallel"], Objective(steering["objective"], steering["optimizer"])
         if sequence is not None and not isinstance(sequence, bool):
             raise InputError(
                 f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
                 "False."
             )
-        machines = Cluster.resolve(steering.cluster)
-        limit = None if steering.memory is None else read_bytes(steering.memory)
-        if steering.within_node and machines.spans_nodes(check_degree(tp)):
+        machines = Cluster.resolve(steering["cluster"])
+        limit = None if steering["memory"] is None else read_bytes(steering["memory"])
+        if steering["within_node"] and machines.spans_nodes(check_degree(tp)):
             raise PlanError(
                 f"tp={tp} leaves the node: within_node=True allows at most {machines.devices_per_node} ranks "
                 f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
             )
-        dims = read_pins(steering.pins)
+        dims = read_pins(steering["pins"])
         sequence_dim = 0 if sequence else None
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
-        objective = Objective(steering.objective, steering.optimizer)
-        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, read_band(steering.band))
+        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, read_band(steering["band"]))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -108,11 +199,11 @@ class Options:
         return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band)
 
 
-PART = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
+PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
 
 
 def read_band(band: Any) -> float:
-    """The band that a public function's argument asks for, checked."""
+    """Read the band that a public function's argument asks for, checked."""
     if isinstance(band, bool) or not isinstance(band, int | float) or not 0 <= band <= 1:
         raise InputError(
             f"band={band!r}: give the share of the least step that a plan may take longer to send less, from 0 to 1, "
@@ -121,15 +212,17 @@ def read_band(band: Any) -> float:
     return float(band)
 
 
-def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = 1) -> Axis:
-    """The axis beside tp that a public function's arguments ask for, checked.
+def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axis:
+    """Read the axis beside tp that a public function's arguments ask for, checked.
 
     Args:
-        dp, cp: its size, one of them. fully_shard: split weights over it. tp: ranks, or "auto".
+        dp, cp: its size, one of them; None for 1. fully_shard: split weights over it. tp: ranks, or "auto".
 
     Raises:
         InputError: a value that is none, or two that contradict each other.
     """
+    dp = 1 if dp is None else dp
+    cp = 1 if cp is None else cp
     for name, size, what in (("cp", cp, "context-parallel"), ("dp", dp, "data-parallel")):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InputError(f"{name}={size!r}: the {what} degree counts ranks, so it is an int of at least 1.")
@@ -147,6 +240,46 @@ def refuse_late(axis: Axis, inputs: Any) -> None:
     """Refuse to wait for the first call where weights are to be spread over an axis before an optimizer holds them."""
     if axis.size > 1 and inputs is None:
         raise InputError(
-            f"{axis.name}={axis.size} needs example_inputs, {PART[axis.name]}: which weights are gathered "
+            f"{axis.name}={axis.size} needs example_inputs, {PART_NAMES[axis.name]}: which weights are gathered "
             "together is decided before the first call."
+        )
+
+
+def example(model: nn.Module, example: Any, axis: Axis = ALONE, ranks: Ranks | None = None) -> Inputs | None:
+    """Read the example inputs, checked against `forward`; None where none were given and no config says enough.
+
+    Args:
+        model: that they are for. example: as the user gave them.
+        axis: beside tp; of whole sequences over cp they are this rank's part. ranks: by default the first one's.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
+    refuse_scripted(model)
+    inputs = for_model(model) if example is None else normalise(example)
+    if inputs is not None:
+        bind(model.forward, inputs)
+    if inputs is not None and axis.name == "cp":
+        inputs, _ = inputs.own_part(ranks.batch.rank if ranks is not None and ranks.batch is not None else 0, axis.size)
+    return inputs
+
+
+def required_inputs(model: nn.Module, example_inputs: Any, function: str, axis: Axis = ALONE) -> Inputs:
+    """Read the example inputs that this public function cannot do without; see `example`."""
+    inputs = example(model, example_inputs, axis)
+    if inputs is None:
+        raise InputError(
+            f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
+            "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
+        )
+    return inputs
+
+
+@functools.cache
+def warn_of_cache(folder: str) -> None:
+    """Log once that the variable which named a cache of captures and plans is not followed for them."""
+    if folder.strip().lower() not in ("", "0", "off", "false", "no"):
+        log.warning(
+            "AUTOTP_CACHE=%s keeps no captures and plans, only what kernels measured. For a start without planning "
+            "save the plan, plan.save(path), and give it again: autotp.compile(model, plan=autotp.Plan.load(path)).",
+            folder,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from autotp import compat
 from autotp.capture.capture import aliases, skeleton
 from autotp.capture.request import CaptureRequest, mode_of
 from autotp.comm.ranks import Ranks, agree, check_degree, together
-from autotp.cost import Cluster
+from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.passes.decompose.losses import with_loss
-from autotp.passes.shard.pins import Pins
 from autotp.passes.stages.balance import Staging
 from autotp.passes.stages.cut import Piece, cut
 from autotp.passes.stages.units import stage_starts
@@ -33,15 +32,15 @@ from autotp.runtime.stages.part import StagedModule
 from autotp.runtime.stages.pipe import Grid, Pipe, tied_over_ranks
 from autotp.runtime.stages.sums import Sums
 
-from .build import Build
-from .options import Options, Steering, read_axis
-from .pipeline import applied, further, required_inputs
+from .compile import Compilation, applied, further, plain
+from .options import Options, StageKeywords, read_axis, refuse_beside, required_inputs, with_keywords
 from .schedule import schedule
 from .staging import found_units, staging
 
 ORDERS = ("loop", "v")
 
 
+@with_keywords
 def stages(
     model: nn.Module,
     pp: int,
@@ -55,16 +54,8 @@ def stages(
     outputs: str = "loss",
     mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
-    pins: Pins | None = None,
-    cluster: str | Cluster | None = None,
-    optimizer: str = "adamw",
-    sequence_parallel: bool | None = None,
-    memory: float | str | None = None,
-    backend: str | Callable[..., Any] = "eager",
-    options: Mapping[str, Any] | None = None,
-    optimise: Any = None,
-    check: bool | None = None, check_capture: bool | None = None,
-) -> Pipe:  # fmt: skip
+    **keywords: Unpack[StageKeywords],
+) -> Pipe:
     """Cut a model into pipeline stages of one tensor-parallel plan. Run it by torchrun on pp x dp x tp ranks.
 
     Stages are cut between repeated blocks: so that the slowest takes the least time by the plan's own seconds, and none
@@ -81,39 +72,47 @@ def stages(
             the loss of a schedule.
         mesh: with dimensions "pp", "tp", and with dp "dp"; by default the world, tp ranks next to each other.
         plan: use this plan for the whole model instead of making one.
-        pins, cluster, optimizer, sequence_parallel: see `autotp.plan`. memory: what a rank may hold, likewise.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: see `autotp.plan`; the
+            objective is "training", and memory what a rank may hold of all its stages.
         backend, options, optimise, check, check_capture: see `autotp.compile`.
 
     Returns: the `Pipe`; print it for the stages, `pipe.schedule(...)` and `pipe.step(...)` run it.
     Raises: AutoTPError: its subclasses say what is wrong; all ranks raise together.
     """
     axis = _read(pp, tp, dp, chunks, order)
-    steering = Steering(pins=pins, cluster=cluster, optimizer=optimizer, sequence_parallel=sequence_parallel)
-    steering.refuse_beside(plan)
+    steering = {name: value for name, value in keywords.items() if name != "memory"}  # which is of all stages of a rank
+    refuse_beside(plan, steering)
+    objective = keywords.get("objective", TRAINING.name)
+    if objective != TRAINING.name:
+        raise InputError(f"objective={objective!r}: stages are planned for training. Leave it out.")
     grid, ranks = _grid(pp, tp, dp, chunks, order, mesh)
     model = with_loss(model, loss) if loss is not None else model
     inputs = together(
         grid.world, "reading the example inputs", lambda: required_inputs(model, example_inputs, "autotp.stages")
     )
-    lowering, request = Lowering.read(backend, options, optimise), CaptureRequest.read(dp, outputs, "counter")
+    lowering, request = Lowering.read(keywords), CaptureRequest.read(dp, outputs, "counter")
     settings = Options.of_plan(plan) if plan is not None else Options.read(tp, steering, axis)
     if plan is not None and (plan.tp, plan.batch.size) != (tp, dp):
         raise PlanError(f"the plan is for tp={plan.tp} and dp={plan.batch.size}, and tp={tp}, dp={dp} are asked for.")
-    build = Build(model, grid.world, settings, request, lowering, plan, check, check_capture)
-    limit = Options.read(tp, Steering(memory=memory)).memory
-    return _staged_pipe(build, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
+    check, check_capture = keywords.get("check"), keywords.get("check_capture")
+    model = plain(model, request)
+    compilation = Compilation(model, grid.world, settings, request, lowering, plan, check, check_capture)
+    limit = Options.read(tp, {"memory": keywords.get("memory")}).memory
+    return _staged_pipe(compilation, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
 
 
-def _staged_pipe(build: Build, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool) -> Pipe:
+def _staged_pipe(
+    compilation: Compilation, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool
+) -> Pipe:
     """Capture, plan, cut, and of the stages those of this rank."""
-    captured, notes = build.capture(inputs)
-    plan = build.decided(captured, notes, inputs)
-    build.compare_weights()
+    captured, notes = compilation.capture(inputs)
+    plan = compilation.solve(captured, notes)
+    compilation.compare_weights()
     division, pieces = together(
-        grid.world, "cutting the model", lambda: _cut(captured, plan, build.options, grid, limit)
+        grid.world, "cutting the model", lambda: _cut(captured, plan, compilation.options, grid, limit)
     )
     agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
-    return _pipe(build, captured, plan, division, pieces, grid, ranks, inputs, loss)
+    return _pipe(compilation, captured, plan, division, pieces, grid, ranks, inputs, loss)
 
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
@@ -170,11 +169,11 @@ def _cut(
 
 
 def _pipe(
-    build: Build, captured: Capture, plan: Plan, division: Staging, pieces: list[Piece], grid: Grid, ranks: Ranks,
-    inputs: Inputs, loss: bool,
+    compilation: Compilation, captured: Capture, plan: Plan, division: Staging, pieces: list[Piece], grid: Grid,
+    ranks: Ranks, inputs: Inputs, loss: bool,
 ) -> Pipe:  # fmt: skip
     """This rank's modules."""
-    model, first = build.model, aliases(build.model)
+    model, first = compilation.model, aliases(compilation.model)
     own = [i for i, place in enumerate(grid.places) if place == grid.rank]
     names = [_first(piece.names, first) for piece in pieces]
     placed = [place for place, size in zip(grid.places, division.division.sizes, strict=True) for _ in range(size)]
@@ -185,11 +184,11 @@ def _pipe(
     paths |= {path for path, _ in model.named_modules() if f"{path}.".startswith(blocks)}  # in other modes too
     part = pruned(model, mine, paths)
     elsewhere = {n for n in model.state_dict() if first.get(n, n) not in mine}
-    bare, options, request = skeleton(model, ranks.device), build.options, build.request
+    bare, options, request = skeleton(model, ranks.device), compilation.options, compilation.request
     source = Source(
         bare=skeleton(part, ranks.device), make=_no_other, capture=further, agreed=(), ranks=ranks, tp=plan.tp,
-        aliases=aliases(part), want=request, sample=build.check is not False, whole=bare,
-        lowering=build.lowering.priced(options.cluster, options.objective, schedule().rank),
+        aliases=aliases(part), want=request, sample=compilation.check is not False, whole=bare,
+        lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
     )  # fmt: skip
     module = StagedModule(part, plan, source)
     module._shards.elsewhere = frozenset(elsewhere)

@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from autotp.capture.request import CaptureRequest
-from autotp.cost import Cluster
 from autotp.cost.memory import Memory, lifetimes
 from autotp.cost.prices import lengths
-from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 
-from .options import Options, Steering
-from .pipeline import Staged, capture_model, plan_stages, required_inputs
+from .compile import Staged, capture_model, plan_stages
+from .options import Options, Steering, required_inputs, with_keywords
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
 
+@with_keywords
 def sweep(
     model: nn.Module,
     tps: int | Iterable[int] = DEGREES,
     *,
     example_inputs: Any = None,
-    cluster: str | Cluster | None = None,
-    objective: str = "training",
-    optimizer: str = "adamw",
-    memory: float | str | None = None,
-    sequence_parallel: bool | None = None,
-    pins: Any = None,
-    band: float = BAND,
     check_capture: bool | None = None,
     precision: Any = None,
+    **keywords: Unpack[Steering],
 ) -> Sweep:
     """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
 
     Args:
-        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, check_capture,
-            precision: see `autotp.plan`.
+        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, within_node,
+            check_capture, precision: see `autotp.plan`.
         tps: the degrees.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
@@ -60,9 +53,7 @@ def sweep(
     degrees = [tps] if isinstance(tps, int) else list(tps)
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
-    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
-                        sequence_parallel=sequence_parallel, band=band)  # fmt: skip
-    options = [Options.read(tp, steering) for tp in degrees]
+    options = [Options.read(tp, keywords) for tp in degrees]
     inputs, name = required_inputs(model, example_inputs, "autotp.sweep"), type(model).__name__
     request = CaptureRequest.read(precision=precision)
     sweeps = [
@@ -184,8 +175,8 @@ def _grown(m: Memory, moving: float, factor: float) -> float:
     return m.steady - m.cache + m.cache * factor + moving
 
 
-def automatic(captured: Capture, notes: list[str], tps: Iterable[int], steering: Steering, name: str) -> Plan:
+def automatic(captured: Capture, notes: list[str], tps: Iterable[int], keywords: Mapping[str, Any], name: str) -> Plan:
     """The plan of the best of these degrees."""
-    first = Options.read(1, steering)
-    inside = [tp for tp in tps if not (steering.within_node and first.cluster.spans_nodes(tp))]
+    first = Options.read(1, keywords)
+    inside = [tp for tp in tps if not (keywords.get("within_node") and first.cluster.spans_nodes(tp))]
     return sweep_captured(captured, notes, [replace(first, tp=tp) for tp in inside], name).chosen()

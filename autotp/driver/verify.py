@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from autotp.capture.copies import with_histories
 from autotp.capture.request import CaptureRequest
 from autotp.capture.selfcheck import Trial
-from autotp.capture.subclasses.weights import plain_weights
-from autotp.cost import Cluster
-from autotp.cost.solver.band import BAND
 from autotp.driver.decoding.decoded import decoded
 from autotp.driver.decoding.tokens import check_count
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
-from autotp.passes.shard.pins import Pins
 from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
 from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
@@ -29,31 +25,25 @@ from autotp.proof.compare import Difference, Report, compare
 from autotp.proof.grid import GridProof
 from autotp.proof.simulate import Values
 
-from .options import Options, Steering, read_axis
-from .pipeline import apply_plan, capture_model, required_inputs, solve_plan
+from .compile import apply_plan, capture_model, plain, solve_plan
+from .options import Options, Steering, read_axis, refuse_beside, required_inputs, with_keywords
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
 
+@with_keywords
 def verify(
     model: nn.Module,
     tp: int,
     example_inputs: Any = None,
     *,
     plan: Plan | None = None,
-    pins: Pins | None = None,
-    cluster: str | Cluster | None = None,
-    objective: str = "training",
-    optimizer: str = "adamw",
-    sequence_parallel: bool | None = None,
-    memory: float | str | None = None,
-    within_node: bool = False,
-    band: float = BAND,
     carried: Any = None,
     generate: int | None = None,
     certify: bool = False,
     precision: Any = None,
     cp: int = 1,
+    **keywords: Unpack[Steering],
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -88,9 +78,7 @@ def verify(
     request = CaptureRequest.read(carried=carried, precision=precision)
     if generate is not None:
         check_count(model, generate, request.carried, cp)
-    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
-                        sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    report, options = prove_call(model, inputs, tp, plan, steering, request, certify, cp)
+    report, options = prove_call(model, inputs, tp, plan, keywords, request, certify, cp)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))
@@ -101,7 +89,7 @@ def prove_call(
     inputs: Inputs,
     tp: int,
     plan: Plan | None,
-    steering: Steering,
+    keywords: Mapping[str, Any],
     request: CaptureRequest,
     certify: bool = False,
     cp: int = 1,
@@ -109,7 +97,7 @@ def prove_call(
     """Prove one call of a model on `tp` simulated ranks: every value and every gradient.
 
     Args:
-        plan: prove this one; None makes one, as `steering` says.
+        plan: prove this one; None makes one. keywords: those that steer that.
         certify: also ask spmd_types.
         cp: ranks of an axis of sequences beside tp; with more than one results and their gradients are compared.
 
@@ -117,14 +105,14 @@ def prove_call(
     """
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
-    steering.refuse_beside(plan)
-    model = with_histories(plain_weights(model), request.precision)
+    refuse_beside(plan, keywords)
+    model = plain(model, request)
     if certify:
         spmd_types()  # before minutes of capture
     axis = plan.batch if plan is not None and plan.batch.name == "cp" else read_axis(1, False, tp, cp)
     if axis.size > 1:
-        return _over_sequences(model, inputs, plan, Options.read(tp, steering, axis), request, certify)
-    options = Options.of_plan(plan) if plan else Options.read(tp, steering)
+        return _over_sequences(model, inputs, plan, Options.read(tp, keywords, axis), request, certify)
+    options = Options.of_plan(plan) if plan else Options.read(tp, keywords)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     if plan is None:
         plan = solve_plan(captured, notes, options, type(model).__name__)

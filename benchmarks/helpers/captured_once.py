@@ -11,7 +11,7 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.runtime import module as runtime
@@ -50,7 +50,6 @@ def captured_once() -> Iterator[None]:
 
     with (
         patch.object(pipeline, "prepare", once),
-        patch.object(runtime, "prepare", once),
         patch.object(runtime, "entering", entry),
     ):
         yield

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 
 from autotp import compat
 from autotp.comm import conversions
+from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Planned, Sharded

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.inputs import normalise
 from benchmarks.helpers import real_modules
 

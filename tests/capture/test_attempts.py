@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.capture.attempts import ATTEMPTS
 from autotp.capture.export import Attempt
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import CaptureError
 from autotp.inputs import normalise
 

@@ -12,7 +12,7 @@ from torch._logging import structured
 
 import autotp
 from autotp.capture import assumptions
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from tests.helpers.cases.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, Net, X, same

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from autotp.capture import packing
+from autotp.capture import rank0 as packing
 from autotp.capture.capture import skeleton
 from autotp.capture.model_key import Untold, model_key
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from autotp.inputs import Inputs
 from tests.helpers.errors import error_of
 

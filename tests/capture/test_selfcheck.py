@@ -14,7 +14,7 @@ import autotp
 from autotp.capture import selfcheck, stand_in
 from autotp.capture.messages import WAYS_OUT
 from autotp.capture.selfcheck import Trial
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
 from tests.helpers.cases.selfcheck_cases import WIDTH, Counter, Net

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from autotp import compat
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.inputs import Inputs
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.capture import exported, repeated_blocks
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.inputs import normalise
 from autotp.ir.graph import short_name
 from autotp.ir.scopes import module_path

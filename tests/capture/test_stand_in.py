@@ -16,7 +16,7 @@ from autotp.capture import cut, selfcheck, stand_in
 from autotp.capture.cut import cuts, narrowed
 from autotp.capture.same_graph import differs
 from autotp.capture.stand_in import StandIn, trial_of
-from autotp.driver.pipeline import _small, capture_model
+from autotp.driver.compile import _small, capture_model
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autotp
 from autotp.cost import Cluster
 from autotp.cost.cache import cache_of
+from autotp.driver.compile import Staged, capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import Staged, capture_model, plan_stages
 from autotp.driver.sweep import largest_batch
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.cost import Cluster, collective_seconds
+from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.plans.estimates import Degree

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autotp.api import plan as make_plan
 from autotp.cost.objective import OPTIMIZERS, Objective
-from autotp.driver.pipeline import Staged
+from autotp.driver.compile import Staged
 from autotp.errors import InputError
 from autotp.ir.graph import size_hint
 from autotp.ir.op import sizes

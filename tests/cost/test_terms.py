@@ -7,8 +7,8 @@ import pytest
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.cost.terms import TERMS, Cost
+from autotp.driver.compile import solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import solve_plan
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
 from tests.helpers.models import captured

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned

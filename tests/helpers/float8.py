@@ -13,8 +13,8 @@ import autotp
 from autotp.capture.copies import with_histories
 from autotp.capture.request import CaptureRequest
 from autotp.cost import Cluster
+from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, plan_stages
 from autotp.inputs import Inputs
 from autotp.proof import simulate
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import autotp
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.ir.graph import Capture
 from autotp.proof.simulate import reference
 

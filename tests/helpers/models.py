@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.program import Planned, Sharded

@@ -11,8 +11,8 @@ from torch import nn
 from autotp.api import plan as make_plan
 from autotp.comm import conversions
 from autotp.cost import Cluster
+from autotp.driver.compile import Staged, capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import Staged, capture_model, plan_stages
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.decide import decide

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from autotp.capture.request import CaptureRequest
+from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
 from autotp.passes import schema

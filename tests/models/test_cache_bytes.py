@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import autotp
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from benchmarks.helpers.build import Architecture, architectures, build
 from benchmarks.helpers.command import installed
 from benchmarks.helpers.page import load

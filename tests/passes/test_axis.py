@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from autotp.cost import Cluster
 from autotp.cost.prices import Prices
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.layouts import I, Layout, P, Partition, Shard

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import Capture
 from autotp.ir.leaves import SEEDS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.inputs import Inputs
 from autotp.passes.canonicalise import canonicalise
 

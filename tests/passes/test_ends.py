@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate
 
 from autotp.cost.solver.problem import ValueId
+from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, plan_stages
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Grouped, Groups, Partition

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import autotp
+from autotp.driver.compile import apply_plan, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, solve_plan
 from autotp.errors import InputError, PlanError
 from autotp.plans.plan import Plan
 from autotp.proof.compare import compare

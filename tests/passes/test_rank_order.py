@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.inputs import normalise
 from autotp.passes.canonicalise.rank_order import follow, signatures
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import SchemaError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture

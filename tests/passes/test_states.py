@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.capture.request import CaptureRequest
+from autotp.driver.compile import apply_plan, capture_model, plan_stages
 from autotp.driver.options import Options
-from autotp.driver.pipeline import apply_plan, capture_model, plan_stages
 from autotp.driver.verify import compare
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autotp
 from autotp.cost import Cluster
+from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture

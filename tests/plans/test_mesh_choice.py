@@ -13,8 +13,8 @@ import torch
 import autotp
 from autotp.cost.meshes import Mesh
 from autotp.driver import mesh_search
+from autotp.driver.compile import capture_model
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model
 from autotp.driver.staging import staging
 from autotp.errors import InputError
 from autotp.plans.choices import TIMES, MeshChoice

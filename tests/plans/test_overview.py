@@ -13,8 +13,8 @@ from rich.console import Console
 
 import autotp
 from autotp.cost.memory import Memory
+from autotp.driver.compile import solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import solve_plan
 from autotp.plans.estimates import Axis, Degree
 from autotp.plans.plan import Plan
 from autotp.plans.show.document import report

@@ -18,7 +18,7 @@ from torch import nn
 
 import autotp
 from autotp import Plan
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import PlanError
 from autotp.inputs import normalise
 from autotp.passes.shard.planner import Builder

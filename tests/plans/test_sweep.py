@@ -13,7 +13,7 @@ from torch import nn
 import autotp
 from autotp import sweep as public
 from autotp.cost import call_seconds
-from autotp.driver import build
+from autotp.driver import compile as build
 from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError
 from autotp.plans.choices import Sweep

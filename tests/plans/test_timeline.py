@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from autotp.api import plan as make_plan
+from autotp.driver.compile import solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import solve_plan
 from autotp.errors import PlanError
 from autotp.plans.describe.layer_times import layer
 from autotp.plans.estimates import Layer, Timed

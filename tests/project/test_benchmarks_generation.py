@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from benchmarks.generation import add, line, mixed
 from benchmarks.helpers.build import Architecture
 from benchmarks.helpers.captured_once import captured_once

@@ -15,7 +15,7 @@ SCRIPT = """
 import sys, torch
 torch.set_num_threads(1)
 from autotp.driver.options import Options
-from autotp.driver.pipeline import solve_plan
+from autotp.driver.compile import solve_plan
 from tests.helpers.models import captured
 for name, tp in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
     plan = solve_plan(*captured(name), Options.read(tp), name)

@@ -146,7 +146,7 @@ def test_no_files_import_each_other():
         ("autotp.passes.base", "import autotp.api"),
         ("autotp.passes.base", "import autotp"),
         ("autotp.ir.graph", "from autotp.rules.core import RULES"),
-        ("autotp.plans.plan", "from autotp.driver import pipeline"),
+        ("autotp.plans.plan", "from autotp.driver import compile"),
         ("autotp.runtime.tree", "from autotp.runtime.storage import unwrap"),
         ("autotp.passes.base", "from ..layouts import Shard"),
         ("autotp.rules.core", "from autotp.rules.notation import letters"),
@@ -165,7 +165,7 @@ def test_the_layer_rule_notices(module, line):
         ("autotp.passes.shard.planner", "from autotp.passes.analysis.fold import fold"),
         ("autotp.passes.base", "from autotp.cost import Cluster"),
         ("autotp.cost.memory", "from . import collectives"),
-        ("autotp.api", "from autotp.driver.pipeline import example"),
+        ("autotp.api", "from autotp.driver.compile import example"),
         ("autotp.inputs", "from .errors import InputError"),
     ],
 )

@@ -14,7 +14,8 @@ import autotp
 from autotp.capture.capture import skeleton
 from autotp.capture.rank0 import pack, unpack
 from autotp.cost.solver import solve as solver
-from autotp.driver import pipeline, schedule
+from autotp.driver import compile as pipeline
+from autotp.driver import schedule
 from autotp.inputs import Inputs
 from tests.helpers.sharing import capture_files, shared_captures, shared_solutions
 from tests.helpers.sharing.shared_captures import model_key, sharing_captures

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard as Split
 
+from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.driver.verify import compare
 from autotp.inputs import Inputs
 from autotp.ir.layouts import P, Shard

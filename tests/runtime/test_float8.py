@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.comm.conversions import g
+from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, plan_stages
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Partial, R
 from autotp.ir.marks import mark

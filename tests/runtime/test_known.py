@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from autotp.runtime import programs
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from autotp.errors import StateError
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.counting import Counting

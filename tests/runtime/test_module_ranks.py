@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 from autotp.runtime import storage
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.counting import Counting

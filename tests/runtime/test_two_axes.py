@@ -18,7 +18,7 @@ import autotp
 from autotp.capture.rank0 import pack, unpack
 from autotp.capture.request import CaptureRequest
 from autotp.comm import conversions
-from autotp.driver.pipeline import capture_model
+from autotp.driver.compile import capture_model
 from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
 from autotp.passes.shard.batch_program import BatchAxis

@@ -17,8 +17,8 @@ from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering
 from autotp.capture.request import CaptureRequest, mode_of
+from autotp.driver.compile import apply_plan, further
 from autotp.driver.options import Options
-from autotp.driver.pipeline import apply_plan, further
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout

@@ -49,14 +49,16 @@ class Lowering:
     passes: Sequence[Pass[RankProgram]] = ()
 
     @classmethod
-    def read(cls, backend: Any, options: Any, switches: Any, reduce_dtype: Any = None) -> Lowering:
-        """From a public function's arguments, checked."""
+    def read(cls, keywords: Mapping[str, Any]) -> Lowering:
+        """Read the keywords of a public function, checked."""
+        backend, options = keywords.get("backend", EAGER), keywords.get("options")
         if backend == EAGER and options:
             raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
         if not callable(backend) and backend not in (EAGER, *torch.compiler.list_backends(exclude_tags=None)):
             names = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
             raise InputError(f"backend={backend!r} is not known to torch.compile; choose {names}, or pass a function.")
-        return cls(backend, options, read_switches(switches), reduces=read_reduce_dtype(reduce_dtype))
+        reduces = read_reduce_dtype(keywords.get("reduce_dtype"))
+        return cls(backend, options, read_switches(keywords.get("optimise")), reduces=reduces)
 
     def compiler(self, graph: fx.Graph) -> Compiler | None:
         """Make what compiles one program; None where it runs as it is."""

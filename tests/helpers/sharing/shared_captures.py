@@ -23,7 +23,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from autotp.driver import pipeline, schedule
+from autotp.driver import compile as pipeline
+from autotp.driver import schedule
 from autotp.ir.graph import Capture
 
 from .capture_files import once

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autotp.capture.request import CaptureRequest
-from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, plan_stages, required_inputs
+from autotp.driver.compile import capture_model, plan_stages
+from autotp.driver.options import Options, Steering, required_inputs
 from autotp.driver.staging import staging
 from autotp.errors import PlanError
 from autotp.ir.layouts import I, Layout, P, R

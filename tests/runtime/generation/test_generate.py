@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.pipelines import base
 
 import autotp
-from autotp.driver import pipeline as driver
+from autotp.driver import compile as driver
 from benchmarks.helpers.doubled import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
-from autotp.driver import pipeline
+from autotp.driver import compile as pipeline
 
 TOKENS = 512
 

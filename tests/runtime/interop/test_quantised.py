@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp
 from autotp.capture.request import CaptureRequest
 from autotp.capture.subclasses.weights import plain_weights
+from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.errors import CaptureError, StateError
 from autotp.inputs import Inputs, normalise
 from autotp.ir.layouts import Partition, Shard

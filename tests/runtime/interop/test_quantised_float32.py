@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autotp.capture.subclasses.weights import plain_weights
+from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import capture_model, plan_stages
 from autotp.inputs import Inputs
 from autotp.proof import simulate
 from tests.helpers.quantised import quantised

@@ -1,34 +1,40 @@
-"""From a model to a captured graph, from that to a plan, and from a plan to the program of the ranks."""
+"""Pipeline of `autotp.compile`: from a model to its capture, to a plan, and to what a `ShardedModule` is made from.
+
+`Compilation` is the whole of it, in order and the same on all ranks; what follows are its steps on one rank.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.capture.capture import capture, skeleton
+from autotp.capture.capture import aliases, capture, skeleton
 from autotp.capture.copies import with_histories
 from autotp.capture.model_key import Untold, model_key
-from autotp.capture.refusals import refuse_scripted, refuse_unsaid
+from autotp.capture.rank0 import capture_once
+from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.capture.subclasses.weights import plain_weights
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
-from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
+from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import check_names, name_states
+from autotp.ir.precision import DELAYED
 from autotp.ir.program import Decision, Planned, Sharded
-from autotp.log import dump, log, stage, uncollected
+from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.decide import decide
@@ -38,48 +44,166 @@ from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe, with_regathering
 from autotp.plans.describe.reasons import few_groups, without_rule
-from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
+from autotp.runtime import state
+from autotp.runtime.lower.lower import EAGER, Lowering
+from autotp.runtime.programs import Source
+from autotp.runtime.samples import few
 
 from .begun_cache import BegunCache, begun_cache
-from .options import Options
+from .options import Options, warn_of_cache
 from .schedule import schedule
 
 GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
     "of this one cannot read it"
 )
-
 GUESSED = "the cache is a guess, keys and values as they enter the attentions: a call with one cannot be captured ({})"
+WEIGHTS = (
+    "the weights that the model has (a few values of each are compared; give every rank the same ones, by one seed or "
+    "one file, or check=False where they are loaded afterwards)"
+)
+
+# ---- all of it, on all ranks ---------------------------------------------------------------------------------------
 
 
-def example(model: nn.Module, example: Any, axis: Axis = ALONE, ranks: Ranks | None = None) -> Inputs | None:
-    """The example inputs, checked against `forward`; None where none were given and the config does not say enough.
+@dataclass(frozen=True)
+class Compilation:
+    """Compilation of a model once its inputs are known: called with them, it gives what a `ShardedModule` takes.
+
+    Attributes:
+        model: as `plain` gives it. ranks: None in one plain process.
+        options: what planning is for; of a given plan, what that was made for.
+        request: what captures are to be; `lowering`: how programs run.
+        plan: None to solve one for the inputs.
+        check: compare values between the ranks; `check_capture`: compare the captured graph with the model.
+        captured: the model's graph for the inputs and its notes, where they exist already.
+    """
+
+    model: nn.Module
+    ranks: Ranks | None
+    options: Options
+    request: CaptureRequest
+    lowering: Lowering
+    plan: Plan | None = None
+    check: bool | None = None
+    check_capture: bool | None = None
+    captured: tuple[Capture, list[str]] | None = None
+
+    def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
+        captured, notes = self.captured or self.capture(inputs)
+        return self.source(self.solve(captured, notes), captured)
+
+    @property
+    def every(self) -> Ranks | None:
+        """The ranks of both axes, which capture and plan together."""
+        return self.ranks and self.ranks.planners
+
+    def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
+        """The model's graph for these inputs, and its notes: rank 0's on every rank, where all models are equal."""
+        ranks, device = self.every, _device(self.ranks)
+
+        def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
+            captured.origin = skeleton(self.model, device), without_cache(self.model, inputs)[0]
+            return captured, notes
+
+        of = self.model, inputs, device, self.check_capture, self.request
+        agreed = schedule(ranks=ranks).agreed
+        return capture_once(ranks, agreed, partial(capture_key, *of), partial(capture_model, *of), take)
+
+    def solve(self, captured: Capture, notes: list[str]) -> Plan:
+        """The plan, given or solved, once all ranks have the same model.
+
+        It is solved on one rank: equally good plans would otherwise differ between ranks.
+        """
+        ranks = self.every
+        agree(ranks, "the model", {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)})
+        if self.plan is not None:
+            return self.plan
+        solve = partial(solve_plan, captured, notes, self.options, type(self.model).__name__)
+        solved = together(ranks, "planning", lambda: solve() if ranks is None or ranks.rank == 0 else None)
+        return broadcast(ranks, solved)  # type: ignore[return-value]
+
+    def source(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:
+        """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
+        together(self.every, "fitting the plan to the model", lambda: _fits(self.model, plan))
+        digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+        facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(self.model, None)}
+        agree(self.every, "the plan", facts)
+        self.compare_weights()
+        # Of no part of `self`: the module lives on with this, and would keep the original's weights.
+        late = callable(getattr(type(self.model), "generate", None))  # which reads the outputs that it needs
+        make = partial(_program, plan=plan, options=self.options, late=late)
+        source = Source(
+            bare=skeleton(self.model, _device(self.ranks)), make=make, capture=further, ranks=self.ranks, tp=plan.tp,
+            agreed=schedule(ranks=self.ranks).agreed, aliases=aliases(self.model), want=self.request,
+            lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
+            check=bool(self.check), sample=self.check is not False,
+        )  # fmt: skip
+        if captured is not None:
+            sharded = together(self.every, "rewriting the graph", lambda: make(captured, {}, self.request.outputs))
+            source.ready.append((captured, sharded))
+        return self.model, plan, source
+
+    def compare_weights(self) -> None:
+        """Make sure that all ranks have the same weights, by a few values of each, where `check` is left open."""
+        if self.check is None:
+            weights = [*self.model.named_parameters(), *self.model.named_buffers()]
+            agree(self.every, WEIGHTS, {name: few(value) for name, value in weights})
+
+
+def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None = None) -> nn.Module:
+    """The model with plain tensors for weights, and with what its precision remembers from call to call.
 
     Args:
-        model: that they are for. example: as the user gave them.
-        axis: beside tp; of whole sequences over cp they are this rank's part. ranks: by default the first one's.
+        model: it stays as it is. request: with the precision. lowering: that programs run by.
+
+    Raises:
+        InputError: a backward writes to a buffer, which what a backend compiles would leave out.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
-    refuse_scripted(model)
-    inputs = for_model(model) if example is None else normalise(example)
-    if inputs is not None:
-        bind(model.forward, inputs)
-    if inputs is not None and axis.name == "cp":
-        inputs, _ = inputs.own_part(ranks.batch.rank if ranks is not None and ranks.batch is not None else 0, axis.size)
-    return inputs
-
-
-def required_inputs(model: nn.Module, example_inputs: Any, function: str, axis: Axis = ALONE) -> Inputs:
-    """The example inputs that this public function cannot do without; see `example`."""
-    inputs = example(model, example_inputs, axis)
-    if inputs is None:
+    precision = request.precision
+    if precision is not None and precision.recipe == DELAYED and lowering is not None and lowering.backend != EAGER:
         raise InputError(
-            f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
-            "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
+            f"precision: with delayed scaling a backward leaves the largest values of its gradients to the next call, "
+            f"and what backend={lowering.backend!r} compiles would lose them. Use backend='eager', or the recipe "
+            "'tensorwise'."
         )
-    return inputs
+    return with_histories(plain_weights(model), precision)
+
+
+def _program(
+    captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options, late: bool
+) -> Sharded:
+    """The program of all ranks; with `late` outputs of a call with states are gathered where they are read."""
+    form = "deferred" if late and outputs == "full" and captured.has_states else outputs
+    return apply_plan(captured, plan, options, form, states)[1]
+
+
+def _fits(model: nn.Module, plan: Plan) -> None:
+    have = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    want = {p.name: tuple(p.shape) for p in plan.parameters}
+    if have != want:
+        odd = sorted(set(have.items()) ^ set(want.items()))[:5]
+        raise PlanError(
+            f"the plan was made for {plan.model} with other parameters than this {type(model).__name__} has, such as "
+            f"{', '.join(f'{n} {s}' for n, s in odd)}. Plan again for this model."
+        )
+
+
+def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
+    """Names, shapes and dtypes; with `check` a hash of the values too."""
+    out = {}
+    for n, p in model.named_parameters():
+        values = state.fingerprint(p) if check and not p.is_meta else ""
+        out[f"parameter {n}"] = f"{tuple(p.shape)} {p.dtype} {values}".strip()
+    return out
+
+
+def _device(ranks: Ranks | None) -> torch.device:
+    return ranks.device if ranks is not None else torch.device("cpu")
+
+
+# ---- capture ---------------------------------------------------------------------------------------------------------
 
 
 def prepare(
@@ -153,16 +277,16 @@ def capture_model(
     check: bool | None = None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> tuple[Capture, list[str]]:
-    """A model's graph for these inputs as the model is now, and what the user should know of it.
+    """Capture a model's graph for these inputs as the model is now, and what the user should know of it.
 
     Args:
         model: with its weights, or on the meta device. inputs: of one call. device: that the weights are on.
         check: `check_capture` of the public functions.
         request: what else they were asked for.
     """
-    _warn_of_cache(os.environ.get("AUTOTP_CACHE", ""))
+    warn_of_cache(os.environ.get("AUTOTP_CACHE", ""))
     inputs, note = without_cache(model, inputs)
-    model = with_histories(plain_weights(model), request.precision)
+    model = plain(model, request)
     refuse_unsaid(model, inputs)
     small = partial(_small, states=request.states)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
@@ -178,25 +302,15 @@ def capture_model(
     elif trial.ground:
         captured.notes.append(f"the capture was compared with the model on {trial.ground}")
     captured.notes += [trial.remark] if trial.remark else []
-    draw_count = sum(draws(n) for n in captured.graph.nodes)
-    notes = [note] if note else []
-    notes += captured.notes
-    if draw_count:
+    notes = [*([note] if note else []), *captured.notes]
+    if draw_count := sum(map(draws, captured.graph.nodes)):
         notes.append(
             f"{draw_count} operators draw random numbers by torch: they run whole, so that every rank draws the same"
         )
     return captured, notes
 
 
-@cache
-def _warn_of_cache(folder: str) -> None:
-    """Log once that the variable which named a cache of captures and plans is not followed for them."""
-    if folder.strip().lower() not in ("", "0", "off", "false", "no"):
-        log.warning(
-            "AUTOTP_CACHE=%s keeps no captures and plans, only what kernels measured. For a start without planning "
-            "save the plan, plan.save(path), and give it again: autotp.compile(model, plan=autotp.Plan.load(path)).",
-            folder,
-        )
+# ---- plan ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,6 +371,9 @@ def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
     placements = {x.name: planned.decisions[x.node].outs[0] for x in weights}
     builder = _builder(_ready(begun.program, options.tp), replace(options, pins={}), placements)
     return cache_of(decide(builder), begun.program.hints, begun.times, begun.plain) or Cache()
+
+
+# ---- program of the ranks --------------------------------------------------------------------------------------------
 
 
 def apply_plan(
