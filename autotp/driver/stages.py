@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp import compat
 from autotp.capture.capture import aliases, skeleton
 from autotp.capture.request import CaptureRequest, mode_of
-from autotp.comm.ranks import Ranks, agree, check_degree, together
+from autotp.comm.ranks import Ranks, check_degree, together
 from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
@@ -27,7 +27,6 @@ from autotp.runtime.interop.tool_refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.programs import Source
 from autotp.runtime.stages.feed import Feed
-from autotp.runtime.stages.modes import Modes
 from autotp.runtime.stages.part import StagedModule
 from autotp.runtime.stages.pipe import Grid, Pipe, tied_over_ranks
 from autotp.runtime.stages.sums import Sums
@@ -111,7 +110,6 @@ def _staged_pipe(
     division, pieces = together(
         grid.world, "cutting the model", lambda: _cut(captured, plan, compilation.options, grid, limit)
     )
-    agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
     return _pipe(compilation, captured, plan, division, pieces, grid, ranks, inputs, loss)
 
 
@@ -128,7 +126,7 @@ def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
 
 
 def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
-    """The ranks of the pipeline, and those of this one's stages."""
+    """Find the ranks of the pipeline, and those of this one's stages."""
     if mesh is None:
         every = Ranks.find()
         if every is None:
@@ -153,9 +151,10 @@ def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh |
 
 
 def _cut(
-    captured: Capture, plan: Plan, options: Options, grid: Grid, limit: float | None
-) -> tuple[Staging, list[Piece]]:
-    """The best division, by the first rank, and the programs of its stages."""
+    captured: Capture, plan: Plan, options: Options, grid: Grid, limit: float | None = None,
+    division: Staging | None = None,
+) -> tuple[Staging, list[Piece]]:  # fmt: skip
+    """The best division, or a given one, and the programs of its stages."""
     odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
     if odd is not None:
         raise PlanError(
@@ -163,7 +162,8 @@ def _cut(
             "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
         )
     planned, sharded, builder = applied(captured, plan, options)
-    division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+    if division is None:
+        division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
     units = found_units(sharded, plan.model, grid.size, grid.chunks)
     return division, cut(planned, sharded, stage_starts(units, division.division.sizes))
 
@@ -201,25 +201,20 @@ def _pipe(
     sums = Sums(module._shards, tied, shared, frozenset(counted), grid.pipeline, ranks.batch)
     inputs = without_cache(model, inputs)[0]
 
-    def again(training: bool) -> tuple[Feed, list[Piece]]:
+    ready = {captured.training: (Feed(bare, captured), pieces)}
+
+    def cut_in(training: bool) -> tuple[Feed, list[Piece]]:
+        if training in ready:
+            return ready.pop(training)
         bare.train(training)
         other = further(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request)
-        return Feed(bare, other), _pieces(other, plan, options, grid, division)
+        return Feed(bare, other), _cut(other, plan, options, grid, division=division)[1]
 
-    modes = Modes(module, tuple(own), loss and grid.stages - 1 in own, grid.world, again)
-    modes.add(captured.training, Feed(bare, captured), pieces)
-    return Pipe(plan, module, modes, division, grid, sums, modes[captured.training].feed.tensors(inputs), loss)
+    return Pipe(plan, module, cut_in, division, grid, sums, inputs, loss)
 
 
 def _first(names: set[str], first: Mapping[str, str]) -> set[str]:
     return {first.get(n, n) for n in names}
-
-
-def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, division: Staging) -> list[Piece]:
-    """The stages of another program of the model, cut before the same blocks."""
-    planned, sharded, _ = applied(captured, plan, options)
-    units = found_units(sharded, plan.model, grid.size, grid.chunks)
-    return cut(planned, sharded, stage_starts(units, division.division.sizes))
 
 
 def _no_other(*args: Any) -> Any:

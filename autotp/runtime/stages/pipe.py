@@ -1,11 +1,11 @@
-"""`Pipe`: the stages of this rank, and what is done with all stages together."""
+"""`Pipe`: the stages of this rank, what is done with all stages together, and the stages in words."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.optim import Optimizer
 
 from autotp.comm.lockstep import meet
-from autotp.comm.ranks import Ranks, together
+from autotp.comm.ranks import Ranks, agree, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
@@ -24,17 +24,19 @@ from autotp.ir.graph import outputs_of
 from autotp.ir.leaves import SEEDS
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.stages.balance import Staging
+from autotp.passes.stages.cut import Piece
 from autotp.plans.plan import Plan
 from autotp.runtime import checkpoint
 from autotp.runtime.samples import NOTHING, Sample, sampled
+from autotp.text import amount, seconds
 
-from .feed import local_example, split_of
-from .modes import Modes, Running
+from .feed import Feed, local_example, split_of
 from .part import StagedModule
-from .said import UNTRAINED, StepMessage, compare, values_of
-from .shown import table
 from .stage import BASE, Stage
+from .step_message import UNTRAINED, StepMessage, compare, values_of
 from .sums import Sums
+
+MICROBATCHES = (4, 8, 16, 32)  # of a step, that waiting is shown for
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ class Grid:
         return self.places[-1]
 
 
+class Running(NamedTuple):
+    """The stages of one mode: how the model's inputs get to them, and those of this rank by their index."""
+
+    feed: Feed
+    stages: dict[int, Stage]
+
+
 class Pipe:
     """A model cut into stages, and of these the ones of this rank; made by `autotp.stages`.
 
@@ -75,11 +84,13 @@ class Pipe:
     """
 
     def __init__(
-        self, plan: Plan, module: StagedModule, modes: Modes, staging: Staging, grid: Grid, sums: Sums,
-        example: dict[str, Tensor], loss: bool,
+        self, plan: Plan, module: StagedModule, cut: Callable[[bool], tuple[Feed, list[Piece]]], staging: Staging,
+        grid: Grid, sums: Sums, example: Inputs, loss: bool,
     ) -> None:  # fmt: skip
         self.plan, self.module, self.staging = plan, module, staging
-        self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
+        self._cut, self._grid, self._sums, self._loss = cut, grid, sums, loss
+        self._by_mode: dict[bool, Running] = {}
+        self._example = self._now.feed.tensors(example)
         self._schedules: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
         module._calls.updates = 0
 
@@ -90,7 +101,17 @@ class Pipe:
 
     @property
     def _now(self) -> Running:
-        return self._modes[self.module.training]
+        """The stages of the present mode. A collective call of all ranks where it is the first in that mode."""
+        mode, grid = self.module.training, self._grid
+        if mode not in self._by_mode:
+            feed, pieces = together(grid.world, "cutting the model", lambda: self._cut(mode))
+            agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
+            own = [i for i, place in enumerate(grid.places) if place == grid.rank]
+            last = grid.stages - 1
+            self._by_mode[mode] = Running(
+                feed, {i: Stage(self.module, pieces[i], i, self._loss and i == last) for i in own}
+            )
+        return self._by_mode[mode]
 
     def parameters(self) -> Any:
         """The parameters of this rank's stages, for an optimizer."""
@@ -166,7 +187,9 @@ class Pipe:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
         tensors, batch = together(
-            self._grid.world, "reading the inputs", lambda: self._own(self._modes.now, inputs, microbatches)
+            self._grid.world,
+            "reading the inputs",
+            lambda: self._own(self._by_mode[self.module.training], inputs, microbatches),
         )
         self._meet("feed()", batch)
         return tensors | self._base(microbatches)
@@ -212,7 +235,7 @@ class Pipe:
 
     def _base(self, microbatches: int) -> dict[str, Tensor]:
         """The numbers that random numbers of each micro-batch are made from: the first rank's."""
-        if not any(x.kind is SEEDS for x in self._modes.now.feed.capture.leaves):
+        if not any(x.kind is SEEDS for x in self._by_mode[self.module.training].feed.capture.leaves):
             return {}
         seeds = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
         dist.broadcast(seeds, group=self._grid.world.group, group_src=0)
@@ -225,7 +248,7 @@ class Pipe:
         count, stages = self._schedules[schedule]
         for stage in stages:
             stage.check_mode()
-        return count, self._own(self._modes.now, inputs, count)
+        return count, self._own(self._by_mode[self.module.training], inputs, count)
 
     def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
@@ -312,7 +335,7 @@ class Pipe:
         return checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
 
     def _everywhere(self) -> Any:
-        """What this rank holds, as a part of what all ranks hold."""
+        """The shards of this rank, as a part of those of all ranks."""
         shards = self.module._shards
         assert shards.ranks is not None
         return replace(shards, ranks=replace(shards.ranks, every=self._grid.world))
@@ -338,3 +361,48 @@ def tied_over_ranks(stages: Mapping[int, Any], places: tuple[int, ...]) -> dict[
         for name in names:
             homes.setdefault(name, set()).add(places[stage])
     return {name: tuple(sorted(ranks)) for name, ranks in homes.items() if len(ranks) > 1}
+
+
+def idle(times: Sequence[float], places: Sequence[int], ranks: int, microbatches: int) -> float:
+    """The share of a step in which ranks wait, of 1F1B or, with several stages a rank, its interleaved form.
+
+    Args:
+        times: seconds of each stage for one micro-batch. places: the rank of each stage.
+        ranks: of the pipeline. microbatches: of a step.
+    """
+    own = [0.0] * ranks
+    for time, place in zip(times, places, strict=True):
+        own[place] += time
+    chunks = len(times) // ranks
+    step = max(own) * (microbatches + (ranks - 1) / chunks)
+    return 1 - sum(own) * microbatches / (ranks * step) if step else 0.0
+
+
+def table(plan: Plan, staging: Staging, ranks: int, chunks: int, places: Sequence[int]) -> str:
+    """The stages of a plan as text.
+
+    Args:
+        plan: that was cut. staging: where. ranks: of the pipeline. chunks: micro-batches. places: each stage's rank.
+    """
+    division = staging.division
+    lines = [
+        f"{plan.model}: {len(division.sizes)} stages over pp={ranks} x tp={plan.tp}"
+        + (f" x dp={plan.batch.size}" if plan.batch.size > 1 else "")
+        + f", {plan.cluster}",
+        f"{'stage':>5} {'rank':>4}  {'blocks':<40} {'of a micro-batch':>16} {'memory':>10}",
+    ]
+    at = 0
+    for i, (size, time, memory) in enumerate(zip(division.sizes, division.seconds, division.memory, strict=True)):
+        names = staging.units[at : at + size]
+        blocks = names[0] if size == 1 else f"{names[0]} - {names[-1].rpartition('.')[2]}"
+        blocks += (" with what is before" if i == 0 else "") + (
+            " with what is after" if i == len(division.sizes) - 1 else ""
+        )
+        lines.append(f"{i:>5} {places[i]:>4}  {blocks:<40} {seconds(time):>16} {amount(memory):>10}")
+        at += size
+    shares = ", ".join(f"{m}: {idle(division.seconds, places, ranks, m):.0%}" for m in MICROBATCHES)
+    lines.append(f"idle share of a step ({'interleaved ' if chunks > 1 else ''}1F1B) by micro-batches: {shares}")
+    lines.append(
+        "memory: weights, gradients, optimizer states, and what autograd keeps of the micro-batches in flight (1F1B)"
+    )
+    return "\n".join(lines)

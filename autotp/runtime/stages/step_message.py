@@ -1,4 +1,4 @@
-"""What a rank says of a step before it begins, and in what the ranks of a pipeline may not differ.
+"""Message that the ranks of a pipeline exchange before a step, and in what they may not differ.
 
 All ranks of one dp rank are given the same batch. What several stages hold, a tied weight, is equal on all of them to
 the bit: it parts where one stage is updated otherwise than another.
@@ -21,9 +21,9 @@ from autotp.runtime.samples import SAMPLES, Sample, alike, few, leading
 from autotp.runtime.shard_state import ShardState
 
 HEAD, TIED = struct.Struct(f"!IIIB?III{SAMPLES}dI{SAMPLES}d"), struct.Struct("!I")
-MOST = 64  # tied weights of which values are compared: a message has a largest length
-UPDATES = ("no optimizer has taken a step", "an optimizer has taken a step", "nothing is trained")
-UNTRAINED = 2
+MAX_TIED = 64  # tied weights of which values are compared: a message has a largest length
+UPDATES = {0: "no optimizer has taken a step", 1: "an optimizer has taken a step"}
+UNTRAINED = 2  # nothing is
 UPDATED_APART = (
     "Usual causes: a step of an optimizer that is left out, or has other options, on one stage; a gradient scaler, "
     "which sees the gradients of one rank's stages (take bfloat16); weights that are initialised or written on one "
@@ -32,7 +32,7 @@ UPDATED_APART = (
 
 
 class StepMessage(NamedTuple):
-    """Of one rank's step.
+    """Message of one rank before a step.
 
     Attributes:
         lane, seat, place: the rank's on the axes dp, tp and pp.
@@ -55,13 +55,13 @@ class StepMessage(NamedTuple):
     tied: Sequence[int]
 
     def packed(self) -> bytes:
-        """As a message."""
+        """Write it as bytes."""
         batch, target = ((exact, *near) for exact, near in (self.batch, self.target))
         return HEAD.pack(*self[:7], *batch, *target) + b"".join(map(TIED.pack, self.tied))
 
     @classmethod
     def read(cls, message: bytes) -> StepMessage:
-        """Of a message."""
+        """Read it from bytes."""
         fields, tied = HEAD.unpack_from(message), [x for (x,) in TIED.iter_unpack(message[HEAD.size :])]
         end = 8 + SAMPLES
         return cls._make((*fields[:7], (fields[7], fields[8:end]), (fields[end], fields[end + 1 :]), tied))
@@ -70,7 +70,7 @@ class StepMessage(NamedTuple):
 def values_of(shards: ShardState, names: Iterable[str]) -> list[int]:
     """A few values of each of the first of these parameters, as a number; 0 of those that this rank does not hold."""
     numbers = []
-    for name in islice(names, MOST):
+    for name in islice(names, MAX_TIED):
         pieces = state.pieces(shards, name) if name in shards.storages else []
         numbers.append(zlib.crc32("".join(few(compat.part_of(p)) for p in pieces).encode()))
     return numbers
@@ -86,30 +86,31 @@ def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]]
     Raises:
         RankError: with what differs.
     """
-    if len({m.updates for m in everyone} - {UNTRAINED}) > 1:
-        differences = by_value([UPDATES[m.updates] for m in everyone])
-        raise RankError(f"Before the {what}, the stages have parted: {differences}.\n{UPDATED_APART}")
-    places = {m.place for m in everyone}
-    trained = [m.trained for m in everyone]
-    writes = [m.writes for m in everyone]
-    for of, numbers in (("which weights are trained", trained), ("how often weights were written", writes)):
-        states = {(m.place, number) for m, number in zip(everyone, numbers, strict=True)}
-        if len(states) > len(places):
-            differences = by_value([str(number) for number in numbers])
-            raise RankError(f"Before the {what}, ranks of one stage have parted in {of}: {differences}.\n{CAUSES}")
-    count = min(len(m.tied) for m in everyone)  # none where a rank compares no values
+    updates = [UPDATES.get(m.updates) for m in everyone]
+    _same(f"Before the {what}, the stages have parted", [0] * len(everyone), updates, UPDATED_APART)
+    places = [m.place for m in everyone]
+    apart = f"Before the {what}, ranks of one stage have parted in"
+    _same(f"{apart} which weights are trained", places, [str(m.trained) for m in everyone], CAUSES)
+    _same(f"{apart} how often weights were written", places, [str(m.writes) for m in everyone], CAUSES)
+    seats = [m.seat for m in everyone]
+    count = min(len(m.tied) for m in everyone)  # none where one compares no values
     for i, (name, holders) in enumerate(islice(tied.items(), count)):
-        values = {(m.seat, m.tied[i]) for m in everyone if m.place in holders}
-        if len(values) > len(dict(values)):  # two values on ranks that hold the same part
-            texts = [f"{m.tied[i]:08x}" for m in everyone]
-            raise RankError(
-                f"At the {what}, the stages that share {name} have other values of it (a few were compared, 0 where it "
-                f"is not): {by_value(texts)}.\n{UPDATED_APART}"
-            )
+        head = f"At the {what}, the stages that share {name} have other values of it (a few were compared)"
+        texts: list[str | None] = []
+        for m in everyone:
+            texts.append(f"{m.tied[i]:08x}" if m.place in holders else None)
+        _same(head, seats, texts, UPDATED_APART)
     for lane in {m.lane for m in everyone}:
         beside = [m for m in everyone if m.lane == lane]
         _alike("inputs", [m.batch for m in beside], what)
         _alike("target", [m.target for m in beside if m.place == last], what)
+
+
+def _same(head: str, groups: Sequence[int], texts: Sequence[str | None], advice: str) -> None:
+    """Refuse what differs between ranks of one group; None is equal to all."""
+    pairs = {(group, text) for group, text in zip(groups, texts, strict=True) if text is not None}
+    if len(pairs) > len(dict(pairs)):
+        raise RankError(f"{head}: {by_value([text or '-' for text in texts])}.\n{advice}")
 
 
 def _alike(of: str, samples: Sequence[Sample], what: str) -> None:
