@@ -257,6 +257,12 @@ class ShardedModule(Finds, Generates, Part):
         with self._calls.conversion(f"{kinds} on {examples[0].device.type}"):
             return super()._apply(fn, recurse)
 
+    def share_memory(self) -> ShardedModule:
+        """Move what this rank holds to memory that its other processes share: DTensors themselves cannot."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            compat.part_of(tensor).share_memory_()
+        return self
+
     @Turn("state_dict()")
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""

@@ -43,6 +43,7 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
     plain = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)), process_group=group)
     found["plain"] = plain(x).shape == (4, 8)
     found["read"] = len(inspect.getmembers(sharded))
+    found["shared"] = sharded.share_memory() is sharded and sharded[0].weight.to_local().is_shared()
 
     def around(x: Tensor) -> Tensor:
         return sharded(x * 2) + 1
@@ -74,7 +75,7 @@ def test_each_has_a_sentence_of_its_own(pool):
         }.items():
             kind, text = found[name]
             assert kind == "StateError" and word in text, (name, kind, text)
-        assert found["plain"]
+        assert found["plain"] and found["shared"]
         assert found["read"] > 50  # to read all attributes, as a debugger does, is nothing to refuse
         assert found["around"] < 1e-6
         torch.testing.assert_close(*found["hvp"])  # the way out
