@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.capture.request import CaptureRequest
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.comm.turn import Turn
-from autotp.driver.compare.module import kind_of
+from autotp.driver.compare import kind_of
 from autotp.driver.compile import Compilation, capture_model, plain, solve_plan
 from autotp.driver.like import plan_like
 from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices

@@ -17,24 +17,16 @@ from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.leaves import BUFFER, CONSTANT, TABLE
-from autotp.proof.numerics import largest, loss, relative
-from autotp.proof.simulate import reference
+from autotp.proof.differences import Rounding, differences, largest, loss, rounding_of
+from autotp.proof.run import run
 
 from .copies import copied
 from .made_real import made_real
 
 LARGEST = 10**9  # bytes of weights up to which a capture is compared without being asked to
-GRADIENT = "the gradient of "
-PLAIN = (bool, int, float, complex, str, type(None))
-
-
-@dataclass
-class Results:
-    """What a run gave: outputs by name, buffers and inputs as they are afterwards, gradients by parameter."""
-
-    outputs: dict[str, Any]
-    state: Mapping[str, Any]
-    gradients: Mapping[str, Tensor | None] | None
+OUTPUT, STATE, GRADIENT = "output ", "", "the gradient of "
+# By kind (outputs, buffers and inputs as they are afterwards, gradients of parameters and inputs), values by name.
+Results = dict[str, Mapping[str, Any]]
 
 
 @dataclass
@@ -123,9 +115,10 @@ class Trial:
 
     def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
         """Refuse a change with which the model computes something else."""
-        wrong = _worst(_gaps("output ", other, usual))
-        if not wrong[0] <= self.tolerance():
-            raise CaptureError(f"{what} the model computes something else: {wrong[1]} is off by {wrong[0]:.1e}")
+        try:
+            _compare({OUTPUT: other}, {OUTPUT: usual}, self.tolerance())
+        except _Differs as fault:
+            raise CaptureError(f"{what} the model computes something else: {fault}") from fault
 
     def on(self, inputs: Inputs) -> Trial:
         """The same for other inputs."""
@@ -139,23 +132,19 @@ class Trial:
         """
         fits = [x for x in self.short if program.accepts(compat.tree_leaves((x.args, x.kwargs))) is None]
         self.inputs, self.short = (fits[0] if fits else self.inputs), ()
-        theirs = self.original()
+        theirs = self.original
         if theirs is None:
             return float("nan")
+        allowed = self.tolerance(program)
         try:
-            ours = self._captured(program, theirs.gradients is not None)
+            return _compare(self._captured(program, GRADIENT in theirs), theirs, allowed)
+        except _Differs as fault:
+            text = f"{fault} of its largest value, and rounding allows {allowed:.1e}"
+            self.refused = f"self-check: the captured graph is not the model: {text}"
+            raise CaptureError(self.refused) from fault
         except Exception as error:  # whatever operators may raise
             self.refused = f"self-check: the captured graph fails where the model runs: {error}"
             raise CaptureError(self.refused) from error
-        error, name = _worst(_compared(ours, theirs))
-        allowed = self.tolerance(program)
-        if not error <= allowed:
-            self.refused = (
-                f"self-check: the captured graph is not the model: {name} is off by {error:.1e} of its largest value, "
-                f"and rounding allows {allowed:.1e}"
-            )
-            raise CaptureError(self.refused)
-        return error
 
     def tolerance(self, program: Capture | None = None) -> float:
         """What rounding may make of a difference, in the least exact dtype that is computed in."""
@@ -163,10 +152,11 @@ class Trial:
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point() and p.itemsize > 1}
         if program is not None:
             kinds |= {d for d in program.state[-1:] if d is not None}
-        return rounding(kinds)
+        return rounding_of(kinds)
 
+    @cached_property
     def original(self) -> Results | None:
-        """What the model gives; None where it fails, and then `skip` says how."""
+        """The model's results; None where it fails, and then `skip` says how."""
         inputs = self.mapped()
         try:
             self.called_model  # noqa: B018  # the first call; the next one is compared
@@ -175,7 +165,7 @@ class Trial:
         except Exception as error:  # whatever a user's forward may raise
             self.skip = self._failed(error)
             return None
-        if self.ground and not finite(results.outputs.values()):
+        if self.ground and not finite(results[OUTPUT].values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"
             return None
         return results
@@ -196,12 +186,12 @@ class Trial:
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
         state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _leaves_by_name(inputs)
         try:
-            return Results(outputs, state, _gradients(outputs, self._gradient_leaves(inputs)))
+            return {OUTPUT: outputs, STATE: state, GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))}
         except (RuntimeError, NotImplementedError) as error:
             self.remark = (
                 f"only the outputs of the capture were compared: the model's own backward fails: {_short(error)}"
             )
-            return Results(outputs, state, None)
+            return {OUTPUT: outputs, STATE: state}
 
     def _captured(self, program: Capture, backward: bool) -> Results:
         inputs = self.mapped()
@@ -211,24 +201,25 @@ class Trial:
         tensor_of |= dict(self.copied.named_buffers(remove_duplicate=False))
         tensor_of |= dict(self.copied.named_parameters(remove_duplicate=False))
         flat = iter(compat.tree_leaves((inputs.args, inputs.kwargs)))
-        leaf_values: dict[fx.Node, Any] = {}
+        leaf_values: dict[fx.Node, list[Any]] = {}
         for leaf in program.leaves:
             value = next(flat) if leaf.kind.passed else tensor_of[leaf.name]
-            leaf_values[leaf.node] = value.detach().clone() if leaf.kind in (BUFFER, TABLE, CONSTANT) else value
+            leaf_values[leaf.node] = [value.detach().clone() if leaf.kind in (BUFFER, TABLE, CONSTANT) else value]
         autocast = len(program.state) > 0 and program.state[-1] is not None  # its casts are in the graph
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
-            results = compat.tree_leaves(reference(program.graph, leaf_values, lambda n, v: None))
-            buffers = [x for x in program.leaves if x.kind in (BUFFER, TABLE)]
-            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in buffers]
-            buffer_values = [leaf_values[x.node] for x in buffers]
-            state = dict(zip(names, buffer_values, strict=True)) | _leaves_by_name(inputs)
+            (results,) = run(program, leaf_values).outputs
+            state: dict[str, Any] = _leaves_by_name(inputs)
+            for x in program.leaves:
+                if x.kind in (BUFFER, TABLE):
+                    (state[f"buffer {program.aliases.get(x.name, x.name)}"],) = leaf_values[x.node]
             for i, taker in program.mutations.items():
                 name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"
                 state[name] = results[i]
             user_outputs = [v for i, v in enumerate(results) if i not in program.mutations]
             outputs = compat.named_leaves(compat.tree_unflatten(user_outputs, program.out_spec))
-            return Results(outputs, state, _gradients(outputs, self._gradient_leaves(inputs)) if backward else None)
+            gradients = {GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))} if backward else {}
+            return {OUTPUT: outputs, STATE: state, **gradients}
 
     def _gradient_leaves(self, inputs: Inputs) -> dict[str, Tensor]:
         """The leaves whose gradients are compared."""
@@ -261,40 +252,39 @@ def _gradients(outputs: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict
     return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), allow_unused=True), strict=True))
 
 
-def _compared(own: Results, expected: Results) -> list[tuple[float, str]]:
-    state = {n: own.state.get(n, b) for n, b in expected.state.items()}  # the graph lacks buffers that it does not read
-    return [
-        *_gaps("output ", own.outputs, expected.outputs),
-        *_gaps("", state, expected.state),
-        *_gaps(GRADIENT, own.gradients or {}, expected.gradients or {}),
-    ]
+class _Differs(Exception):
+    """A value that is not the model's, and by how much."""
+
+
+def _compare(ours: Results, theirs: Results, allowed: float) -> float:
+    """Return the largest relative difference.
+
+    Raises:
+        _Differs: one is more than what is allowed.
+    """
+    worst = 0.0
+    for kind, expected in theirs.items():
+        values = dict(ours[kind])
+        if kind == STATE:  # the graph lacks buffers that it does not read
+            values = {n: values.get(n, b) for n, b in expected.items()}
+        if kind == GRADIENT:  # one that is absent is zero
+            expected = dict(expected)
+            for n, b in expected.items():
+                a = values.get(n)
+                if (a is None) != (b is None):
+                    values[n], expected[n] = (torch.zeros_like(b), b) if b is not None else (a, torch.zeros_like(a))  # type: ignore[arg-type]
+        tensors = [v for v in expected.values() if isinstance(v, Tensor) and not v.is_complex()]
+        rounding = Rounding(allowed, max(map(largest, tensors), default=0.0))
+        gap = differences(values, expected, rounding)
+        if gap is not None:
+            raise _Differs(f"{kind}{gap.key} is off by {gap.error:.1e}")
+        worst = max(worst, rounding.worst)
+    return worst
 
 
 def _leaves_by_name(inputs: Inputs) -> dict[str, Tensor]:
     tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
     return {f"input {i}": v.detach() for i, v in enumerate(tensors)}
-
-
-def _gaps(kind: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
-    """How far each value is off, and its name."""
-    scale = max((largest(v) for v in expected.values() if isinstance(v, Tensor) and not v.is_complex()), default=0.0)
-    for name in values.keys() | expected.keys():
-        a, b = values.get(name), expected.get(name)
-        if kind == GRADIENT:  # one that is absent is zero
-            a = torch.zeros_like(b) if a is None and b is not None else a
-            b = torch.zeros_like(a) if b is None and a is not None else b
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            yield relative(a.detach(), b.detach(), scale), kind + name
-        elif isinstance(a, (*PLAIN, Tensor)) and isinstance(b, (*PLAIN, Tensor)):
-            yield 0.0 if type(a) is type(b) and a == b else float("inf"), kind + name
-
-
-def rounding(dtypes: Iterable[torch.dtype]) -> float:
-    """What it may make of a difference, in the least exact of these dtypes."""
-    each = []
-    for d in dtypes:
-        each.append((1e3 if d.itemsize > 2 else 16) * torch.finfo(d).eps)
-    return max(each, default=1e-3)
 
 
 def finite(values: Iterable[Any]) -> bool:
@@ -315,8 +305,3 @@ def on_meta(model: nn.Module) -> bool:
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _worst(gaps: Any) -> tuple[float, str]:
-    """The largest difference; what is not a number counts as one."""
-    return max(gaps, key=lambda g: float("inf") if g[0] != g[0] else g[0], default=(0.0, ""))

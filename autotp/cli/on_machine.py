@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from autotp.passes.optimise import Alternative
-    from autotp.proof.compare import Report
+    from autotp.proof.report import Report
     from autotp.runtime.lower.measured import Line as Measurement
 
     from .models import LoadedModel

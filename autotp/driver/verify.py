@@ -10,22 +10,21 @@ import torch
 from torch import nn
 
 from autotp.capture.request import CaptureRequest
-from autotp.capture.selfcheck import Trial
-from autotp.driver.decoding.decoded import decoded
-from autotp.driver.decoding.tokens import check_count
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture
+from autotp.ir.graph import draws
+from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
 from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
-from autotp.proof.certificate.certificate import certificate
-from autotp.proof.certificate.report import Certificate
-from autotp.proof.compare import Difference, Report, compare
-from autotp.proof.grid import GridProof
-from autotp.proof.simulate import Values
+from autotp.proof.certificate import certificate
+from autotp.proof.equality import Sequences, compare
+from autotp.proof.report import Certificate, Difference, Report
+from autotp.proof.run import Values
 
 from .compile import apply_plan, capture_model, plain, solve_plan
+from .decoded_calls import check_count
+from .decoding import decoded
 from .options import Options, Steering, read_axis, refuse_beside, required_inputs, with_keywords
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
@@ -129,13 +128,19 @@ def _over_sequences(
     """Prove one call on simulated ranks of a mesh (cp, tp), of whole sequences that are dealt to them."""
     if plan is not None or certify or request.carried:
         raise InputError("with cp a plan is made and proved by values: leave out plan=, certify= and carried=.")
-    proof, plan = grid_of(model, inputs, options, request)
-    compared, captured = proof.run(), proof.whole
+    axis, planned, sharded, plan = program_of_sequences(model, inputs, options, request)
+    # Every cp rank draws for itself, and others than one device.
+    if any(draws(n) for n in axis.whole.graph.nodes):
+        raise InputError("the model draws random numbers, which every cp rank does for itself: prove it in eval().")
+    compared = compare(planned, sharded, Values.of(axis.whole, model, inputs), axis)
+    captured = axis.whole
     return replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved), options
 
 
-def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest) -> tuple[GridProof, Plan]:
-    """A proof over a mesh (cp, tp), and the plan that it is of.
+def program_of_sequences(
+    model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest
+) -> tuple[Sequences, Planned, Sharded, Plan]:
+    """Return the program of a rank of a mesh (cp, tp), the axis that it is of, and its plan.
 
     Args:
         model, inputs: of a call with whole sequences. options: with the axis of cp. request: what captures are to be.
@@ -145,9 +150,7 @@ def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: Capture
     program, cp = own_copy(captured), options.batch.size
     dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
     plan = solve_plan(program, [*notes, *dealt.notes], options, type(model).__name__)
-    planned, sharded = apply_plan(program, plan, options)
-    values = Values.of(captured, model, inputs)
-    return GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs), plan
+    return Sequences(captured, cp, dealt.inputs, dealt.outputs), *apply_plan(program, plan, options), plan
 
 
 def certify(
@@ -176,12 +179,3 @@ def certify(
     request = CaptureRequest.read(carried=carried, precision=precision)
     captured, _ = capture_model(model, inputs, torch.device("cpu"), check=False, request=request)
     return certificate(*apply_plan(captured, plan, Options.of_plan(plan)))
-
-
-def capture_error(program: Capture, model: nn.Module, values: Values) -> float:
-    """Largest relative difference of outputs, buffers and gradients between a captured graph and the model.
-
-    Raises:
-        CaptureError: it is more than rounding allows.
-    """
-    return Trial.of(model, values.inputs, torch.device("cpu")).compare(program)

@@ -1,18 +1,17 @@
-"""What `verify` reports."""
+"""Reports of `verify` and `certify`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from autotp.plans.plan import Plan
-from autotp.proof.certificate.report import Certificate
 
 TOLERANCE = 1e-9  # both sides run in float64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the sharded program first differs.
+    """The first value of a sharded program that differs.
 
     Attributes:
         direction: "forward" or "backward"; "capture" where the captured graph is not the model.
@@ -35,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What `verify` found of a prompt and tokens after it, decoded one by one on the simulated ranks.
+    """Findings of `verify` on a prompt and tokens after it, decoded one by one on the simulated ranks.
 
     Attributes:
         prompt, tokens: how many positions are prefilled, and decoded.
@@ -67,8 +66,66 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A place where the checker refuses a rank's program.
+
+    Attributes:
+        kind: "types" (R, I, V and P) or "shapes" (the program does not run).
+        value: name of the value of the rank's program; `op`: what makes it; `module`: where.
+        detail: the checker's own words.
+    """
+
+    kind: str
+    value: str
+    op: str
+    module: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"({self.kind}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """An answer of spmd_types to a plan's program; true where it refuses nothing.
+
+    Attributes:
+        tp: number of ranks. checker: the package and its version.
+        operators, conversions: calls whose types were inferred from their operands.
+        leaves, partials, outputs: values whose types were asserted, and no others.
+        refusal: the first refusal; None where there is none.
+    """
+
+    tp: int
+    checker: str
+    operators: int = 0
+    conversions: int = 0
+    leaves: int = 0
+    partials: int = 0
+    outputs: int = 0
+    refusal: Refusal | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True where nothing was refused."""
+        return self.refusal is None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"{self.checker} refuses {self.refusal}"
+        return (
+            f"{self.checker} accepts the program of {self.tp} ranks: {self.operators} operators and "
+            f"{self.conversions} conversions typed from {self.leaves} leaves, {self.partials} pending sums and "
+            f"{self.outputs} outputs"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
-    """What `verify` found; true where outputs and every gradient agree.
+    """Findings of `verify`, true where outputs and every gradient agree.
 
     Attributes:
         tp: number of simulated ranks; `cp`: as many of these, each with a part of every sequence.
@@ -103,12 +160,12 @@ class Report:
 
     @property
     def ranks(self) -> str:
-        """How many were simulated."""
+        """Return how many were simulated, in words."""
         return str(self.tp) if self.cp == 1 else f"{self.cp} x {self.tp} (cp x tp)"
 
     @property
     def ok(self) -> bool:
-        """Whether no result differs, and the captured graph is known to be the model."""
+        """Return whether no result differs, and the captured graph is known to be the model."""
         decodes = self.decoded is None or self.decoded.difference is None
         certified = self.certificate is None or self.certificate.ok
         return self.difference is None and not self.unproved and decodes and certified

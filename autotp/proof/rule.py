@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.op import Factor, Rule
 from autotp.ir.program import Decision, Planned, Sharded
-from autotp.ir.specs import Spec
 from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
 from autotp.rules.core import rule_of
 from autotp.rules.notation import letters, notation
 
-from . import simulate
 from .case import TOLERANCE, Case, RuleOf, RuleProgram, choices, program, required
+from .differences import Parts, Rounding, differences
+from .run import Simulated, run
 
 __all__ = ["Case", "RuleProgram", "choices", "program", "prove", "prove_program", "required"]
 
@@ -157,24 +157,29 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     Raises:
         _Differs: in what they are others.
     """
-    tp = p.planned.tp
-    sharded = _sharded(p, decision)
+    sharded, tp = _sharded(p, decision), p.planned.tp
     operands = _operand_parts(p, decision)
-    placeholders = [n for n in sharded.graph.nodes if n.op == "placeholder"]
-    rank_results = simulate.run(sharded, tp, dict(zip(placeholders, operands, strict=True)))
-    for i, (whole, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
-        parts = [results[i].detach() for results in rank_results]
-        _compare(f"result {i}", parts, p.spec(layout), whole, case)
+    placeholders = sharded.graph.find_nodes(op="placeholder")
+    ranks = run(sharded, dict(zip(placeholders, operands, strict=True)), Simulated(tp)).outputs
+    ours, theirs = {}, {}
+    for i, (layout, whole) in enumerate(zip(decision.outs, expected.results, strict=True)):
+        ours[f"result {i}"], theirs[f"result {i}"] = Parts([y[i] for y in ranks], p.spec(layout)), whole
+    _judge(case, ours, theirs)
     # Before any gradient is asked for: torch would say of a result that is cut off no more than that it is.
-    _check_reached(rank_results, expected)
-    upstream = _upstream_parts(p, decision, expected)
-    gradients: list[list[Tensor | None]] = []
-    for rank in range(tp):
+    _check_reached(ranks, expected)
+    upstream, gradients = _upstream_parts(p, decision, expected), list[list[Tensor | None]]()
+    for rank, outputs in enumerate(ranks):
         toward = [parts[rank] for parts in upstream]
-        own = [parts[rank] for parts in operands]
-        gradients.append(_gradients(rank_results[rank], toward, own))
-    for i, layout in enumerate(decision.ins):
-        _compare_gradient(p, i, layout, [each[i] for each in gradients], expected.gradients[i], case)
+        gradients.append(_gradients(outputs, toward, [parts[rank] for parts in operands]))
+    ours, theirs = {}, {}
+    for i, (layout, whole) in enumerate(zip(decision.ins, expected.gradients, strict=True)):
+        reached, name = [g for each in gradients if (g := each[i]) is not None], p.operand(i)
+        if (len(reached) if whole is not None else tp - len(reached)) < tp:
+            raise _Differs(f"{name} has a gradient on some ranks and none on others")
+        if whole is not None:
+            key = f"the gradient of {name}"
+            ours[key], theirs[key] = Parts(reached, p.spec(layout.dual)), whole
+    _judge(case, ours, theirs)
 
 
 def _sharded(p: RuleProgram, decision: Decision) -> Sharded:
@@ -215,28 +220,31 @@ def _check_reached(rank_results: Sequence[Sequence[Tensor]], expected: _Expected
                 raise _Differs(f"on rank {rank} result {i} is cut off from the gradient, or carries one of its own")
 
 
-def _compare_gradient(
-    p: RuleProgram, slot: int, layout: Layout, parts: Sequence[Tensor | None], whole: Tensor | None, case: Case
-) -> None:
-    """An operand's gradient: on all ranks, or on none where the whole has none."""
-    reached = [part for part in parts if part is not None]
-    if whole is None and not reached:
-        return
-    if whole is None or len(reached) < p.planned.tp:
-        raise _Differs(f"{p.operand(slot)} has a gradient on some ranks and none on others")
-    _compare(f"the gradient of {p.operand(slot)}", reached, p.spec(layout.dual), whole, case)
+def _judge(case: Case, ours: dict[str, Parts], theirs: dict[str, Tensor]) -> None:
+    """Hold what the ranks have against the whole's.
+
+    Raises:
+        _Differs: in the first that is another.
+    """
+    gap = differences(ours, theirs, _Elementwise(0.0, case=case))
+    if gap is not None:
+        raise _Differs(f"{gap.key} is wrong by {gap.error:.3g}")
 
 
-def _compare(what: str, parts: list[Tensor], spec: Spec, whole: Tensor, case: Case) -> None:
-    joined = spec.recombine(parts)
-    if joined.shape != whole.shape or joined.dtype != whole.dtype:
-        raise _Differs(f"{what} is {joined.dtype} {list(joined.shape)}, should be {whole.dtype} {list(whole.shape)}")
-    if not case.values:
-        return
-    if spec.whole and not all(_close(x, joined, case.tolerance) for x in parts):
-        raise _Differs(f"{what} differs from rank to rank")
-    if not _close(joined, whole, case.tolerance):
-        raise _Differs(f"{what} is wrong by {(joined.to(whole.dtype) - whole).abs().max().item():.3g}")
+@dataclass
+class _Elementwise(Rounding):
+    """Every element is compared by itself, within what its case allows."""
+
+    case: Case = field(kw_only=True)
+
+    def error(self, ours: Tensor, theirs: Tensor, scale: float) -> float:
+        """Return how far the farthest element is off; 0 where all are within what is allowed."""
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return float("inf")
+        if not self.case.values or _close(ours, theirs, self.case.tolerance):
+            return 0.0
+        number = ours.dtype != torch.bool
+        return max((ours - theirs).abs().max().item(), TOLERANCE) if number else float("inf")
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float | None) -> bool:

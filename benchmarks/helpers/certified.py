@@ -19,9 +19,9 @@ from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Planned, Sharded
-from autotp.proof.certificate.certificate import RefusedError, Typing, certificate
-from autotp.proof.compare import compare
-from autotp.proof.simulate import Values
+from autotp.proof.certificate import RefusedError, Typing, certificate
+from autotp.proof.equality import compare
+from autotp.proof.run import Env, Values
 from tests.history.modules import Sorted
 from tests.history.row import WIDTH
 
@@ -141,21 +141,20 @@ def judged(planned: Planned, mutant: Sharded, shapes: list[Any], values: Values)
 class Untyped(Typing):
     """The program run on meta tensors alone, so that a refusal is one of shapes."""
 
-    def run(self) -> None:
-        with compat.all_nonzero():
-            self.walk()
+    def run(self) -> Values:
+        return self.walk()
 
     def _assert(self, x: Tensor, letter: str) -> Tensor:
         return x
 
-    def _convert(self, node: fx.Node) -> list[Tensor]:
-        return conversions.simulate(self.values[node.args[0]], *(self._at(spec, 0) for spec in node.args[1:3]))  # type: ignore[index]
+    def _convert(self, node: fx.Node, env: Env) -> list[Tensor]:
+        return conversions.simulate(env[node.args[0]], *self._at(node.args[1:3], env, 0))  # type: ignore[index]
 
     def _typed_call(self, node: fx.Node, args: Any, kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _of_split_loop(self, node: fx.Node) -> None:
-        pass
+    def _of_split_loop(self, node: fx.Node, xs: list[Any]) -> list[Any]:
+        return xs
 
     def _output(self, node: fx.Node, name: str, x: Tensor, state: Layout | None) -> None:
         pass
@@ -167,7 +166,6 @@ def outputs(planned: Planned, sharded: Sharded) -> list[Any]:
     Raises:
         RefusedError: the program does not run.
     """
-    typing = Untyped(planned, sharded)
-    typing.run()
+    values = Untyped(planned, sharded).run().nodes
     nodes = compat.tree_leaves(sharded.graph.output_node().args[0])
-    return [[getattr(x, "shape", x) for x in typing.values[n]] for n in nodes if n in typing.values]
+    return [[getattr(x, "shape", x) for x in values[n]] for n in nodes if n in values]

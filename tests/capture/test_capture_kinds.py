@@ -162,7 +162,7 @@ class Noisy(Net):
 
 def test_random_numbers_are_the_same_on_all_ranks(monkeypatch):
     assert autotp.verify(Noisy(), 2, X)
-    monkeypatch.setattr("autotp.proof.simulate.draws", lambda node: False)
+    monkeypatch.setattr("autotp.proof.run.draws", lambda node: False)
     assert not autotp.verify(Noisy(), 2, X), "the negative control"
 
 

@@ -98,7 +98,7 @@ def test_a_weight_that_a_hook_computes_is_copied():
     model(X)  # from here on the weight is no leaf, which torch does not copy
     wanted = model(X)
     trial = Trial.of(model, Inputs(X), torch.device("cpu"))
-    assert torch.equal(trial.outputs(Inputs(X))["0"], wanted) and trial.original() is not None
+    assert torch.equal(trial.outputs(Inputs(X))["0"], wanted) and trial.original is not None
 
 
 # ---- no false alarms -------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from autotp.driver.options import Options, Steering
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned
-from autotp.proof.compare import compare
-from autotp.proof.simulate import Values
+from autotp.proof.equality import compare
+from autotp.proof.run import Values
 from autotp.rules.core import function_of
 
 from .modules import Module

@@ -16,7 +16,8 @@ from autotp.cost import Cluster
 from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs
-from autotp.proof import simulate
+from autotp.proof.run import Simulated as Ranks
+from autotp.proof.run import run, weights_of
 
 STEPS, WIDTH, WORDS, RATE = 100, 32, 64, 0.3
 # Where bytes count and calls do not: what is gathered is cast before.
@@ -111,7 +112,7 @@ class Simulated(nn.Module):
             captured, notes, Options.read(tp, Steering(sequence_parallel=True, cluster=SLOW)), "Words"
         )
         self.parts, self.places = {}, {}
-        values = simulate.weights_of(with_histories(model, request.precision))
+        values = weights_of(with_histories(model, request.precision))
         for leaf, node in self._leaves():
             if not leaf.kind.passed:
                 layout = self.staged.planned.decisions[leaf.node].outs[0].to_runtime()
@@ -128,7 +129,7 @@ class Simulated(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         given = {n: self.parts.get(n, [ids] * self.tp) for _, n in self._leaves()}
-        ranks = simulate.run(self.staged.sharded, self.tp, given)
+        ranks = run(self.staged.sharded, given, Ranks(self.tp)).outputs
         for position, name in self.staged.planned.program.mutations.items():
             self.parts[self.places[name]] = [outputs[position] for outputs in ranks]
         return Everywhere.apply(*(outputs[0] for outputs in ranks))

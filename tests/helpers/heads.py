@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 import autotp
 from autotp.driver.compile import capture_model
 from autotp.ir.graph import Capture
-from autotp.proof.simulate import reference
+from autotp.proof.run import run
 
 WIDTH, EXAMPLES, CLASSES = 16, 12, 4000
 
@@ -36,8 +36,8 @@ def captured(model: nn.Module, *inputs: Tensor) -> Capture:
 
 def values(program: Capture, given: list[Tensor], model: nn.Module) -> Tensor:
     names = dict(model.named_parameters())
-    env: dict[Any, Any] = {leaf.node: v for leaf, v in zip(program.inputs, given, strict=True)}
+    env: dict[Any, Any] = {leaf.node: [v] for leaf, v in zip(program.inputs, given, strict=True)}
     for leaf in program.leaves:
         if not leaf.kind.passed:
-            env[leaf.node] = names[leaf.name] if leaf.kind.trained else program.constants[leaf.name]
-    return reference(program.graph, env, lambda node, value: None)[0]
+            env[leaf.node] = [names[leaf.name] if leaf.kind.trained else program.constants[leaf.name]]
+    return run(program, env).outputs[0][0]

@@ -17,7 +17,7 @@ from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.program import Planned, Sharded
 from autotp.plans.plan import Plan
-from autotp.proof.simulate import Values
+from autotp.proof.run import Values
 
 BATCH, LENGTH, HIDDEN, HEADS, VOCABULARY = 2, 16, 64, 8, 256
 DECODER = {

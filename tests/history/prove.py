@@ -16,11 +16,10 @@ from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
 from autotp.passes import schema
-from autotp.proof.certificate.certificate import certificate
-from autotp.proof.certificate.report import Certificate
-from autotp.proof.compare import compare
-from autotp.proof.report import Report
-from autotp.proof.simulate import Values
+from autotp.proof.certificate import certificate
+from autotp.proof.equality import compare
+from autotp.proof.report import Certificate, Report
+from autotp.proof.run import Values
 from benchmarks.helpers.mutants import copied
 from tests.fuzz.plans import any_plan
 from tests.helpers.models import redrawn

@@ -19,7 +19,7 @@ from autotp.ir.runs import Runs
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds
-from autotp.proof.simulate import reference
+from autotp.proof.run import run
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
 from tests.helpers.wrapped import Wrapper
@@ -159,11 +159,11 @@ class Attention(nn.Module):
 
 
 def values(program: Capture, given: list[Any]) -> Tensor:
-    env: dict[Any, Any] = {leaf.node: v for leaf, v in zip(program.inputs, given, strict=True)}
+    env: dict[Any, Any] = {leaf.node: [v] for leaf, v in zip(program.inputs, given, strict=True)}
     for leaf in program.leaves:
         if leaf.kind == SEEDS:
-            env[leaf.node] = torch.arange(len(leaf.node.meta["val"]))
-    return reference(program.graph, env, lambda node, value: None)[0]
+            env[leaf.node] = [torch.arange(len(leaf.node.meta["val"]))]
+    return run(program, env).outputs[0][0]
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "grouped", "scaled"])

@@ -15,7 +15,7 @@ from autotp.driver.compile import apply_plan, solve_plan
 from autotp.driver.options import Options, Steering
 from autotp.errors import InputError, PlanError
 from autotp.plans.plan import Plan
-from autotp.proof.compare import compare
+from autotp.proof.equality import compare
 from autotp.text import read_bytes
 from tests.helpers.models import HIDDEN, build, captured, planned, values
 

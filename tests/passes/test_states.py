@@ -18,7 +18,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Layout, Partition, R, Shard
 from autotp.ir.leaves import STATE
-from autotp.proof.simulate import Values
+from autotp.proof.run import Values
 from tests.helpers.carried import CARRIED, KV, SIZE, Attention, Nested, past, tokens
 
 HALVES = Shard(1, Partition.plain(KV, 2))

@@ -12,7 +12,7 @@ from autotp.driver.verify import compare
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
-from autotp.proof.compare import Report
+from autotp.proof.report import Report
 from tests.helpers.models import planned, values
 
 Mutation = Callable[[Sharded, fx.Node], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard as Split
 
 from autotp.driver.compile import apply_plan, capture_model, solve_plan
@@ -13,7 +13,7 @@ from autotp.driver.options import Options, Steering
 from autotp.driver.verify import compare
 from autotp.inputs import Inputs
 from autotp.ir.layouts import P, Shard
-from autotp.proof.simulate import Values, run
+from autotp.proof.run import Simulated, Values, run
 
 X = [[1.0, 2.0]]
 W_UP = [[1.0, 0.0, 1.0, 2.0], [0.0, 1.0, 1.0, -1.0]]
@@ -44,17 +44,17 @@ def test_by_autotp():
     options = Options.read(2, Steering(pins={"up": Split(1), "down": Split(0)}))
     program, sharded = apply_plan(captured, solve_plan(captured, notes, options, "TwoMatmuls"), options)
     values = Values.of(captured, model, inputs)
-    seen: dict[fx.Node, list[Tensor]] = {}
     ranks = {n: _dealt(sharded.layouts[n], v) for n, v in _leaves(sharded, values).items()}
-    (outputs, same) = run(sharded, 2, ranks, seen.__setitem__)
-    partials = next(v for n, v in seen.items() if sharded.layouts.get(n) == P)
+    ran = run(sharded, ranks, Simulated(2))
+    outputs, same = ran.outputs
+    partials = next(v for n, v in ran.nodes.items() if sharded.layouts.get(n) == P)
     assert [p.tolist() for p in partials] == PARTIALS
     assert outputs[0].tolist() == same[0].tolist() == SUM
     assert compare(program, sharded, values).ok
 
 
 def _leaves(sharded, values):
-    named = {n.name: v for n, v in values.leaves.items()}
+    named = {n.name: v for n, (v,) in values.nodes.items()}
     return {n: named[n.name] for n in sharded.graph.nodes if n.op == "placeholder"}
 
 

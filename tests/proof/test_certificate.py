@@ -20,10 +20,10 @@ from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import Planned, Sharded
 from autotp.plans.export import styles
-from autotp.proof.certificate.certificate import RefusedError, Typing, certificate, checking
-from autotp.proof.certificate.report import Refusal
-from autotp.proof.certificate.steps import STEPS, transit
-from autotp.proof.compare import compare
+from autotp.proof.certificate import RefusedError, Typing, certificate, checking
+from autotp.proof.equality import compare
+from autotp.proof.report import Refusal
+from autotp.proof.spelling import STEPS, transit
 from benchmarks.certificate import PAGE, load, render
 from benchmarks.helpers.certified import PROGRAMS as CASES
 from benchmarks.helpers.certified import outputs, programs, tried

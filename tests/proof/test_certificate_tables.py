@@ -12,9 +12,8 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.proof.case import Case
-from autotp.proof.certificate.certificate import checking
-from autotp.proof.certificate.linear import LINEAR, blank, linear_slots
-from autotp.proof.certificate.spelling import CONVOLUTIONS, QUOTIENTS, SAME, SUMS, TURNED, spelled
+from autotp.proof.certificate import checking
+from autotp.proof.spelling import CONVOLUTIONS, LINEAR, QUOTIENTS, SAME, SUMS, TURNED, blank, linear_slots, spelled
 from tests.rules.cases import CASES
 
 spmd = pytest.importorskip("spmd_types")

@@ -12,12 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 import autotp
 from autotp.capture.request import CaptureRequest
 from autotp.driver.options import Options, Steering, read_axis
-from autotp.driver.verify import grid_of
+from autotp.driver.verify import program_of_sequences
 from autotp.errors import InputError
 from autotp.inputs import normalise
 from autotp.kernels import attention as attention_kernel
 from autotp.passes.shard import batch_axis
-from autotp.proof.simulate import run
+from autotp.proof.differences import own_leaf
+from autotp.proof.run import CallLayouts, Simulated, Values, run
 
 
 class Causal(nn.Module):
@@ -97,8 +98,13 @@ def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
     made, given = Causal(few).double(), normalise(inputs(length))
     plan = autotp.plan(made, 1, cp=cp, example_inputs=given)
     options = Options.read(1, Steering(), read_axis(1, False, 1, cp))
-    proof = grid_of(made, given, options, CaptureRequest())[0]
-    held, found = proof.leaves(), {}
+    axis, planned, sharded, _ = program_of_sequences(made, given, options, CaptureRequest())
+    leaves, ranks = Values.of(axis.whole, made, given).doubled(), Simulated(1, cp)
+    call, found = CallLayouts(axis.whole, sharded, leaves, ranks, axis.inputs), {}
+    held = {}
+    for leaf, node in call.pairs():
+        wanted = sharded.origin.get(node, (node, 0))[0] in planned.grads
+        held[node] = [own_leaf(v, wanted) for v in call.dealt(leaf, node)]
     own = {x.untyped_storage()._cdata for values in held.values() for x in values}
 
     def pack(x: Tensor) -> Tensor:
@@ -109,8 +115,8 @@ def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs = run(proof.sharded, 1, held, outer=cp)  # which hold the graph
-    assert outputs
+        values = run(sharded, held, ranks)  # which hold the graph
+    assert values.outputs
     return sum(x.untyped_storage().nbytes() for x in found.values()) / cp, plan.memory.activations
 
 

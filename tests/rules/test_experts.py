@@ -14,7 +14,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 import autotp
 from autotp.ir.specs import GroupedSpec
 from autotp.plans.plan import Plan
-from autotp.proof.simulate import NARROW
+from autotp.proof.run import NARROW
 from tests.helpers.models import redrawn
 
 TOKENS = {"input_ids": torch.arange(32).reshape(2, 16)}

@@ -22,7 +22,7 @@ from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import rewrite
-from autotp.proof import simulate
+from autotp.proof.run import Simulated, StepError, run
 from autotp.rules.core import RULES
 from autotp.rules.views import MERGED, atoms
 
@@ -121,7 +121,7 @@ def check(model: Symbolic, captured: Capture, sharded: Sharded, tp: int, x: Tens
     for leaf, node in zip(captured.leaves, [n for n in sharded.graph.nodes if n.op == "placeholder"], strict=True):
         whole = tensors[leaf.name].detach()
         held[node] = [whole.clone().requires_grad_(leaf.kind.trained) for _ in range(tp)]
-    got = simulate.run(sharded, tp, held)
+    got = run(sharded, held, Simulated(tp)).outputs
     for (y,) in got:
         torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     torch.autograd.backward([y for (y,) in got], [gradient] * tp)
@@ -164,7 +164,7 @@ def test_whole_sizes_in_a_shard_are_noticed(name, monkeypatch):
     for target in (aten.expand.default, aten.reshape.default):
         right = RULES[target]
         monkeypatch.setitem(RULES, target, lambda op, right=right: replace(right(op), localise=None))
-    with pytest.raises(simulate.StepError):
+    with pytest.raises(StepError):
         proved(name, 2)
 
 

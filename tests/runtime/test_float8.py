@@ -18,7 +18,7 @@ from autotp.inputs import Inputs
 from autotp.ir.layouts import Partial, R
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, Rule
-from autotp.proof.certificate.certificate import certificate
+from autotp.proof.certificate import certificate
 from autotp.rules.core import RULES
 from benchmarks.hand_plans import Counted
 from tests.helpers.compare import mesh_of

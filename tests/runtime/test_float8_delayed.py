@@ -18,7 +18,7 @@ from autotp.ir.layouts import Partial, R
 from autotp.ir.marks import mark
 from autotp.kernels import float8 as kernels
 from autotp.kernels.float8 import GRADIENT, INPUT, scale_of
-from autotp.proof.certificate.certificate import certificate
+from autotp.proof.certificate import certificate
 from tests.helpers import float8 as helper
 from tests.helpers.float8 import SMALL, WIDTH, Block, Simulated, apart, one_device, sharded, train, words
 

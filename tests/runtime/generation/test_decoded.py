@@ -12,14 +12,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp.capture.request import CaptureRequest
-from autotp.driver.decoding.decoded import compared, explained
-from autotp.driver.decoding.simulated import Simulated
-from autotp.driver.decoding.tokens import Generated, calls_of
+from autotp.driver.decoded_calls import Generated, calls_of
+from autotp.driver.decoding import compared, explained
 from autotp.driver.options import Options
+from autotp.driver.simulated import DecodedModel
 from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.kernels.attention import attend, cached_attention
-from autotp.proof.both import Both
+from autotp.proof.run import CallLayouts
 from tests.helpers.carried import CARRIED, Attention, tokens
 
 NEW, KEYS = 3, "past_key_values.layers.0.keys"
@@ -41,7 +41,7 @@ class Decoding:
         model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)).eval()
         plan = autotp.plan(model, 2, example_inputs=prompt(), check_capture=False)
         request = CaptureRequest.read(1, "full", "counter")
-        self.simulated = Simulated(model, plan, Options.of_plan(plan), request, lambda x: self.calls.rows(x))
+        self.simulated = DecodedModel(model, plan, Options.of_plan(plan), request, lambda x: self.calls.rows(x))
         self.calls: Any = calls_of(model, self.simulated.bare, Inputs(**prompt()), NEW, ())
         self.calls.decode(self.simulated.call)
         self.steps = self.simulated.restart(ranks=False)
@@ -64,7 +64,7 @@ def test_what_is_decoded_is_one_forward(decoding):
     assert found.difference is None and found.logits_error < 1e-12 and found.cache_error < 1e-12
     assert (found.prompt, found.tokens, found.positions, found.states) == (6, NEW, 6 + NEW, 2)
     assert len(decoding.simulated.programs) == 2  # without a past, and with one
-    parts = decoding.steps[-1].states[KEYS].parts
+    parts = decoding.steps[-1].states[KEYS].parts.ranks
     assert [x.shape for x in parts] == [(2, 2, 6 + NEW, 4)] * 2  # heads of each rank
     said = str(found)
     assert "prefill of 6 and decoding of 3 tokens equal the forward of 9: logits of 9 positions" in said
@@ -86,7 +86,7 @@ def test_attention_over_a_cache_is_proved_as_it_runs(decoding):
 
 
 def test_an_entry_of_the_cache_of_one_rank_that_changes_is_named(decoding):
-    parts = Simulated._parts
+    parts = DecodedModel._parts
 
     def changed(self: Any, *args: Any) -> Any:
         found = parts(self, *args)
@@ -95,7 +95,7 @@ def test_an_entry_of_the_cache_of_one_rank_that_changes_is_named(decoding):
             found[KEYS][1][1, 0, 4, 2] += 1e-3
         return found
 
-    with patch.object(Simulated, "_parts", changed):
+    with patch.object(DecodedModel, "_parts", changed):
         found = decoding.again()
     assert found.difference.value == KEYS
     assert "after decoded token 2, at position 7 the ranks' parts are off by" in found.difference.detail
@@ -104,15 +104,13 @@ def test_an_entry_of_the_cache_of_one_rank_that_changes_is_named(decoding):
 
 
 def test_a_position_off_by_one_on_the_ranks_is_named(decoding):
-    ranks = Both.ranks
+    dealt = CallLayouts.dealt
 
-    def later(self: Any, *args: Any) -> Any:
-        positions = [i for i, x in enumerate(self.captured.leaves) if x.name == "position_ids"]
-        if self.values[positions[0]].shape[1] == 1:
-            self.values[positions[0]] = self.values[positions[0]] + 1
-        return ranks(self, *args)
+    def later(self: Any, leaf: Any, node: Any) -> Any:
+        parts = dealt(self, leaf, node)
+        return [x + 1 for x in parts] if leaf.name == "position_ids" and parts[0].shape[1] == 1 else parts
 
-    with patch.object(Both, "ranks", later):
+    with patch.object(CallLayouts, "dealt", later):
         found = decoding.again()
     assert "after decoded token 1, at position 6 the ranks' parts are off by" in found.difference.detail
     assert found.logits_error > 1e-9

@@ -20,9 +20,9 @@ from autotp.driver.options import Options, Steering
 from autotp.errors import CaptureError, StateError
 from autotp.inputs import Inputs, normalise
 from autotp.ir.layouts import Partition, Shard
-from autotp.proof.compare import compare
+from autotp.proof.equality import compare
 from autotp.proof.report import Report
-from autotp.proof.simulate import Values
+from autotp.proof.run import Values
 from tests.helpers.quantised import quantised, share, torchao
 
 KINDS = [

@@ -12,7 +12,7 @@ from autotp.capture.subclasses.weights import plain_weights
 from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs
-from autotp.proof import simulate
+from autotp.proof.run import Simulated, Values, run
 from tests.helpers.quantised import quantised
 
 WIDTH, WIDE, TP = 32, 256, 2
@@ -37,14 +37,14 @@ def split(model: nn.Module, x: Tensor) -> Tensor:
     plain = plain_weights(model)
     captured, notes = capture_model(plain, Inputs(x), torch.device("cpu"))
     staged = plan_stages(captured, notes, Options.read(TP, Steering(objective="prefill")), "Mlp")
-    values = simulate.Values.of(staged.planned.program, plain, Inputs(x)).leaves
+    values = Values.of(staged.planned.program, plain, Inputs(x)).nodes
     assert sum(staged.planned.decisions[n].outs[0].split for n in values) >= 4  # data of both, and a scale or bias
     given = {}
     placeholders = [n for n in staged.sharded.graph.nodes if n.op == "placeholder"]
     for leaf, node in zip(staged.planned.program.leaves, placeholders, strict=True):
-        given[node] = staged.planned.decisions[leaf.node].outs[0].to_runtime().split(values[leaf.node], TP)
+        given[node] = staged.planned.decisions[leaf.node].outs[0].to_runtime().split(*values[leaf.node], TP)
     with torch.no_grad():
-        return simulate.run(staged.sharded, TP, given)[0][0]
+        return run(staged.sharded, given, Simulated(TP)).outputs[0][0]
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "int8 dynamic"])

@@ -1,10 +1,13 @@
-"""R, I, V and P of every value of a rank's program, inferred by the checker on meta tensors."""
+"""A rank's program, type-checked by spmd_types, which others wrote: no value and no conversion of ours is believed.
+
+R, I, V and P of every value are inferred by the checker on meta tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -14,19 +17,18 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.ir.graph import short_name, size_hint
-from autotp.ir.layouts import Groups, Layout, R, Size
+from autotp.ir.graph import Leaf, short_name, size_hint
+from autotp.ir.layouts import Layout, R
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
-from autotp.ir.specs import Spec
 from autotp.plans.export.styles import AXIS, spmd_types
 
-from .linear import linear_slots, tensors_in, type_by_rule
+from .differences import own_leaf
 from .report import Certificate, Refusal
-from .spelling import spelled
-from .steps import transit
+from .run import CallLayouts, Env, Simulated, StepError, Values, run
+from .spelling import linear_slots, spelled, tensors_in, transit, type_by_rule
 
 META = torch.device("meta")
 
@@ -87,78 +89,72 @@ class Count:
     outputs: int = 0
 
 
-@dataclass
-class Typing:
-    """The program of all ranks in lockstep, each value a typed meta tensor for every rank.
+class Typing(Simulated):
+    """All ranks of a program in lockstep, each value a typed meta tensor for every rank.
 
-    Attributes:
-        planned, sharded: the program, and what it was made from. Of the plan's layouts those of leaves, of pending
-            sums and of states are read, and no others; of a decision the split loop, where no operand has it.
-        count: of values; values: those of each node, by rank.
+    Of the plan's layouts those of leaves, of pending sums and of states are read, and no others; of a decision the
+    split loop, where no operand has it.
+
+    Args:
+        planned, sharded: the program, and what it was made from.
     """
 
-    planned: Planned
-    sharded: Sharded
-    count: Count = field(default_factory=Count)
-    values: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    def __init__(self, planned: Planned, sharded: Sharded) -> None:
+        super().__init__(planned.tp)
+        self.planned, self.sharded, self.count = planned, sharded, Count()
 
-    def run(self) -> None:
+    def run(self) -> Values:
         """Type every value.
 
         Raises:
             RefusedError: at the first node that the checker refuses.
         """
-        with checking(self.planned.tp), compat.all_nonzero():
-            self.walk()
+        with checking(self.tp):
+            return self.walk()
 
-    def walk(self) -> None:
+    def walk(self) -> Values:
         """Run every node; see `run`."""
-        wholes = iter(n for n in self.planned.program.graph.nodes if n.op == "placeholder")
-        for node in self.sharded.graph.nodes:
+        program, node = self.planned.program, self.sharded.graph.output_node()
+        call = CallLayouts(program, self.sharded, {x.node: self._whole(x.node) for x in program.leaves}, self)
+        with compat.all_nonzero():
+            leaves = {new: self._leaf(leaf, new, call) for leaf, new in call.pairs()}
             try:
-                with torch.no_grad() if mark(node).no_grad else nullcontext():
-                    self._step(node, next(wholes) if node.op == "placeholder" else node)
+                values = run(self.sharded, leaves, self)
+                self._outputs(node, values)
             except RefusedError:
                 raise
-            except Exception as error:
+            except Exception as failed:
+                error = failed.__cause__ if isinstance(failed, StepError) else failed
                 kind = "types" if type(error).__name__ == "SpmdTypeError" else "shapes"
-                raise RefusedError(kind, node, _words(error, self.planned.tp)) from error
+                raise RefusedError(kind, getattr(failed, "node", node), _words(error, self.tp)) from error
+        return values
 
-    def _step(self, node: fx.Node, whole: fx.Node) -> None:
-        if node.op == "placeholder":
-            self.values[node] = self._leaf(node, whole)
-        elif node.op == "output":
-            self._outputs(node)
-        elif mark(node).conversion is not None:
-            self.values[node] = self._convert(node)
-        else:
-            self.values[node] = [self._call(node, rank) for rank in range(self.planned.tp)]
-            self._of_split_loop(node)
+    def step(self, node: fx.Node, env: Env) -> list[Any]:
+        """Type one node on every rank."""
+        with torch.no_grad() if mark(node).no_grad else nullcontext():
+            if mark(node).conversion is not None:
+                return self._convert(node, env)
+            return self._of_split_loop(node, [self._call(node, env, rank) for rank in range(self.tp)])
 
     # Leaves.
 
-    def _leaf(self, node: fx.Node, whole: fx.Node) -> list[Any]:
-        value = whole.meta.get("val")
-        if not isinstance(value, Tensor):
-            return [self._number(value)] * self.planned.tp
-        layout = self.sharded.layouts.get(node, R)
+    def _whole(self, leaf: fx.Node) -> Any:
+        """Return a leaf's value on the meta device, with the sizes of the example inputs."""
+        value, hints = leaf.meta.get("val"), self.planned.program.hints
+        if isinstance(value, Tensor):
+            shape = [size_hint(n, hints) for n in sizes(value)]
+            return torch.empty(shape, dtype=value.dtype, device=META)
+        return size_hint(value.node.expr, hints) if isinstance(value, torch.SymInt) else value
+
+    def _leaf(self, leaf: Leaf, node: fx.Node, call: CallLayouts) -> list[Any]:
         with spmd_types().no_typecheck():
-            shape = [size_hint(n, self.planned.program.hints) for n in sizes(value)]
-            meta = torch.empty(shape, dtype=value.dtype, device=META)
-            differentiable = whole in self.planned.grads and (meta.is_floating_point() or meta.is_complex())
-            values = self._spec(layout).split(meta, self.planned.tp)
-            parts = [x.detach().clone().requires_grad_(differentiable) for x in values]
+            parts = call.dealt(leaf, node)
+            if not isinstance(parts[0], Tensor):
+                return parts
+            numbers = parts[0].is_floating_point() or parts[0].is_complex()
+            parts = [own_leaf(x, leaf.node in self.planned.grads and numbers) for x in parts]
         self.count.leaves += 1
-        return [self._assert(x, layout.mark) for x in parts]
-
-    def _number(self, value: Any) -> Any:
-        return size_hint(value.node.expr, self.planned.program.hints) if isinstance(value, torch.SymInt) else value
-
-    def _spec(self, layout: Layout) -> Spec:
-        def number(size: Size | Groups) -> Any:
-            return size if isinstance(size, Groups) else size_hint(size, self.planned.program.hints)
-
-        return layout.to_runtime(number)
+        return [self._assert(x, self.sharded.layouts.get(node, R).mark) for x in parts]
 
     def _assert(self, x: Tensor, letter: str) -> Tensor:
         """Assert the type of a leaf."""
@@ -167,10 +163,10 @@ class Typing:
 
     # Conversions.
 
-    def _convert(self, node: fx.Node) -> list[Tensor]:
+    def _convert(self, node: fx.Node, env: Env) -> list[Tensor]:
         self.count.conversions += 1
-        xs = self.values[node.args[0]]  # type: ignore[index]
-        src, dst = (self._at(spec, 0) for spec in node.args[1:3])
+        xs = env[node.args[0]]  # type: ignore[index]
+        src, dst = self._at(node.args[1:3], env, 0)
         with spmd_types().no_typecheck():
             ys = conversions.simulate(xs, src, dst)
         for x, y in zip(xs, ys, strict=True):
@@ -179,10 +175,10 @@ class Typing:
 
     # Operators.
 
-    def _call(self, node: fx.Node, rank: int) -> Any:
-        args, kwargs = self._at((node.args, node.kwargs), rank)
+    def _call(self, node: fx.Node, env: Env, rank: int) -> Any:
+        args, kwargs = self._at((node.args, node.kwargs), env, rank)
         if mark(node).axis == "tp":
-            kwargs = {**kwargs, "rank": rank, "tp": self.planned.tp}
+            kwargs = {**kwargs, "rank": rank, "tp": self.tp}
         operands = [x for a in (*args, *kwargs.values()) for x in tensors_in(a)]
         result = _new(self._typed_call(node, args, kwargs, operands), operands)
         if self._pending(node) and isinstance(result, Tensor):
@@ -193,22 +189,23 @@ class Typing:
             self.count.partials += self._pending(node)
         return result
 
-    def _of_split_loop(self, node: fx.Node) -> None:
+    def _of_split_loop(self, node: fx.Node, xs: list[Any]) -> list[Any]:
         """Type a result whose type its operands do not say, by the loop that is split where it is computed."""
         origin, i = self.sharded.origin.get(node, (node, 0))
         decision, rule = self.planned.decisions.get(origin), self.planned.rules.get(origin)
         if rule is None or decision is None or decision.factor is None:
-            return
-        factor, xs = rule.factors[decision.factor], self.values[node]
+            return xs
+        factor = rule.factors[decision.factor]
         # The rule says that every rank has this result whole, whichever loop is split: it is a leaf.
         if factor.outs[i] is None and i in factor.alike:
             with spmd_types().no_typecheck():
                 leaves = [torch.empty_like(x, requires_grad=x.requires_grad) for x in xs]
-            self.values[node] = [self._assert(leaf, "I") for leaf in leaves]
+            return [self._assert(leaf, "I") for leaf in leaves]
         # No operand has the loop, as of `expand`: a rank makes its own part of the result.
-        elif factor.outs[i] is not None and all(carry is None for carry in factor.ins):
+        if factor.outs[i] is not None and all(carry is None for carry in factor.ins):
             for x in xs:
                 _varying(x)
+        return xs
 
     def _pending(self, node: fx.Node) -> bool:
         """Return whether the plan says that the value is summands of which nobody has the sum yet."""
@@ -255,23 +252,23 @@ class Typing:
     def _summand(self, x: Tensor) -> Tensor:
         return self._assert(x, "P")
 
-    def _at(self, args: Any, rank: int) -> Any:
+    def _at(self, args: Any, env: Env, rank: int) -> Any:
         def value(x: Any) -> Any:
             return META if isinstance(x, torch.device) else x
 
-        return fx.map_arg(compat.tree_map(value, args), lambda n: self.values[n][rank])
+        return fx.map_arg(compat.tree_map(value, args), lambda n: env[n][rank])
 
     # Outputs.
 
-    def _outputs(self, node: fx.Node) -> None:
+    def _outputs(self, node: fx.Node, values: Values) -> None:
         """Check that outputs are whole, and I where they have a gradient; a state is as the plan has it."""
         for i, out in enumerate(compat.tree_leaves(node.args[0])):
-            if not isinstance(out, fx.Node) or not isinstance(self.values[out][0], Tensor):
+            if not isinstance(out, fx.Node) or not isinstance(values.nodes[out][0], Tensor):
                 continue
             self.count.outputs += 1
             state = self.planned.program.becomes(i)
             layout = None if state is None else self.sharded.states.get(state)
-            for x in self.values[out]:
+            for x in values.nodes[out]:
                 self._output(node, f"output {i}", x, layout)
 
     def _output(self, node: fx.Node, name: str, x: Tensor, state: Layout | None) -> None:
@@ -302,7 +299,7 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _words(error: Exception, tp: int) -> str:
+def _words(error: BaseException | None, tp: int) -> str:
     """Return the first paragraph of what is wrong: the others say where in the checker."""
     text = str(error).replace(f"MeshAxis({tp}:1)", AXIS).replace(f"'{AXIS}'", AXIS).strip()
     return text.split("\n\n")[0] or type(error).__name__

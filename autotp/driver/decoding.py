@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from autotp.capture.request import CaptureRequest
-from autotp.capture.selfcheck import Trial, rounding
-from autotp.driver.options import Options
+from autotp.capture.selfcheck import Trial
 from autotp.errors import AutoTPError, InputError
 from autotp.inputs import Inputs
 from autotp.ir.graph import short_name, tensors
 from autotp.ir.scopes import module_path
 from autotp.plans.plan import Plan
-from autotp.proof.numerics import layout_error, relative
+from autotp.proof.differences import relative, rounding_of
 from autotp.proof.report import TOLERANCE, Decoded, Difference
-from autotp.proof.simulate import StepError
+from autotp.proof.run import StepError
 
-from .simulated import CPU, Simulated, Step
-from .tokens import Generated, NamedCalls, calls_of
+from .decoded_calls import Generated, NamedCalls, calls_of
+from .options import Options
+from .simulated import CPU, DecodedModel, State, Step
 
 FAILS = (
     "autotp.verify(generate={count}): the model itself fails {what}: {error}. Give shorter example inputs, or others."
@@ -46,7 +46,7 @@ def decoded(
     """
     trial = Trial.of(model, inputs, CPU)
     copied = trial.copied.eval()
-    simulated = Simulated(copied, plan, options, request, lambda outputs: calls.rows(outputs))
+    simulated = DecodedModel(copied, plan, options, request, lambda outputs: calls.rows(outputs))
     calls = calls_of(model, simulated.bare, trial.mapped(), count, request.carried)
     own, own_forward = _own(copied, calls, count)
     try:
@@ -85,11 +85,11 @@ def explained(difference: Difference | None, gap: float, alone: float, tolerance
     return replace(difference, detail=f"{difference.detail}; {why}: {same}")
 
 
-def _rounding(simulated: Simulated) -> float:
+def _rounding(simulated: DecodedModel) -> float:
     """What the model's own casts may cost it, such as of angles to float32: here all is computed in float64."""
     nodes = itertools.chain.from_iterable(p.capture.graph.nodes for p in simulated.programs)
     values = itertools.chain.from_iterable(map(tensors, nodes))
-    return rounding({v.dtype for v in values if v.dtype.is_floating_point})
+    return rounding_of({v.dtype for v in values if v.dtype.is_floating_point})
 
 
 def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -114,50 +114,38 @@ def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> tuple[l
 
 
 def compared(steps: Sequence[Step], forward: Step, unpadded: Tensor | None, prompt: int) -> Decoded:
-    """Hold the calls of the ranks against those of the unsharded programs, and against one forward of all tokens.
+    """Hold the calls of the ranks against those of the unsharded programs, and these against one forward of all tokens.
 
     Args:
         steps: the prompt's call, and one for each token. forward: of all tokens.
         unpadded: which positions are no padding; None where all are. prompt: how many positions come before the tokens.
     """
     whole, last = _joined([s.outputs for s in steps]), steps[-1].states
-    by_rank = zip(*(s.ranks for s in steps), strict=True)
-    ranks = [_joined(outputs) for outputs in by_rank]
-    logits = max((_rows_error(each, forward.outputs, unpadded) for each in ranks), default=0.0)
-    caches = {}
-    for name, state in last.items():
-        caches[name] = _cache_error(state.put_together(), forward.states.get(name), unpadded)
-    cache = max(caches.values(), default=0.0)
+    caches = {name: _cache_error(state.whole, forward.states.get(name), unpadded) for name, state in last.items()}
+    # What the ranks have is at most as far from the forward as both errors together.
+    logits = _rows_error(whole, forward.outputs, unpadded) + max(s.logits_error for s in steps)
+    cache = max(caches.values(), default=0.0) + max(s.cache_error for s in steps)
     positions = max((min(a.shape[1], b.shape[1]) for a, b in zip(whole, forward.outputs, strict=False)), default=0)
-    first = _on_ranks(steps, prompt)
+    first = next((_on_ranks(k, step, prompt) for k, step in enumerate(steps) if step.gap is not None), None)
     if first is None and not max(logits, cache) <= TOLERANCE:
         name, error = max(caches.items(), key=lambda x: x[1]) if cache > logits else ("the logits", logits)
         first = _difference(name, error, f"off by {error:.2e} from one forward of all tokens, unsharded too", FORWARD)
     return Decoded(prompt, len(steps) - 1, positions, len(last), logits, cache, 0.0, first)
 
 
-def _on_ranks(steps: Sequence[Step], prompt: int) -> Difference | None:
-    """The first value of a call that is another on the ranks than in the unsharded program."""
-    for k, step in enumerate(steps):
-        call = "the prompt" if k == 0 else f"decoded token {k}, at position {prompt + k - 1}"
-        for name, state in step.states.items():
-            error = layout_error(state.parts, state.spec, state.whole)
-            if not error <= TOLERANCE:
-                where = _largest(state.put_together(), state.whole)
-                return _difference(name, error, f"after {call} the ranks' parts are off by {error:.2e}{where}")
-        for rank, rows in enumerate(step.ranks):
-            error = max((relative(a, b) for a, b in zip(rows, step.outputs, strict=True)), default=0.0)
-            if not error <= TOLERANCE:
-                return _difference("the logits", error, f"those of {call} are off by {error:.2e} on rank {rank}")
-    return None
-
-
-def _largest(value: Tensor | None, whole: Tensor) -> str:
-    """Where two values differ most."""
-    if value is None or value.shape != whole.shape or not whole.numel():
-        return ""
-    at = (value - whole).abs().flatten().argmax()
-    return f", most at {[int(i) for i in torch.unravel_index(at, whole.shape)]}"
+def _on_ranks(k: int, step: Step, prompt: int) -> Difference:
+    """Name the first value of a call that is another on the ranks than in the unsharded program."""
+    assert step.gap is not None
+    call = "the prompt" if k == 0 else f"decoded token {k}, at position {prompt + k - 1}"
+    key, error = step.gap.key, step.gap.error
+    if not isinstance(key, str):
+        return _difference("the logits", error, f"those of {call} are off by {error:.2e} on rank {key[0]}")
+    state = step.states[key]
+    where, value = "", (state.parts.joined() or [None])[0]
+    if value is not None and value.shape == state.whole.shape and value.numel():
+        at = torch.unravel_index((value - state.whole).abs().flatten().argmax(), value.shape)
+        where = f", most at {[int(i) for i in at]}"
+    return _difference(key, error, f"after {call} the ranks' parts are off by {error:.2e}{where}")
 
 
 def _joined(calls: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -180,9 +168,9 @@ def _rows_error(rows_of_ranks: Sequence[Tensor], expected: Sequence[Tensor], pos
     return max(errors, default=float("inf"))
 
 
-def _cache_error(value: Tensor | None, state: Any, positions: Tensor | None) -> float:
+def _cache_error(value: Tensor, state: State | None, positions: Tensor | None) -> float:
     """How far a cached tensor is off, at positions that are no padding."""
-    if value is None or state is None:
+    if state is None:
         return float("inf")
     whole = state.whole
     if positions is not None and value.shape == whole.shape and positions.shape[0] == whole.shape[0]:

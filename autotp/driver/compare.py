@@ -1,0 +1,497 @@
+"""`compare=`: a sharded module whose call and backward are compared with the original's, on the user's real ranks.
+
+Three runs are held against each other. The *call* is what the user gets: parts with their hooks, compiled or not. The
+*program* is this rank's, run operator by operator on what it holds. The *original* is the captured graph on whole
+weights with the same random numbers; and, where nothing is drawn by counters, the user's own module beside it. What a
+rank should hold of a value is cut out of the original's by its layout, so comparing sends nothing but the verdict.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.comm.ranks import agree, broadcast, by_value, together
+from autotp.errors import CompareError, InputError
+from autotp.inputs import Inputs, without_cache
+from autotp.ir.graph import short_name
+from autotp.ir.leaves import CONSTANT, SEEDS
+from autotp.ir.marks import mark
+from autotp.ir.scopes import module_of, module_path
+from autotp.log import log
+from autotp.passes.decompose.counter_random import base_seed
+from autotp.plans.plan import Plan
+from autotp.proof.differences import (
+    Rounding,
+    differences,
+    grad_or_zeros,
+    has_grad,
+    largest,
+    own_leaf,
+    relative,
+    rounding_of,
+)
+from autotp.proof.run import WHOLE, CallLayouts, Here, Simulated, Values, run
+from autotp.runtime import state
+from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.module import ShardedModule
+from autotp.runtime.programs import Program, Source
+
+CAUSE = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
+AROUND = (
+    "Run operator by operator the program agrees: look at what stands around the modules (hooks, wrappers, modules and "
+    "attributes that were replaced), or leave out the compiler and the optimisations (backend='eager', optimise=False)"
+)
+SUMMED = 10  # a gradient is a sum over rows, which may be zero by mathematics: that many of the largest round to it
+STALE = "The sharded module runs what was captured of the model, which was in another state then, or was captured wrong"
+# By shape, values with the modules that they were made in.
+Candidates = Mapping[tuple[int, ...], list[tuple[set[str], Tensor]]]
+
+
+class ComparedModule(ShardedModule):
+    """A `ShardedModule` whose first call, or every one, is compared with the original, and so is its backward.
+
+    Attributes:
+        compared: what was found equal so far, a line for each forward and backward.
+    """
+
+    how: ClassVar[str]
+    compared: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
+        if plan.batch.size > 1 or source.want.outputs == "sharded":
+            raise InputError(
+                "compare= runs the whole original on every rank: it takes tp alone and outputs='full' or 'loss'. Leave "
+                "out dp and outputs, or compare."
+            )
+        super().__init__(model, plan, source)
+        self.__dict__["_compared_with"] = model  # beside this module, not a part of it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the sharded module, then the original; a CompareError says where they differ (collective)."""
+        if self.how == "first" and self.compared:
+            return super().forward(*args, **kwargs)
+        arguments = Arguments(self._carriers, args, kwargs)
+        if arguments.state_objects or kwargs.get("use_cache"):
+            raise InputError("compare= compares calls without a cache. Leave out the cache and use_cache, or compare.")
+        call = Call.of(self, args, kwargs)
+        with _listening(self) as call.part_values:
+            outputs = super().forward(*args, **kwargs)
+        match = self._match(arguments)
+        assert match is not None  # it has just run
+        comparison = _Comparison(self, *match, call)
+        with call.undisturbed():
+            self._note(comparison.forward(compat.tree_leaves(outputs)))
+        if not torch.is_grad_enabled():
+            return outputs
+        leaves, spec = compat.tree_flatten(outputs)
+        # Where an output is read within the model too, its own gradient is that of both: the user gets another name.
+        for i, x in enumerate(leaves):
+            leaves[i] = x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
+        comparison.await_backward(leaves)
+        return compat.tree_unflatten(leaves, spec)
+
+    def _note(self, text: str) -> None:
+        self.compared = (*self.compared, text)
+        log.info("%s", text)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self._compared_with)] = self._compared_with
+        return super().__deepcopy__(memo)
+
+
+class First(ComparedModule):
+    """A module that compares the first call."""
+
+    how = "first"
+
+
+class Every(ComparedModule):
+    """A module that compares every call."""
+
+    how = "every"
+
+
+KINDS: dict[Any, type[ShardedModule]] = {None: ShardedModule, "first": First, "every": Every}
+
+
+def kind_of(compare: Any) -> type[ShardedModule]:
+    """Return the class of module that the `compare=` of a public function asks for.
+
+    Raises:
+        InputError: it is not known.
+    """
+    if not isinstance(compare, str | None) or compare not in KINDS:
+        raise InputError(f"compare={compare!r} is not known; choose None, 'first' or 'every'.")
+    return KINDS[compare]
+
+
+@contextmanager
+def _listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]:
+    """Note what each part gives in a call, after the user's own hooks, in order; not where a hook would keep it from
+    being compiled."""
+    values: list[tuple[str, list[Tensor]]] = []
+    parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
+    if module._source.lowering.name != "eager":
+        parts = {}
+    handles = []
+    for path, part in parts.values():
+        hook = partial(lambda path, part, args, outputs: values.append((path, _tensors(outputs))), path)
+        handles.append(part.register_forward_hook(hook))
+    try:
+        yield values
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [t.detach() for t in compat.tree_leaves(outputs) if isinstance(t, Tensor)]
+
+
+@dataclass
+class Call:
+    """A call to be run again.
+
+    Attributes:
+        flat, spec: its inputs, which it may write to. buffers: by first name, before it. device: of the module.
+        random: the state of torch's generators. part_values: what each part gave, in order.
+    """
+
+    flat: list[Any]
+    spec: Any
+    buffers: dict[str, Tensor]
+    device: torch.device
+    random: list[Tensor]
+    part_values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: ShardedModule, args: Any, kwargs: Any) -> Call:
+        """Take what the call starts from, alike on every rank.
+
+        Args:
+            module: that is called. args, kwargs: of the call.
+        """
+        shards = module._shards
+        flat, spec = compat.tree_flatten((args, kwargs))
+        if shards.ranks is not None or module._source.tp == 1:
+            facts = state.input_text(flat, spec, True)
+            agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
+        random = [torch.get_rng_state()]
+        random += [torch.cuda.get_rng_state(shards.device)] if shards.device.type == "cuda" else []
+        random = broadcast(shards.ranks, random)  # as the call's own are rank 0's
+        buffers = {name: getattr(*holder[0]) for name, holder in shards.holders.items()}
+        return cls(again(flat), spec, dict(zip(buffers, again(buffers.values()), strict=True)), shards.device, random)
+
+    def rewind(self) -> None:
+        """Draw again what the call drew."""
+        torch.set_rng_state(self.random[0])
+        for random in self.random[1:]:
+            torch.cuda.set_rng_state(random, self.device)
+
+    def undisturbed(self) -> Any:
+        """Return a context after which random numbers go on as they would have."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
+
+def again(values: Iterable[Any]) -> list[Any]:
+    """Copy values as leaves of another autograd graph."""
+    return [own_leaf(x, getattr(x, "requires_grad", False)) for x in values]
+
+
+class _Comparison:
+    """One call of a sharded module against the original: values, then gradients, to the first module that differs."""
+
+    def __init__(self, module: ComparedModule, program: Program, order: Sequence[int], call: Call) -> None:
+        self.module, self.program, self.order, self.call = module, program, order, call
+        self.shards, self.capture, self.sharded = module._shards, program.capture, program.sharded
+        # The graph that the ranks' program was made from, which is not always the captured one.
+        self.original = replace(self.capture, graph=next(iter(self.sharded.origin.values()))[0].graph)
+        self.local: dict[str, Tensor] = {}  # parameters by first name: what this rank holds of each
+        self.whole: dict[str, Tensor] = {}  # whole
+        self.users: dict[str, Tensor] = {}  # and those of a copy of the user's model
+        self.users_outputs: list[Any] = []
+        self.arrived: dict[int, Tensor] = {}  # gradients of outputs, by position
+        self.before: dict[str, list[Tensor | None]] = {}  # gradients before the backward
+        self.finished = False
+        dtypes = [self.capture.state[-1], *(p.dtype for p in self.shards.root.parameters() if p.is_floating_point())]
+        self.dtype = max(filter(None, dtypes), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+        self.tolerance = rounding_of([self.dtype])
+
+    def forward(self, outputs: Sequence[Any]) -> str:
+        """Run all, and compare values: of the program, of the call, and of the user's own module; say what is equal."""
+        self._read_weights()
+        self.ours = self._run(self.sharded, self.local, self.call.buffers, Here(self.module._source.places()))
+        self.theirs = self._together(lambda: self._run(self.original, self.whole, self.buffers, WHOLE))
+        self.positions = [i for i in range(len(self.theirs.outputs[0])) if i not in self.capture.mutations]
+        origin = self.sharded.origin
+        values = Rounding(self.tolerance, lambda node: self.layouts.made_of(self.theirs, origin[node][0]))
+        self._verdict(self._program(values), CAUSE)
+        self._verdict(self._outputs(outputs), AROUND)
+        unlike = " (the original's own random numbers are others: its graph was run with the module's)"
+        if not self.program.seeds:
+            self._verdict(self._together(self._user_model), STALE)
+            unlike = ""
+        return self._equal(f"{values.compared} values") + unlike
+
+    def _read_weights(self) -> None:
+        """Read the weights of now: this rank's, and all of them, rank 0's where each rank has them whole."""
+        for name, storage in self.shards.storages.items():
+            parameters = state.pieces(self.shards, name)
+            trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+            whole = storage.full([p.detach() for p in parameters])
+            whole = whole if storage.split else self._rank_0(whole)
+            local = storage.local([compat.part_of(p).detach() for p in parameters])
+            self.local[name] = local.detach().requires_grad_(trained)
+            self.whole[name] = whole.detach().requires_grad_(trained)
+        self.buffers = {name: self._rank_0(b) for name, b in self.call.buffers.items()}
+
+    def _rank_0(self, value: Tensor) -> Tensor:
+        if self.shards.ranks is None:
+            return value
+        value = value.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(value, group=self.shards.ranks.group, group_src=0)
+        return value
+
+    def _run(
+        self, program: Any, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], on: Simulated | Here
+    ) -> Values:
+        """Run a program as the call ran, with these weights and buffers by first name."""
+        self.call.rewind()
+        tensors = iter(again([self.call.flat[i] for i in self.order]))
+        seeds = self.program.random(self.shards, base_seed() if self.program.seeds else 0)
+        values: list[Any] = []
+        for leaf in self.capture.leaves:
+            # A tied parameter is held once, under its first name.
+            name, val = self.shards.aliases.get(leaf.name, leaf.name), leaf.node.meta.get("val")
+            if leaf.kind.passed:
+                values.append(next(tensors) if isinstance(val, Tensor) else val)
+            elif leaf.kind in (SEEDS, CONSTANT):
+                values.append(seeds[0] if leaf.kind is SEEDS else self.capture.constants[leaf.name])
+            else:
+                values.append(weights[name] if leaf.kind.trained else buffers[name])
+        leaves = {leaf.node: value for leaf, value in zip(self.capture.leaves, values, strict=True)}
+        self.layouts = CallLayouts(self.capture, self.sharded, leaves, Simulated(1))
+        placeholders = {n: [v] for n, v in zip(program.graph.find_nodes(op="placeholder"), values, strict=True)}
+        # The graph holds its casts: under autocast they would be made again.
+        cast = self.capture.state[-1] is not None
+        with torch.autocast(self.call.device.type, enabled=False) if cast else nullcontext():
+            return run(program, placeholders, on, watch=True)
+
+    def _program(self, rounding: Rounding, backward: bool = False) -> _Fault | None:
+        """Find the first value of this rank's program, or the last gradient, that is not its part of the original's."""
+        nodes = list(self.ours.nodes)
+        place = self.module._source.places()["tp"]
+        pairs = self.layouts.paired(
+            self.ours, self.theirs, reversed(nodes) if backward else nodes, backward, (place.rank, place.size)
+        )
+        gap = differences(*pairs, rounding)
+        if gap is None:
+            return None
+        return _Fault((-1 if backward else 1) * nodes.index(gap.key), self._value_name(gap.key), gap.error)
+
+    def _value_name(self, node: fx.Node) -> str:
+        """Name a value by the module that makes it."""
+        origin = self.sharded.origin[node][0]
+        leaf = next((x for x in self.capture.leaves if x.node.name == origin.name), None)
+        if origin.op == "placeholder" and leaf is not None:
+            return f"{_module_name(leaf.name.rpartition('.')[0])} (its {leaf.kind} {leaf.name})"
+        path = module_path(origin)
+        after = f", after {short_name(node.target)}" if mark(node).conversion is not None else ""
+        module = _module_name(module_of(path[-1]) if path else "")
+        return f"{module} ({origin.name} = {short_name(origin.target)}{after})"
+
+    def _outputs(self, outputs: Sequence[Any]) -> _Fault | None:
+        """Find an output that is not the original's, by the first part that gave what its program does not."""
+        wholes = [self.theirs.outputs[0][i] for i in self.positions]
+        ours = {i: x for i, x in enumerate(outputs) if isinstance(x, Tensor)}
+        gap = differences(ours, {i: wholes[i] for i in ours}, Rounding(self.tolerance))
+        if gap is None:
+            return None
+        candidates = _by_shape((set(), x) for (x,) in self.ours.nodes.values() if isinstance(x, Tensor))
+        at, path = self._first_unlike(self.call.part_values, candidates, by_module=False)
+        if path is None:
+            return _Fault(len(self.call.part_values) + gap.key, f"the model (its output {gap.key})", gap.error)
+        return _Fault(at, f"{_module_name(path)} (by what it gives; so output {gap.key})", gap.error)
+
+    def _first_unlike(
+        self, module_values: Sequence[tuple[str, list[Tensor]]], candidates: Candidates, by_module: bool
+    ) -> tuple[int, str | None]:
+        """Find the first module that gave a value which is none of its shape's."""
+        for at, (path, values) in enumerate(module_values):
+            module = path if by_module else None
+            for x in values:
+                if all(not e <= self.tolerance for e in _errors(x, candidates, module)):
+                    return at, path
+        return 0, None
+
+    def _user_model(self) -> _Fault | None:
+        """Find the first module of the user's own that gives what the captured graph does not compute."""
+        original: nn.Module = self.module._compared_with  # type: ignore[assignment]
+        memo: dict[int, Any] = {}
+        for name, p in original.named_parameters(remove_duplicate=False):
+            first = self.shards.aliases[name]
+            trained = self.whole[first].requires_grad
+            copied = nn.Parameter(self.whole[first].detach(), p.requires_grad).requires_grad_(trained)
+            memo[id(p)] = self.users.setdefault(first, copied)
+        for name, b in original.named_buffers(remove_duplicate=False):
+            memo[id(b)] = self.buffers[self.shards.aliases[name]].clone()
+        model = copy.deepcopy(original, memo)
+        for module, part in zip(model.modules(), self.module._order, strict=True):
+            module.training = part.training
+        module_values: list[tuple[str, list[Tensor]]] = []
+        for name, module in model.named_modules():
+            hook = partial(lambda name, module, args, outputs: module_values.append((name, _tensors(outputs))), name)
+            module.register_forward_hook(hook)
+        args, kwargs = compat.tree_unflatten(again(self.call.flat), self.call.spec)
+        inputs = without_cache(model, Inputs(*args, **kwargs))[0]
+        self.call.rewind()
+        self.users_outputs = compat.tree_leaves(model(*inputs.args, **inputs.kwargs))
+        candidates = _by_shape(
+            ({module_of(p) for p in module_path(node)}, x)
+            for node, (value,) in self.theirs.nodes.items()
+            for x in compat.tree_leaves(value)
+            if isinstance(x, Tensor)
+        )
+        at, path = self._first_unlike(module_values, candidates, by_module=True)
+        return (
+            None
+            if path is None
+            else _Fault(at, _module_name(path), max(min(_errors(x, candidates, None)) for x in module_values[at][1]))
+        )
+
+    def await_backward(self, outputs: Sequence[Any]) -> None:
+        """Compare the gradients when a backward reaches these outputs."""
+        for position, output in zip(self.positions, outputs, strict=True):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(partial(self._arrive, position))
+
+    def _arrive(self, position: int, grad: Tensor) -> None:
+        if self.finished:
+            return
+        if not self.arrived:
+            self.before = {n: again(self._grads(n)) for n in self.shards.storages}
+            compat.after_backward(self._backward)
+        self.arrived[position] = grad.detach().clone()
+
+    def _grads(self, name: str) -> list[Tensor | None]:
+        """Return the gradients of what holds a parameter on this rank."""
+        grads: list[Tensor | None] = []
+        for p in state.pieces(self.shards, name):
+            grads.append(None if p.grad is None else compat.part_of(p.grad))
+        return grads
+
+    def _backward(self) -> None:
+        self.finished = True
+        with self.call.undisturbed(), torch.autograd.set_multithreading_enabled(False):
+            self._differentiate(self.ours.outputs[0], self.arrived)
+            self._together(lambda: self._differentiate(self.theirs.outputs[0], self.arrived))
+            leaves = [x for value in self.theirs.nodes.values() for x in compat.tree_leaves(value)]
+            top = SUMMED * max((largest(x.grad) for x in leaves if has_grad(x)), default=0.0)
+            values, parameters = Rounding(self.tolerance, top), Rounding(self.tolerance, top)
+            self._verdict(self._program(values, backward=True), CAUSE, "the gradients of")
+            gained = {n: self._gained(n) for n in reversed(self.local)}
+            self._verdict(self._parameters(gained, self.local, parameters), AROUND, "the gradients of")
+            if len(self.users_outputs) == len(self.positions):
+                mine = {self.positions.index(i): g for i, g in self.arrived.items()}
+                self._together(lambda: self._differentiate(self.users_outputs, mine))
+                users = {n: self.users[n].grad for n in reversed(self.whole)}
+                self._verdict(self._parameters(users, self.whole, parameters), STALE, "the gradients of")
+        self.module._note(self._equal(f"the gradients of {values.compared} values"))
+        self.ours = self.theirs = Values()
+        self.users_outputs = []
+
+    def _differentiate(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> None:
+        """Fill the gradients, from those of the outputs at these positions."""
+        pairs = [(outputs[i], g.to(outputs[i].dtype)) for i, g in grads.items() if outputs[i].requires_grad]
+        if pairs:
+            ys, upstream = zip(*pairs, strict=True)
+            torch.autograd.backward(ys, upstream)
+
+    def _parameters(
+        self, gradients: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor], rounding: Rounding
+    ) -> _Fault | None:
+        """Find the last parameter whose gradient is not that of a run."""
+        ours = {n: g for n, g in gradients.items() if g is not None}
+        theirs = {n: grad_or_zeros(leaves[n]) for n in ours}
+        gap = differences(ours, theirs, rounding)
+        if gap is None:
+            return None
+        what = f"{_module_name(gap.key.rpartition('.')[0])} (its parameter {gap.key})"
+        return _Fault(list(gradients).index(gap.key), what, gap.error)
+
+    def _gained(self, name: str) -> Tensor | None:
+        """Return what the user's backward has added to a parameter's gradient on this rank; None where nothing."""
+        now = self._grads(name)
+        if all(g is None for g in now):
+            return None
+        pieces: list[Tensor] = []
+        for p, before, after in zip(state.pieces(self.shards, name), self.before[name], now, strict=True):
+            gain = torch.zeros_like(compat.part_of(p)) if after is None else after
+            pieces.append(gain if after is None or before is None else gain - before)
+        return self.shards.storages[name].local(pieces)
+
+    def _together(self, run: Callable[[], Any]) -> Any:
+        return together(self.shards.ranks, "running the original (compare=)", run)
+
+    def _equal(self, what: str) -> str:
+        return f"compare: {what} of this call are the original's within {self.tolerance:.1e} ({_name(self.dtype)})"
+
+    def _verdict(self, mine: _Fault | None, advice: str, what: str = "the values of") -> None:
+        """Raise the same CompareError on every rank where one has found a difference: of the first (collective)."""
+        self.finished = self.finished or mine is not None
+        every: list[_Fault | None] = [mine]
+        if self.shards.ranks is not None:
+            every = [None] * self.shards.ranks.tp
+            dist.all_gather_object(every, mine, group=self.shards.ranks.group)
+        first = min((fault for fault in every if fault is not None), default=None)
+        if first is None:
+            return
+        here = ["equal"] * len(every)
+        for rank, fault in enumerate(every):
+            if fault is not None and fault.order == first.order:
+                here[rank] = f"off by {fault.error:.1e}"
+        raise CompareError(
+            f"compare: {what} {first.what} are not the original's ({by_value(here)}, as a part of the largest; "
+            f"rounding in {_name(self.dtype)} allows {self.tolerance:.1e}), and all before them are. {advice}."
+        )
+
+
+class _Fault(NamedTuple):
+    """A difference on this rank; `order` compares between ranks, the smallest is the first."""
+
+    order: int
+    what: str
+    error: float
+
+
+def _by_shape(values: Iterable[tuple[set[str], Tensor]]) -> Candidates:
+    groups: dict[tuple[int, ...], list[tuple[set[str], Tensor]]] = defaultdict(list)
+    for modules, value in values:
+        groups[tuple(value.shape)].append((modules, value.detach()))
+    return groups
+
+
+def _errors(value: Tensor, candidates: Candidates, module: str | None) -> Iterator[float]:
+    """Yield how far a value is from each of its shape: from those that were made in a module, if any were."""
+    alike = candidates.get(tuple(value.shape)) or [(set(), value)]
+    for _, x in [each for each in alike if module in each[0]] or alike:
+        yield relative(x, value)
+
+
+def _module_name(path: str) -> str:
+    return path or "the model"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,1 +1,0 @@
-"""The original run beside a sharded module on the real ranks, and held against it."""

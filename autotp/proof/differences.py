@@ -1,0 +1,220 @@
+"""The first value of a run that is not another's, and a loss that gives each element of a result its own gradient."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp import compat
+from autotp.errors import PlanError
+from autotp.ir.specs import Spec
+
+PERIOD = 65537  # elements after which weights repeat: a prime, so that no two rows of a value are weighed alike
+FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
+PLAIN_TYPES = (bool, int, float, complex, str, type(None))
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A value that is not what it should be.
+
+    Attributes:
+        key: of the value. error: by how much, as a part of the largest; inf where no number says it.
+    """
+
+    key: Any
+    error: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A value as ranks have it.
+
+    Attributes:
+        ranks: what each has; of one rank alone, what that has. spec: how the value lies over them.
+        place: of one rank alone, which it is of how many.
+    """
+
+    ranks: Sequence[Any]
+    spec: Spec
+    place: tuple[int, int] | None = None
+
+    def joined(self) -> list[Any] | None:
+        """Return the whole: the one of every rank, or one that is put together; None where the parts do not fit."""
+        if self.spec.whole:
+            return list(self.ranks)
+        try:
+            return [self.spec.recombine([x.detach() for x in self.ranks])]
+        except (RuntimeError, ValueError, IndexError, PlanError):
+            return None
+
+
+@dataclass
+class Rounding:
+    """An allowance for rounding.
+
+    Attributes:
+        allowed: of an error. scale: the largest of what a value is made of, by its key, where its own size is too small
+            a measure: a sum of large numbers may be zero but for their rounding.
+        compared: how many values were. worst: the largest error of these.
+    """
+
+    allowed: float
+    scale: float | Callable[[Any], float] = 0.0
+    compared: int = 0
+    worst: float = 0.0
+
+    def error(self, ours: Tensor, theirs: Tensor, scale: float) -> float:
+        """Return how far a tensor is off."""
+        return relative(ours, theirs, scale)
+
+    def judge(self, key: Any, ours: Any, theirs: Any) -> float:
+        """Return how far a value of any kind is off."""
+        if not callable(self.scale):
+            return self._off(ours, theirs, self.scale)
+        error = self._off(ours, theirs, 0.0)
+        return error if error <= self.allowed else self._off(ours, theirs, self.scale(key))
+
+    def _off(self, ours: Any, theirs: Any, scale: float) -> float:
+        if isinstance(ours, Parts):
+            if ours.place is not None:
+                (value,) = ours.ranks
+                return self._off(ours.spec.own(value, *ours.place), ours.spec.take(theirs, *ours.place), scale)
+            values = ours.joined()
+            return max((self._off(x, theirs, scale) for x in values or ()), default=math.inf)
+        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            return self.error(ours.detach(), theirs.detach(), scale)
+        if isinstance(ours, (*PLAIN_TYPES, Tensor)) and isinstance(theirs, (*PLAIN_TYPES, Tensor)):
+            return 0.0 if type(ours) is type(theirs) and ours == theirs else math.inf
+        return 0.0  # objects of which nothing tells whether they are equal
+
+
+def differences(ours: Mapping[Any, Any], theirs: Mapping[Any, Any], rounding: Rounding) -> Gap | None:
+    """Find the first value of ours that is not theirs.
+
+    Args:
+        ours: values by key, in the order in which they are judged: tensors, `Parts` of ranks, or plain objects.
+        theirs: what they should be; None stands for what one of both lacks.
+        rounding: what is allowed, which also counts what was compared.
+    """
+    for key in (*ours, *(k for k in theirs if k not in ours)):
+        error = rounding.judge(key, ours.get(key), theirs.get(key))
+        rounding.compared, rounding.worst = rounding.compared + 1, max(rounding.worst, error)
+        if not error <= rounding.allowed:
+            return Gap(key, error)
+    return None
+
+
+def own_leaf(value: Any, wanted: bool) -> Any:
+    """Make a tensor a leaf of its own, whose gradient is wanted or not; leave anything else as it is."""
+    return value.detach().clone().requires_grad_(wanted) if isinstance(value, Tensor) else value
+
+
+def has_grad(value: Any) -> bool:
+    """Return whether a gradient has come to it."""
+    return isinstance(value, Tensor) and value.grad is not None
+
+
+def grad_or_zeros(value: Tensor) -> Tensor:
+    """The gradient that has come to a value; zeros where none has."""
+    return value.grad if value.grad is not None else torch.zeros_like(value)
+
+
+def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
+    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, integers or non-finite values differ.
+
+    Args:
+        a: what is judged. b: what it should be, of the same shape.
+        scale: the largest of what `b` is made of: a sum of large numbers may be zero but for their rounding.
+    """
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = _dense(a), _dense(b)
+    if not (b.is_floating_point() or b.is_complex()):
+        return 0.0 if torch.equal(a, b) else float("inf")
+    if b.itemsize == 1:
+        a, b = a.double(), b.double()
+    if torch.equal(a, b):
+        return 0.0
+    if b.is_floating_point() and b.itemsize < 4:  # in which the difference would be rounded
+        a, b = a.float(), b.float()
+    top = (a - b).abs().max().item() if a.numel() else 0.0
+    top = top if math.isfinite(top) else _finite_part(a, b)
+    size = largest(b) + FLOOR * scale
+    if size:
+        return top / size
+    return math.inf if top else 0.0
+
+
+def _dense(value: Tensor) -> Tensor:
+    """A sparse value, such as a buffer may hold, with its zeros: few operators take it as it is."""
+    return value if value.layout == torch.strided else value.to_dense()
+
+
+def _finite_part(a: Tensor, b: Tensor) -> float:
+    """max|a - b| where `b` is finite; inf where the non-finite values differ."""
+    finite = torch.isfinite(b)
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    top = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
+    return math.inf if math.isnan(top) else top  # a NaN would be lost in max()
+
+
+def loss(outputs: Any) -> Tensor:
+    """A fixed linear functional of all floating outputs (and buffers written)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for v in compat.tree_leaves(outputs):
+        if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) and v.numel():
+            total = total + weighted(v, weights(v))
+    return total
+
+
+def weights(value: Tensor) -> Tensor:
+    """Weights of the elements of a whole value in `loss`, as the value is laid out; real and imaginary parts apart."""
+    shape = torch.view_as_real(value).shape if value.is_complex() else value.shape
+    count = shape.numel()
+    pattern = torch.cos(torch.arange(min(count, PERIOD), dtype=torch.float64, device=value.device) + 0.5)
+    return pattern.repeat(-(-count // PERIOD))[:count].reshape(shape) if count > PERIOD else pattern.reshape(shape)
+
+
+def weighted(value: Tensor, weight: Tensor) -> Tensor:
+    """The sum of a value's finite elements times these weights."""
+    plain = torch.view_as_real(value) if value.is_complex() else value
+    return (torch.where(torch.isfinite(plain), plain, 0) * weight).sum()
+
+
+def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return what rounding may make of a difference, in the least exact of these dtypes."""
+    factors = {1: 16, 2: 16}  # by bytes
+    return max((factors.get(d.itemsize, 1e3) * torch.finfo(d).eps for d in dtypes), default=1e-3)
+
+
+NO_DERIVATIVE = re.compile(r"no autograd formula was registered|derivative for .* is not implemented")
+
+
+def backward(total: Tensor) -> str:
+    """Fill the gradients of what the value was made of; where an operator has no derivative, what torch says of it."""
+    try:
+        if total.requires_grad:
+            total.backward()
+    except RuntimeError as e:
+        if not NO_DERIVATIVE.search(str(e)):
+            raise
+        return str(e).splitlines()[0]
+    return ""
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude."""
+    x = _dense(x.detach())
+    if x.dtype == torch.bool or not x.numel():
+        return 0.0
+    x = x.double() if x.itemsize == 1 else x  # float8 has no arithmetic
+    top = x.abs().max().item()
+    return top if math.isfinite(top) else torch.where(torch.isfinite(x), x, 0).abs().max().item()

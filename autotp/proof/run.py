@@ -1,0 +1,392 @@
+"""One executor of programs: on whole values, on simulated ranks of this process, or on this rank of several."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autotp import compat
+from autotp.comm import conversions
+from autotp.inputs import Inputs, without_cache
+from autotp.ir.graph import Capture, Leaf, Value, draws, resolve
+from autotp.ir.layouts import Groups, I, Layout, R, Size
+from autotp.ir.leaves import SEEDS
+from autotp.ir.marks import mark
+from autotp.ir.op import aten
+from autotp.ir.program import MeshPlace, Sharded
+from autotp.ir.specs import Spec
+from autotp.passes.shard.rewrite import specialise
+
+from .differences import Parts, grad_or_zeros, largest
+
+HANDS_ON = (operator.getitem, aten.detach.default)  # what these give is made where their operand is
+
+
+Env = Mapping[fx.Node, list[Any]]  # of each node, its value on every rank that runs here
+
+
+@dataclass
+class Simulated:
+    """All ranks of a mesh in this process, in lockstep: no launcher, no devices, differentiable.
+
+    Attributes:
+        tp: ranks of the inner axis. cp: of an axis beside it; those of one place on it follow each other.
+    """
+
+    tp: int
+    cp: int = 1
+
+    def step(self, node: fx.Node, env: Env) -> list[Any]:
+        """Run one node on every rank."""
+        own, tp, cp = mark(node), self.tp, self.cp
+        if own.conversion is not None or own.batch is not None:
+            src, dst = _at(node.args[1:3], env, 0)
+            values: list[Any] = list(env[node.args[0]])  # type: ignore[index]
+            groups = [slice(c * tp, c * tp + tp) for c in range(cp)]
+            if own.conversion is None:
+                groups = [slice(t, None, tp) for t in range(tp)]
+            for group in groups:
+                values[group] = conversions.simulate(values[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
+            return values
+        random_state, results = torch.get_rng_state() if draws(node) else None, []
+        for rank in range(cp * tp):
+            if random_state is not None:  # the generators of all ranks are in the same state
+                torch.set_rng_state(random_state)
+            places = {None: {}, "tp": {"rank": rank % tp, "tp": tp}}
+            place = places.get(own.axis, {"rank": rank // tp, "tp": cp})
+            results.append(_call(node.target, _at(node.args, env, rank), {**_at(node.kwargs, env, rank), **place}))
+        return results
+
+
+@dataclass(frozen=True)
+class Here:
+    """This rank, whose conversions are collectives.
+
+    Attributes:
+        places: its place on each mesh axis.
+    """
+
+    places: Mapping[str, MeshPlace]
+    tp: ClassVar[int] = 1
+    cp: ClassVar[int] = 1
+
+    def step(self, node: fx.Node, env: Env) -> list[Any]:
+        """Run one node."""
+        return [_call(node.target, _at(node.args, env, 0), _at(node.kwargs, env, 0))]
+
+
+WHOLE = Simulated(1)  # a captured program, which has no conversions
+
+
+@dataclass
+class Values:
+    """Values of a program.
+
+    Attributes:
+        nodes: of each node, a list with one for each rank that runs here; before a run, those of the leaves, whole.
+        outputs: for each rank its flat outputs.
+    """
+
+    nodes: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    outputs: list[list[Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, program: Capture, model: nn.Module, inputs: Inputs) -> Values:
+        """Take the model's own parameters and buffers, and these inputs, as the leaves.
+
+        Args:
+            program: the capture. model: whose values they are; random ones where it is on the meta device.
+            inputs: of one call.
+        """
+        state = {**program.constants, **weights_of(model)}
+        inputs = without_cache(model, inputs)[0]
+        flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
+        leaves: dict[fx.Node, list[Any]] = {}
+        for x in program.leaves:
+            if x.kind is SEEDS:
+                leaves[x.node] = [torch.arange(len(x.node.meta["val"]))]
+            else:
+                leaves[x.node] = [next(flat) if x.kind.passed else real(state[x.name])]
+        return cls(leaves)
+
+    def doubled(self) -> dict[fx.Node, Any]:
+        """Return whole values in float64 (and complex128)."""
+        return {n: double(v) for n, (v,) in self.nodes.items()}
+
+    def whole(self, value: Value) -> Any:
+        """Return a value of a run of the whole, by node and place in its results; None where there is none."""
+        results = self.nodes.get(value[0], [None])[0]
+        return results[value[1]] if isinstance(results, list | tuple) else results
+
+
+@dataclass
+class CallLayouts:
+    """Layouts of a call's values on the ranks, with numbers for its sizes.
+
+    Attributes:
+        captured, sharded: a program, unsharded and for all ranks. leaves: the captured one's values, whole.
+        on: the ranks. inputs, outputs: of the axis beside tp, how inputs that come in parts are dealt over it, by name,
+            and all that comes out.
+    """
+
+    captured: Capture
+    sharded: Sharded
+    leaves: Mapping[fx.Node, Any]
+    on: Simulated
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Sequence[Layout] = ()
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of every symbol, by name: a plan that was read has symbols of its own."""
+        return {str(s): self.leaves[node].shape[d] for s, (node, d) in self.captured.symbols.items()}
+
+    def spec(self, layout: Layout, ends: Any = None) -> Spec:
+        """Return a layout with numbers.
+
+        Args:
+            layout: of a value. ends: of its groups of rows, where it lies by these.
+        """
+
+        def number(size: Size | Groups) -> Any:
+            if isinstance(size, int | Groups):
+                return size if isinstance(size, int) else ends
+            return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
+
+        return layout.to_runtime(number)
+
+    def output_layout(self, position: int) -> Layout:
+        """Return how the output at this position lies over tp: whole, but where it becomes a state."""
+        name = self.captured.becomes(position)
+        return I if name is None else self.sharded.states.get(name, I)
+
+    def pairs(self) -> list[tuple[Leaf, fx.Node]]:
+        """Return every leaf with its placeholder in the program of the ranks."""
+        return list(zip(self.captured.leaves, self.sharded.graph.find_nodes(op="placeholder"), strict=True))
+
+    def over(self, leaf: Leaf) -> Layout | None:
+        """Return how an input is dealt over the axis beside tp; None where every rank has it whole."""
+        return self.inputs.get(leaf.name) if leaf.kind.passed else None
+
+    def paired(
+        self, ours: Values, theirs: Values, nodes: Iterable[fx.Node], backward: bool = False, place: Any = None
+    ) -> tuple[dict[fx.Node, Parts], dict[fx.Node, Tensor]]:
+        """Pair values of nodes of the ranks' program, or their gradients, with what they should be.
+
+        Args:
+            ours, theirs: values of the ranks, and of the whole. nodes: of which the original has the value, and others.
+            backward: pair gradients. place: of one rank alone, which it is of how many; its summands are left out.
+        """
+        parts: dict[fx.Node, Parts] = {}
+        wholes: dict[fx.Node, Tensor] = {}
+        for node in nodes:
+            value = theirs.whole(self.sharded.origin[node]) if node in self.sharded.origin else None
+            # A converted value has the gradients of some readers, the value itself has all.
+            if not isinstance(value, Tensor) or backward and (value.grad is None or mark(node).conversion is not None):
+                continue
+            layout, ends, ranks = self.sharded.layouts[node], self.sharded.ends.get(node), ours.nodes[node]
+            if backward:
+                layout, ranks, value = layout.dual, [grad_or_zeros(x) for x in ranks], grad_or_zeros(value)
+            if place is None or not layout.partial:
+                spec = self.spec(layout, ends and theirs.whole(self.sharded.origin[ends]))
+                parts[node], wholes[node] = Parts(ranks, spec, place), value
+        return parts, wholes
+
+    def made_of(self, theirs: Values, node: fx.Node) -> float:
+        """Return the largest of what a value of the captured graph is made of: a sum of these may be zero.
+
+        A buffer that an operator writes to is made of what that reads.
+        """
+        while node.target in HANDS_ON:
+            node = node.all_input_nodes[0]
+        makers = list(node.users) if node.op == "placeholder" else [node]
+        read = [theirs.whole(resolve(i)) for maker in makers for i in maker.all_input_nodes]
+        return max((largest(v) for v in read if isinstance(v, Tensor) and not v.is_complex()), default=0.0)
+
+    def dealt(self, leaf: Leaf, node: fx.Node) -> list[Any]:
+        """Return a leaf's value on every rank."""
+        value, over = self.leaves[leaf.node], self.over(leaf)
+        if not isinstance(value, Tensor):
+            return [value] * (self.on.cp * self.on.tp)
+        parts = [value] * self.on.cp if over is None else self.spec(over).split(value, self.on.cp)
+        spec = self.spec(self.sharded.layouts.get(node, R))
+        return [x for part in parts for x in spec.split(part, self.on.tp)]
+
+
+class StepError(RuntimeError):
+    """An operator of a program failed.
+
+    Attributes:
+        node: where. values: of the nodes before it.
+    """
+
+    def __init__(self, node: fx.Node, error: Exception, values: Values) -> None:
+        super().__init__(f"{node.format_node()}: {error}")
+        self.node, self.values = node, values
+
+
+def run(
+    program: Capture | Sharded,
+    leaves: Mapping[fx.Node, Sequence[Any]],
+    on: Simulated | Here = WHOLE,
+    watch: bool = False,
+) -> Values:
+    """Run a program node by node.
+
+    Args:
+        program: a capture, or the program of the ranks before the rank is known.
+        leaves: for every placeholder its value on each rank that runs.
+        on: what runs it.
+        watch: have every value keep its gradient.
+
+    Raises:
+        StepError: an operator failed on some rank.
+    """
+    graph = specialise(program, on.places) if isinstance(on, Here) and isinstance(program, Sharded) else program.graph
+    values, env = Values(), dict[fx.Node, list[Any]]()
+    for node, step in zip(program.graph.nodes, graph.nodes, strict=True):
+        if node.op == "output":
+            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(on.cp * on.tp)]
+            break
+        try:
+            env[step] = list(leaves[node]) if node.op == "placeholder" else on.step(step, env)
+        except Exception as error:
+            raise StepError(node, error, values) from error
+        values.nodes[node] = env[step]
+        for value in env[step] if watch else ():
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.retain_grad()
+    return values
+
+
+def _at(args: Any, env: Env, rank: int) -> Any:
+    """Arguments with the values that a rank has."""
+    return fx.map_arg(args, lambda n: env[n][rank])
+
+
+# What torch itself has no derivative for; the rules of these operators write the same into the program of the ranks.
+DERIVABLE: dict[Any, Callable[..., Tensor]] = {
+    aten.copy.default: lambda like, value, non_blocking=False: value.to(like.dtype).expand_as(like),
+}
+UNINITIALISED = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_permuted, aten.empty_strided)
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result, comparable: memory that it left as it was is zero, and an operand that it returns is an
+    alias, so that every value has a gradient of its own."""
+    function: Any = DERIVABLE.get(target, target)
+    result = function(*args, **kwargs)
+    if getattr(target, "overloadpacket", None) in UNINITIALISED:
+        return torch.zeros_like(result)
+    if isinstance(result, Tensor) and any(result is a for a in args):
+        return result.view_as(result)
+    return result
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers and parameters under every name."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return buffers | dict(model.named_parameters(remove_duplicate=False))
+
+
+def double(value: Any) -> Any:
+    """A tensor in float64 (and complex128), cut off from autograd; anything else as it is."""
+    return value.detach().to(_wide(value.dtype)) if isinstance(value, Tensor) else value
+
+
+def real(value: Any) -> Any:
+    """A tensor with random values where it has none; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_meta:
+        return value.detach()
+    draw = torch.Generator().manual_seed(value.numel())
+    return (torch.randn(value.shape, generator=draw, dtype=torch.float64) * 0.1).to(value.dtype)
+
+
+WIDE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+
+
+def _wide(x: Any) -> Any:
+    """The dtype in double precision; anything else as it is."""
+    if not isinstance(x, torch.dtype):
+        return x
+    if x.itemsize == 1:  # as numbers are stored, and not computed with
+        return x
+    return torch.float64 if x.is_floating_point else WIDE.get(x, x)
+
+
+def _has_dtype(x: Any) -> bool:
+    """Whether a dtype stands in a node's arguments, at any depth."""
+    if isinstance(x, list | tuple):
+        return any(map(_has_dtype, x))
+    return any(map(_has_dtype, x.values())) if isinstance(x, dict) else isinstance(x, torch.dtype)
+
+
+def _grouped_mm(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Products by group: of rows, of columns, of what is summed over, or of matrices; rows of no group are zero."""
+    if offs is None:
+        return torch.bmm(x, weight)
+    starts = [0, *offs.tolist()]
+    spans = [slice(a, b) for a, b in pairwise(starts)]
+    if x.ndim == weight.ndim == 2:
+        return torch.stack([x[:, s] @ weight[s] for s in spans])
+    if x.ndim == 3:
+        parts = [a @ weight[:, s] for a, s in zip(x, spans, strict=True)]
+        return torch.cat([*parts, x.new_zeros(x.shape[1], weight.shape[1] - starts[-1])], 1)
+    parts = [x[s] @ w for s, w in zip(spans, weight, strict=True)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - starts[-1], weight.shape[2])])
+
+
+def _scaled_mm(
+    x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """The product of what the bytes stand for, which has no derivative; scales are of all, or of rows and columns."""
+    product = (x.double() @ weight.double()) * scale_x * scale_weight
+    return (product if bias is None else product + bias).detach()
+
+
+# What torch computes in narrower dtypes only.
+NARROW: dict[Any, Callable[..., Tensor]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten._scaled_mm.default: _scaled_mm,
+}
+
+
+class _InFloat64(TorchFunctionMode):
+    """Within this mode those operators compute in float64, wherever they are called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = func in NARROW and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
+        return (NARROW[func] if wide else func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def promoted(*graphs: fx.Graph) -> Iterator[None]:
+    """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
+    nodes = [n for g in graphs for n in g.nodes]
+    narrow = {str(target) for target in NARROW}
+    operators = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}
+    saved = [(n, n.args, n.kwargs) for n in nodes if _has_dtype(n.args) or _has_dtype(n.kwargs)]
+    default = torch.get_default_dtype()
+    for node, args, kwargs in saved:
+        node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with nullcontext() if narrow.isdisjoint(map(str, operators)) else _InFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for node, args, kwargs in saved:
+            node.args, node.kwargs = args, kwargs

@@ -1,0 +1,328 @@
+"""A program of the ranks in the words of spmd_types: conversions, linear operators, and what it has no function for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import PlanError
+from autotp.ir.op import aten
+from autotp.ir.specs import Spec
+from autotp.kernels import float8 as _operators  # noqa: F401  defines them
+from autotp.kernels.operators import OPS
+from autotp.plans.export.styles import AXIS, spmd_types
+
+Step = tuple[str, str, str]  # a transition of `spmd_types.rules`, and the types that it goes from and to
+
+# Letters are the checker's types; "src" and "dst" the slices that the call names, S(dim). Rows by group (G) are split
+# along the dimension of the rows. That an all-reduce wants P, and not merely V, is how `spmd_types.rules` reads it.
+STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
+    ("I", "R"): (("convert", "I", "R"),),
+    ("P", "I"): (("all_reduce", "P", "I"),),
+    ("S", "R"): (("all_gather", "src", "R"),),
+    ("P", "S"): (("reduce_scatter", "P", "dst"),),
+    ("S", "I"): (("all_gather", "src", "I"),),
+    ("I", "S"): (("convert", "I", "dst"),),
+    ("S", "S"): (("all_to_all", "src", "dst"),),
+    ("P", "R"): (("all_reduce", "P", "R"),),
+    ("R", "I"): (("convert", "R", "I"),),
+    ("I", "P"): (("convert", "I", "P"),),
+    ("R", "P"): (("convert", "R", "P"),),
+    ("R", "S"): (("convert", "R", "dst"),),
+    ("S", "P"): (("convert", "src", "P"),),
+    ("I", "G"): (("convert", "I", "dst"),),
+    ("R", "G"): (("convert", "R", "dst"),),
+    ("P", "G"): (("all_reduce", "P", "R"), ("convert", "R", "dst")),
+    ("S", "G"): (("all_gather", "src", "R"), ("convert", "R", "dst")),
+    ("G", "S"): (("convert", "src", "P"), ("reduce_scatter", "P", "dst")),
+    ("G", "I"): (("convert", "src", "P"), ("all_reduce", "P", "I")),
+    ("G", "R"): (("convert", "src", "P"), ("all_reduce", "P", "R")),
+    ("G", "P"): (("convert", "src", "P"),),
+}
+AGAIN: tuple[Step, ...] = (("all_gather", "src", "R"), ("convert", "R", "dst"))  # the same dimension, dealt otherwise
+
+
+def transit(x: Any, src: Spec, dst: Spec, out: Any) -> None:
+    """Type a conversion's result.
+
+    Args:
+        x: a typed tensor. src, dst: the call's own literals. out: a tensor that takes the type.
+
+    Raises:
+        SpmdTypeError: of the checker: `x` is not what the conversion says. PlanError: it has no word for these kinds.
+    """
+    spmd, rules = spmd_types(), spmd_types("rules")
+    types = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "src": _slice(spmd, src), "dst": _slice(spmd, dst)}
+    steps = STEPS.get((src.mark, dst.mark), ())
+    if (src.mark, dst.mark) == ("S", "S") and src.sharded_dim == dst.sharded_dim:
+        steps = AGAIN
+    if not steps:
+        raise PlanError(f"the checker has no transition for a conversion from {src.mark} to {dst.mark}")
+    for i, (name, a, b) in enumerate(steps):
+        last = {"out": out} if i == len(steps) - 1 else {}
+        x = getattr(rules, name)(x, AXIS, src=types[a], dst=types[b], **last)
+
+
+def _slice(spmd: Any, spec: Spec) -> Any:
+    return None if spec.dim is None else spmd.S(spec.dim)
+
+
+# ---- operators that are linear, and that the checker has no function for ---------------------------------------------
+
+Groups = tuple[tuple[str, ...], ...]  # argument names: linear in those of a group together, in every group by itself
+Values = Mapping[str, Any]
+
+
+def _always(arguments: Values) -> bool:
+    return True
+
+
+def _zero(name: str) -> Callable[[Values], bool]:
+    return lambda arguments: _nothing(arguments.get(name))
+
+
+def _nothing(value: Any) -> bool:
+    """Return whether an argument is no number but zero; a tensor's numbers are not known."""
+    return not isinstance(value, Tensor) and value in (0, None)
+
+
+def _tensor_or_zero(value: Any) -> bool:
+    return isinstance(value, Tensor) or value == 0
+
+
+def _sides(arguments: Values) -> tuple[Any, Any]:
+    return arguments["self"], arguments["other"]
+
+
+def _exact(arguments: Values) -> bool:
+    """Return whether a cast keeps real numbers real: a sum of rounded summands is another number."""
+    x, like = arguments["self"], arguments.get("other")
+    same = like.dtype if isinstance(like, Tensor) else x.dtype
+    goal = arguments.get("dtype") or same
+    return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
+
+
+ALWAYS = (
+    "slice tril triu real imag conj _conj _conj_physical resolve_conj view_as_real view_as_complex lift_fresh_copy "
+    "as_strided avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pixel_shuffle pixel_unshuffle "
+    "repeat_interleave index im2col col2im diag_embed pad"
+)
+SELF: Groups = (("self",), ("input",))  # as its overloads call the first operand
+# Packet -> (groups, whether they hold for these arguments).
+LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
+    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), (SELF, _exact)),
+    **dict.fromkeys((getattr(aten, name) for name in ALWAYS.split()), (SELF, _always)),
+    aten.dropout: ((("input",),), lambda arguments: not arguments["train"] or arguments["p"] == 0),
+    aten.constant_pad_nd: (SELF, _zero("value")),
+    aten.masked_fill: (SELF, _zero("value")),
+    aten.where: ((("self", "other"),), lambda arguments: all(map(_tensor_or_zero, _sides(arguments)))),
+    aten.complex: ((("real", "imag"),), _always),
+    aten.outer: ((("self",), ("vec2",)), _always),
+    aten.linalg_vecdot: ((("x",), ("y",)), _always),
+    aten.linalg_cross: ((("self",), ("other",)), _always),
+    aten._grouped_mm: ((("self",), ("mat2",)), _always),
+    aten.slice_scatter: ((("self", "src"),), _always),
+    aten.select_scatter: ((("self", "src"),), _always),
+    aten.scatter_add: ((("self", "src"),), _always),
+    aten.index_add: ((("self", "source"),), _always),
+    aten.index_copy: ((("self", "source"),), _always),
+    aten.masked_scatter: ((("self", "source"),), _always),
+    OPS.counter_dropout: ((("x",),), _always),
+    OPS.float8_seen: ((("y", "zero"),), _always),
+    OPS.float8_row_seen: ((("y", "rows"),), _always),
+    OPS.float8_rows_seen: ((("y", "rows", "columns"),), _always),
+}  # fmt: skip
+
+
+def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tuple[int, ...], ...] | None:
+    """Groups of tensor slots in which this call is linear; None where it is not in the table.
+
+    Args:
+        target: of the call. args, kwargs: its arguments on a rank.
+    """
+    entry = LINEAR.get(getattr(target, "overloadpacket", None))
+    if entry is None:
+        return None
+    names = [a.name for a in target._schema.arguments]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    groups, holds = entry
+    if not holds(arguments):
+        return None
+    slots: dict[str, list[int]] = {}
+    count = 0
+    for name in names:
+        for x in tensors_in(arguments.get(name)):
+            slots.setdefault(name, []).append(count)
+            count += x is not None
+    joined = (_joined(slots, group) for group in groups)
+    return tuple(group for group in joined if group)
+
+
+def _joined(slots: Mapping[str, list[int]], names: tuple[str, ...]) -> tuple[int, ...]:
+    """The slots of these arguments."""
+    return tuple(slot for name in names for slot in slots.get(name, ()))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of one argument."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [x for x in items if isinstance(x, Tensor)]
+
+
+def type_by_rule(operands: Sequence[Tensor], linear: tuple[tuple[int, ...], ...], out: Tensor) -> None:
+    """Have the checker type a result by its einsum rule, in which no dimension is a loop.
+
+    Args:
+        operands: typed. linear: groups of them. out: takes the type.
+    """
+    equation = f"{','.join(blank(x.ndim) for x in operands)}->{'_' * out.ndim}"
+    values = flavoured(operands, [carries(x) for x in operands])
+    spmd_types("rules").einsum(equation, *values, linear_in=linear, out=out)
+
+
+def blank(ndim: int) -> str:
+    """A term whose dimensions are no loops; one without dimensions cannot be written but as none of any."""
+    return "_" * ndim or "..."
+
+
+def flavoured(values: Sequence[Any], graded: Sequence[bool]) -> list[Any]:
+    """The operands, with those that carry no gradient as I where all that do are I, and as R otherwise.
+
+    The checker reads torch's own operators so, but not its einsum rule.
+
+    Args:
+        values: typed. graded: whether a gradient may reach each of them.
+    """
+    spmd = spmd_types()
+    types = [spmd.get_axis_local_type(x, AXIS) for x in values]
+    carried = [t for t, g in zip(types, graded, strict=True) if g]
+    flavour = spmd.I if set(carried) == {spmd.I} else spmd.R
+    operands = []
+    for x, kind, g in zip(values, types, graded, strict=True):
+        free = not g and kind in (spmd.I, spmd.R)
+        operands.append(standing(x.ndim, flavour) if free and kind is not flavour else x)
+    return operands
+
+
+def carries(x: Any) -> bool:
+    """Return whether a gradient may reach this value."""
+    return bool(getattr(x, "requires_grad", False)) and torch.is_grad_enabled()
+
+
+def standing(ndim: int, kind: Any) -> Any:
+    """A value that has nothing but a number of dimensions and a type."""
+    value = spmd_types("rules").NdimWithSpmdType(ndim)
+    spmd_types().assert_type(value, {AXIS: kind})
+    return value
+
+
+# ---- operators as the functions in the checker's table ---------------------------------------------------------------
+
+Summand = Callable[[Tensor], Tensor]  # takes a product that is planned to be a summand, and has the checker say so
+
+
+def _dims(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator whose dimensions may be left out, as the checker's function takes them."""
+
+    def call(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        return function(x, dtype=dtype) if dim is None or dim == [] else function(x, dim, keepdim, dtype=dtype)
+
+    return call
+
+
+def _minus(x: Any, other: Any, alpha: Any = 1) -> Tensor:
+    return torch.sub(other, x, alpha=alpha) if isinstance(other, Tensor) else torch.add(torch.neg(x) * alpha, other)
+
+
+# Where the checker's function takes the operator's own arguments: torch's of the same name, a method, another.
+FUNCTIONS = (
+    "add sub subtract neg negative clone detach cumsum cat stack reshape transpose t permute flatten unflatten squeeze "
+    "unsqueeze select narrow index_select gather split chunk unbind flip roll movedim diagonal mul mm bmm matmul dot mv"
+)
+METHODS = "view_as expand_as repeat unfold"
+SAME: dict[Any, Callable[..., Any]] = {
+    **{getattr(aten, name): getattr(torch, name) for name in FUNCTIONS.split()},
+    **{getattr(aten, name): getattr(torch.Tensor, name) for name in METHODS.split()},
+    aten.concat: torch.cat,
+    aten.view: torch.reshape,
+    aten._unsafe_view: torch.reshape,
+    aten.split_with_sizes: torch.split,
+    aten.multiply: torch.mul,
+}
+# Where its arguments are others.
+TURNED: dict[Any, Callable[..., Any]] = {
+    aten.sum: _dims(torch.sum),
+    aten.mean: _dims(torch.mean),
+    aten.alias: lambda x: x.view_as(x),
+    aten.contiguous: lambda x, memory_format=torch.contiguous_format: torch.clone(x),
+    aten.expand: lambda x, size, implicit=False: torch.Tensor.expand(x, size),
+    aten.rsub: _minus,
+    aten.einsum: lambda equation, operands, path=None: torch.einsum(equation, *operands),
+}
+QUOTIENTS = {aten.div, aten.divide, aten.true_divide}
+
+
+def _linear(summand: Summand, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = summand(torch.matmul(x, torch.transpose(weight, 0, -1)))
+    return product if bias is None else torch.add(product, bias)
+
+
+def _with_matrix(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(summand: Summand, added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        matrix = summand(product(a, b))
+        return torch.add(torch.mul(added, beta) if beta != 1 else added, matrix, alpha=alpha)
+
+    return call
+
+
+def _convolution(target: Any) -> Callable[..., Tensor]:
+    """A convolution: the checker has no function for it, so its einsum rule says that it is linear in either."""
+
+    def call(summand: Summand, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+        with spmd_types().no_typecheck():
+            result = target(x, weight, None, *rest)
+        type_by_rule([x, weight], ((0,), (1,)), result)
+        product = summand(result)
+        if bias is None:
+            return product
+        return torch.add(product, torch.reshape(bias, [-1, *[1] * (weight.ndim - 2)]))
+
+    return call
+
+
+# A product and what is added to it, which is added once: the product is asserted before.
+SUMS: dict[Any, Callable[..., Any]] = {
+    aten.linear: _linear,
+    aten.addmm: _with_matrix(torch.mm),
+    aten.baddbmm: _with_matrix(torch.bmm),
+}
+_CONVOLUTIONS = "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"
+CONVOLUTIONS = {getattr(aten, name) for name in _CONVOLUTIONS}
+
+
+def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | None, bool]:
+    """The torch function for an operator, or None, and whether that takes a `Summand` first.
+
+    Args:
+        target: of the call. kwargs: its arguments by name. Nothing that rounds is linear, though the checker has
+            `torch.div` with a `rounding_mode` in its table.
+    """
+    packet = getattr(target, "overloadpacket", None)
+    if packet in CONVOLUTIONS:
+        return _convolution(target), True
+    if packet in SUMS:
+        return SUMS[packet], True
+    rounded = kwargs.get("rounding_mode") is not None or not _real(kwargs.get("dtype"))
+    if rounded:
+        return None, False
+    if packet in QUOTIENTS:
+        return torch.div, False
+    return SAME.get(packet, TURNED.get(packet)), False
+
+
+def _real(dtype: torch.dtype | None) -> bool:
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
