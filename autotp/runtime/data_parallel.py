@@ -47,7 +47,7 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
             )
         return
     shards.units.update(units)
-    scalars = average_scalars(shards, shards.root.parameters())
+    scalars = average_scalars(shards, nn.Module.parameters(shards.root))
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for part in _units(shards):

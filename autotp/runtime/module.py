@@ -75,7 +75,7 @@ class ShardedModule(Finds, Generates, Part):
         if source.tp * plan.batch.size == 1:
             self.__dict__[LOADED] = False
         self._plan = plan
-        self.config = getattr(source.bare, "config", None)
+        self.__dict__["config"] = getattr(source.bare, "config", None)  # which may be a property of the class
         self._source = source
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made = Programs()

@@ -252,3 +252,44 @@ def test_an_instances_value_comes_before_its_classs():
     assert len(sharded._programs_made) == 2
     sharded(x)
     assert len(sharded._programs_made) == 2  # an object in a dict is the same one still
+
+
+class Partly(nn.Module):
+    """Trains its last layer alone, and says so in methods that it overrides; a property is what libraries ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
+
+    @property
+    def config(self) -> dict[str, int]:
+        return {"width": self.first.in_features}
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.last.parameters(recurse)
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.drop.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.first(x)))
+
+
+def whole(rank: int, world: int, group: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = redrawn(Partly()).train(), torch.randn(4, 8)
+    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group))
+    found = {"kind": isinstance(sharded, Partly) and isinstance(sharded, autotp.ShardedModule)}
+    found["trained"] = {id(p) for p in sharded.parameters()} == {id(p) for p in sharded.last.parameters()}
+    found["mode"] = [m.training for m in sharded.eval().train().modules()] == [m.training for m in model.modules()]
+    found["config"] = sharded.config == model.config
+    found["outputs"] = torch.allclose(sharded(x), model(x), atol=1e-6)
+    found["weights"] = all(torch.equal(t, sharded.full_state_dict()[n]) for n, t in model.state_dict().items())
+    return found
+
+
+def test_a_sharded_module_has_what_its_originals_class_overrides(pool):
+    for found in pool.run(whole, world=2):
+        assert all(found.values()), found

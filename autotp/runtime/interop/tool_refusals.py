@@ -110,6 +110,6 @@ def refuse_clipping(norms: Sequence[Any]) -> None:
         norms: tensors that are about to be stacked.
     """
     if _of_stages and not stepping() and all(ours(norm) and not norm.ndim for norm in norms):
-        parameters = [p for module in _of_stages for p in module.parameters()]
+        parameters = [p for module in _of_stages for p in nn.Module.parameters(module)]
         if any(isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh for p in parameters):
             raise StateError(CLIPPING)

@@ -94,7 +94,7 @@ class Sums:
     def _mean(self, batch: Ranks) -> None:
         """The mean of all gradients over dp, those of one type in one collective."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
-        for p in self.shards.root.parameters():
+        for p in nn.Module.parameters(self.shards.root):
             if p.grad is not None:
                 kinds.setdefault(p.grad.dtype, []).append(compat.part_of(p.grad))
         for grads in kinds.values():
@@ -125,5 +125,5 @@ class Sums:
             dist.all_reduce(total, group=self.pipeline)
             total = total ** (1 / norm_type)
         norm = total.to(kind)
-        torch.nn.utils.clip_grads_with_norm_(self.shards.root.parameters(), max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(nn.Module.parameters(self.shards.root), max_norm, norm)
         return norm
