@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,52 +23,70 @@ from autotp.runtime.storage import Box
 
 from .digests import Entry
 
-Rename = Callable[[str], str]
 Sources = dict[str, list[str]]  # pattern of transformers' mapping -> stored names
 
 
-class Archive(Protocol):
-    """Stored tensors by name. `shared`: other things than the model may be stored beside it."""
+class Archive:
+    """Stored tensors by name. A kind of archive reads boxes of a tensor, or all of it: each follows from the other.
 
-    shared: bool
-    entries: dict[str, Entry]
-    extra: dict[str, Any]
-
-    @property
-    def path(self) -> Path | str:
-        """Its name in messages."""
-        ...
-
-    def read(self, name: str, boxes: Any) -> None:
-        """Fill the boxes from the stored tensor `name`."""
-        ...
-
-
-class TensorArchive:
-    """A full state dict in memory, of whole tensors or DTensors, or in a pickled file that the user trusts."""
+    Attributes:
+        path: its name in messages. entries: of its tensors. extra: notes beside them.
+        shared: other things than the model may be stored beside it.
+    """
 
     shared = False
 
-    def __init__(self, tensors: Mapping[str, Any], file: Path | None = None) -> None:
-        self.path: Path | str = file or "the state dict"
-        if foreign := [n for n, t in tensors.items() if of_another_rank(t)]:
-            raise StateError(f"{foreign[0]} is another rank's part: one rank had pickled it for all. {INSTEAD}")
-        self.extra: dict[str, Any] = {}
-        self.tensors = tensors
-        self.entries = {n: _entry(t, Path(self.path)) for n, t in tensors.items()}
+    def __init__(self, path: Path | str) -> None:
+        self.path, self.entries, self.extra = path, dict[str, Entry](), dict[str, Any]()
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
-        """Fill the boxes from the tensor `name`; collective where that is a DTensor."""
-        value = self.tensors[name].detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+        """Fill the boxes from the stored tensor `name`."""
+        value = self.whole(name)
         for box in boxes:
             box.tensor.copy_(value[box.slices])
 
+    def whole(self, name: str) -> Tensor:
+        """Return all of the stored tensor `name`."""
+        entry: Any = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(name, [Box((0,) * tensor.ndim, tensor)])
+        return tensor
 
-def _entry(value: Any, file: Path) -> Entry:
-    if not isinstance(value, Tensor):
-        return Entry((), type(value).__name__, file)
-    return Entry(tuple(value.shape), "on the meta device" if value.is_meta else value.dtype, file)
+
+class TensorArchive(Archive):
+    """A full state dict in memory, of whole tensors or DTensors, or in a pickled file that the user trusts."""
+
+    def __init__(self, tensors: Mapping[str, Any], file: Path | None = None) -> None:
+        super().__init__(file or "the state dict")
+        if foreign := [n for n, t in tensors.items() if of_another_rank(t)]:
+            raise StateError(f"{foreign[0]} is another rank's part: one rank had pickled it for all. {INSTEAD}")
+        self.tensors = tensors
+        for name, value in tensors.items():
+            kind = type(value).__name__ if not isinstance(value, Tensor) else value.dtype
+            kind = "on the meta device" if isinstance(value, Tensor) and value.is_meta else kind
+            self.entries[name] = Entry(tuple(getattr(value, "shape", ())), kind, Path(self.path))
+
+    def whole(self, name: str) -> Tensor:
+        """Return the tensor `name`; collective where that is a DTensor."""
+        value = self.tensors[name].detach()
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class Renamed(Archive):
+    """An archive under other names.
+
+    Args:
+        archive: as it is stored. stored: name here -> name there.
+    """
+
+    def __init__(self, archive: Archive, stored: dict[str, str]) -> None:
+        super().__init__(archive.path)
+        self.archive, self.stored, self.extra = archive, stored, archive.extra
+        self.entries = {name: archive.entries[key] for name, key in stored.items()}
+
+    def read(self, name: str, boxes: Sequence[Box]) -> None:
+        """Fill the boxes from the stored tensor `name`."""
+        self.archive.read(self.stored[name], boxes)
 
 
 @dataclass(frozen=True)
@@ -85,57 +103,64 @@ class NameMatch:
     unexpected: list[str]
 
 
-def match(shards: ShardState, archive: Archive, strict: bool, cast: bool, renamed: bool) -> NameMatch:
+def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> NameMatch:
     """Compare the names, shapes and types of an archive with the model's.
 
     Args:
-        shards: of the module. archive: the checkpoint. strict: every name must be on both sides.
-        cast: another floating-point dtype is no difference. renamed: the names may have other prefixes.
+        shards: of the module. archive: the checkpoint, under the model's names.
+        strict: every name must be on both sides. cast: another floating-point dtype is no difference.
 
     Raises:
         StateError: tensors are missing, unknown, or of another shape or type; all of them are listed.
     """
-    names = dict(state.named_tensors(shards))
-    aliases = shards.aliases
-    buffers = {
-        n: aliases.get(n, n) for n, _ in shards.root.named_buffers(remove_duplicate=False)
-    }  # those not persistent may come too
-    rename, within = _naming(shards, names, archive) if renamed else (str, "")
+    names = _names(shards)
     stored: dict[str, list[str]] = {}
-    names_read = set()
-    for name, first in (buffers | names).items():
-        if rename(name) in archive.entries:
-            names_read.add(rename(name))
-            if rename(name) not in stored.setdefault(first, []):
-                stored[first].append(rename(name))
-    missing = [n for n, first in names.items() if first not in stored]
+    for name, first in names.items():
+        if name in archive.entries:
+            stored.setdefault(first, []).append(name)
+    # Buffers that are in no state dict may come too, and are not missed.
+    missing = [n for n, first in state.named_tensors(shards) if first not in stored]
     ignored = [re.compile(p) for p in getattr(shards.bare, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    names_read |= {rename(n) for n in shards.elsewhere}  # other stages of a pipeline look for those
-    unexpected = [
-        n
-        for n in archive.entries
-        if n not in names_read and n.startswith(within) and not any(p.search(n) for p in ignored)
-    ]
+    unexpected = []
+    for n in archive.entries:
+        if n not in names and n not in shards.elsewhere and not any(p.search(n) for p in ignored):
+            unexpected.append(n)
     wrong = [text for first, keys in stored.items() for k in keys if (text := _odd(shards, first, k, archive, cast))]
     if wrong or (strict and (missing or unexpected)):
         raise StateError(_faults_text(archive, missing, unexpected, wrong, cast))
     return NameMatch(stored, missing, unexpected)
 
 
-def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> tuple[Rename, str]:
-    """Return how the model's names are stored, by which way finds most of them, and the prefix of what is the model's.
+def _names(shards: ShardState) -> dict[str, str]:
+    """Return the names that may be stored of the model: of its state dict, and of buffers beside; with first names."""
+    buffers = [n for n, _ in shards.root.named_buffers(remove_duplicate=False)]
+    return {n: shards.aliases.get(n, n) for n in buffers} | dict(state.named_tensors(shards))
 
-    A Hugging Face folder may hold the model without its head or a model's body for the headless class; a training
-    script may have stored it under a key.
+
+def under_own_names(shards: ShardState, archive: Archive) -> Archive:
+    """Return the archive in the names and forms of the running model.
+
+    A Hugging Face folder may hold the model without its head, a model's body for the headless class, or another form
+    for which transformers has a mapping; a training script may have stored the model under a key.
     """
-    base = getattr(shards.bare, "base_model_prefix", "")
+    archive = _converted(shards, archive)
+    base, names = f"{getattr(shards.bare, 'base_model_prefix', '')}.", dict(state.named_tensors(shards))
     longest = max(names, key=len, default="")
     outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
-    ways: list[tuple[Rename, str]] = [(lambda n: n, "")]
-    for prefix in [f"{base}.", *outer]:
-        ways.append(((lambda n, p=prefix: p + n), prefix if archive.shared else ""))
-    ways += [((lambda n: n.removeprefix(base + ".")), "")] if isinstance(base, str) and base else []
-    return max(ways, key=lambda way: len({first for n, first in names.items() if way[0](n) in archive.entries}))
+    # What stands before a stored name, and what before one here; of these that by which most tensors are found.
+    ways = [("", ""), (base, ""), *((prefix, "") for prefix in outer), ("", base)]
+    counts = []
+    for more, less in ways:
+        counts.append(len({first for n, first in names.items() if more + n.removeprefix(less) in archive.entries}))
+    more, less = ways[counts.index(max(counts))]
+    every = (*_names(shards), *shards.elsewhere)
+    stored = {n: key for n in every if (key := more + n.removeprefix(less)) in archive.entries}
+    # The rest is unknown, but beside a model that is stored among other things.
+    own = set(stored.values())
+    for key in archive.entries:
+        if key not in own and (not archive.shared or key.startswith(more)):
+            stored[key if key not in stored else f"{key} (as it is stored)"] = key
+    return Renamed(archive, stored)
 
 
 def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
@@ -163,8 +188,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def converted(shards: ShardState, archive: Archive) -> Archive:
-    """Return the archive in the names and forms of the running model, where transformers has a mapping for it."""
+def _converted(shards: ShardState, archive: Archive) -> Archive:
+    """Return the archive in the forms of the running model, where transformers has a mapping for it."""
     bare: Any = shards.bare
     if archive.shared or not _mapped(bare):
         return archive
@@ -192,60 +217,43 @@ def _mapped(bare: Any) -> bool:
     return hasattr(bare, "base_model_prefix") and all(hasattr(loading, name) for name in members)
 
 
-class Converted:
+class Converted(Renamed):
     """An archive seen through a mapping. What the mapping computes is computed whole, one tensor at a time."""
 
-    shared = False
-
     def __init__(self, bare: Any, archive: Archive, mapping: Sequence[Any], names: set[str]) -> None:
-        self.bare, self.archive, self.extra = bare, archive, archive.extra
-        self.entries: dict[str, Entry] = {}
-        self.stored: dict[str, str] = {}  # name here -> as it is stored, where only the name changes
-        self.groups: dict[str, tuple[str, Any, Sources]] = {}  # name here -> what it is computed of
         loading = importlib.import_module("transformers.core_model_loading")
         renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
         converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
         groups: dict[str, tuple[Any, Sources]] = {}
+        stored: dict[str, str] = {}
         for key in sorted(archive.entries, key=loading.dot_natural_key):
             name, pattern = (key, None) if key in names else loading.rename_source_key(key, renamings, converters)
             if pattern is None or isinstance(archive.entries[key].dtype, str):
-                self._keep(key, name if pattern is None else key)
+                stored[name if pattern is None else key] = key
                 continue
             converter = next(c for c in converters if pattern in c.source_patterns)
             groups.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(key)
+        super().__init__(archive, stored)
+        self.bare = bare
+        self.groups: dict[str, tuple[str, Any, Sources]] = {}  # name here -> what it is computed of
         for name, (converter, sources) in groups.items():
             self._add(name, converter, sources)
 
-    @property
-    def path(self) -> Any:
-        """Its name in messages."""
-        return self.archive.path
-
-    def _keep(self, key: str, name: str) -> None:
-        self.entries[name], self.stored[name] = self.archive.entries[key], key
-
     def _add(self, name: str, converter: Any, sources: Sources) -> None:
         """Add the tensors that a mapping makes of these, by their shapes; where it cannot, they stay what they are."""
-        keys = [key for own in sources.values() for key in own]
+        entries: Any = {key: self.archive.entries[key] for own in sources.values() for key in own}
         try:
-            tensors = self._convert(name, converter, sources, self._empty)
+            tensors = self._convert(
+                name, converter, sources, lambda k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta")
+            )
         except Exception:  # then they are reported as missing and unknown
-            for key in keys:
-                self._keep(key, key)
+            self.entries |= entries
+            self.stored |= {key: key for key in entries}
             return
+        file = next(iter(entries.values())).file
         for target, t in tensors.items():
-            self.entries[target] = Entry(tuple(t.shape), t.dtype, self.archive.entries[keys[0]].file)
+            self.entries[target] = Entry(tuple(t.shape), t.dtype, file)
             self.groups[target] = name, converter, sources
-
-    def _empty(self, key: str, device: str = "meta") -> Tensor:
-        entry = self.archive.entries[key]
-        assert isinstance(entry.dtype, torch.dtype)
-        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-
-    def _full(self, key: str) -> Tensor:
-        tensor = self._empty(key, "cpu")
-        self.archive.read(key, [Box((0,) * tensor.ndim, tensor)])
-        return tensor
 
     def _convert(
         self, name: str, converter: Any, sources: Sources, tensor: Callable[[str], Tensor]
@@ -259,9 +267,9 @@ class Converted:
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the tensor `name` of the running model."""
-        if name in self.stored:
-            self.archive.read(self.stored[name], boxes)
-            return
-        tensor = self._convert(*self.groups[name], self._full)[name]
-        for box in boxes:
-            box.tensor.copy_(tensor[box.slices])
+        if name in self.groups:
+            tensor = self._convert(*self.groups[name], self.archive.whole)[name]
+            for box in boxes:
+                box.tensor.copy_(tensor[box.slices])
+        else:
+            super().read(name, boxes)

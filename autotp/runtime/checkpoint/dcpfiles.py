@@ -30,6 +30,7 @@ from autotp.ir.files import MAX_NUMBER, opened, read_json
 from autotp.runtime.storage import Box
 
 from . import folders
+from .archives import Archive
 from .digests import BYTES, Digests, Entry, View, as_bytes, bytes_view, measured, position, write
 
 TABLE = ".metadata"
@@ -104,17 +105,17 @@ class Writer(FileSystemWriter):
         folders.commit(self.place)
 
 
-class Files:
+class Files(Archive):
     """A DCP folder, read box by box. Its table is a pickle, of which only DCP's own plain records are made."""
 
     shared = True  # an optimizer's state may lie beside the model's
 
     def __init__(self, path: Path) -> None:
-        self.path, self.reader, self.digests = path, Reader(path), Digests(path)
+        super().__init__(path)
+        self.folder, self.reader, self.digests = path, Reader(path), Digests(path)
         # Before they are read: one flipped bit can make a pickle that takes all memory.
         self._refuse(self.digests.faults(path / TABLE, path / folders.OWN))
         self.metadata = self.reader.read_metadata()
-        self.entries: dict[str, Entry] = {}
         # The unpickler restricts the classes; a pickle fills their fields as it likes: each that is read is checked.
         try:
             faults = [fault for name in self.metadata.state_dict_metadata for fault in self._add(name)]
@@ -143,7 +144,7 @@ class Files:
         if not all(isinstance(value, kind) for value, kind in kinds):
             raise TypeError(f"it has a {type(tensor).__name__} of another kind under {str(name)[:80]!r}")
         _numbers(name, tensor.size)
-        file = self.path
+        file = self.folder
         for chunk in tensor.chunks:
             _numbers(name, chunk.offsets, chunk.sizes)
             # Numbers may be sizes and still not fit together: rows 6 to 8 of a tensor of 7.
@@ -156,7 +157,7 @@ class Files:
             # An offset of -1 would be an invalid argument of the system in the middle of reading.
             _numbers(name, torch.Size((record.offset, record.length)))
             place = PurePosixPath(record.relative_path)
-            file, stop = self.path / place, record.offset + record.length
+            file, stop = self.folder / place, record.offset + record.length
             if place.is_absolute() or ".." in place.parts:
                 yield f".metadata: {name} lies outside of the folder, in {record.relative_path}"
             elif stop > (size := file.stat().st_size if file.is_file() else -1):
@@ -179,7 +180,7 @@ class Files:
     def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, View]:
         """Return a stored part of a tensor: where it lies, and its bytes."""
         record, dtype = self.reader.storage_data[item.storage_index], self.entries[name].dtype
-        file = self.path / record.relative_path
+        file = self.folder / record.relative_path
         try:
             part = self.reader.part(item)
             if (part.shape, part.dtype) != (shape, dtype):

@@ -26,7 +26,7 @@ from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Box, as_dtensor, same_layout
 
 from . import dcpfiles, folders, optimizers
-from .archives import Archive, NameMatch, TensorArchive, converted, match
+from .archives import Archive, NameMatch, TensorArchive, match, under_own_names
 from .digests import mention
 from .tensorfiles import INDEX, TensorFiles
 
@@ -72,22 +72,22 @@ def load(
     """
     ranks = shards.ranks.planners if shards.ranks is not None else None
 
-    def prepare() -> tuple[Archive, NameMatch, Any]:
-        archive = open_archive(source, trusted)
-        archive = converted(shards, archive) if renamed else archive
-        matches = match(shards, archive, strict, cast, renamed) if weights else NameMatch({}, [], [])
-        states = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
-        return archive, matches, states
+    def prepare() -> tuple[Archive, Archive, NameMatch, Any]:
+        stored = open_archive(source, trusted)
+        archive = under_own_names(shards, stored) if renamed else stored
+        matches = match(shards, archive, strict, cast) if weights else NameMatch({}, [], [])
+        states = optimizers.matching(shards, optimizer, stored) if optimizer is not None else None
+        return stored, archive, matches, states
 
-    archive, matches, states = together(ranks, "reading what the checkpoint holds", prepare)
-    if (ranks is None or ranks.rank == 0) and isinstance(archive, dcpfiles.Files) and "autotp" in archive.extra:
-        mention(archive.path)
-    tensors = archive.tensors if isinstance(archive, TensorArchive) else {}
+    stored, archive, matches, states = together(ranks, "reading what the checkpoint holds", prepare)
+    if (ranks is None or ranks.rank == 0) and isinstance(stored, dcpfiles.Files) and "autotp" in stored.extra:
+        mention(stored.path)
+    tensors = stored.tensors if isinstance(stored, TensorArchive) else {}
     # Two folders of one model have the same names and shapes: they differ by what they are called, or by their notes.
     facts = {"name": "" if tensors else Path(archive.path).name, "notes": str(archive.extra.get("extra", {}))[:NOTES]}
     facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": str(optimizer is not None)}
     facts |= {n: few(t) for n, t in tensors.items()}
-    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **facts})
+    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(stored), **facts})
     # What torch has gathered for a forward would hide the parameters that are loaded.
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
@@ -100,7 +100,7 @@ def load(
         shards.loaded()
     # The weights first: where the states cannot be read, the error says that the optimizer has what it had.
     if optimizer is not None:
-        into = partial(_leaving, UNCHANGED, partial(optimizers.load, shards, optimizer, archive, states))
+        into = partial(_leaving, UNCHANGED, partial(optimizers.load, shards, optimizer, stored, states))
         together(ranks, "reading the optimizer's state", into)
     return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))
 

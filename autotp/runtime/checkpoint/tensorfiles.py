@@ -17,6 +17,7 @@ from autotp.errors import StateError
 from autotp.ir.files import opened, read_json
 from autotp.runtime.storage import Box
 
+from .archives import Archive
 from .digests import Digests, Entry, grids, measured, position, write
 
 DTYPES = {
@@ -29,14 +30,11 @@ MAX_INDEX_BYTES = 100_000_000  # of millions of names
 INDEX = ".safetensors.index.json"
 
 
-class TensorFiles:
+class TensorFiles(Archive):
     """One safetensors file, or a folder of them with an index. Nothing but headers is read here."""
 
-    shared = False  # every tensor in it should be the model's
-
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.extra: dict[str, Any] = {}
+        super().__init__(path)
         faults: list[str] = []
         if path.is_dir():
             self.entries = _of_folder(path, faults)
