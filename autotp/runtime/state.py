@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
 from autotp.runtime.interop import dtensor_operators, ownership
@@ -63,7 +62,8 @@ def _place_parameters(
             first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
         )
         if id(parameter) not in parts:
-            parts[id(parameter)] = _pieces_of(shards, parameter, storage)
+            cut = _cut(shards, storage, parameter)
+            parts[id(parameter)] = [nn.Parameter(t, parameter.requires_grad) for t in cut]
         # A fused weight has several pieces: DTensor cannot say that q, k and v in it are split each by itself.
         for n, p in zip(storage.names(leaf), parts[id(parameter)], strict=True):
             shards.parts[owner].register_parameter(n, p)
@@ -95,22 +95,18 @@ def _place_buffers(
                 shards.holders.setdefault(shards.aliases[name], []).append((part, leaf))
 
 
-def _pieces_of(shards: ShardState, parameter: nn.Parameter, storage: Storage) -> list[nn.Parameter]:
-    device = torch.device("meta") if parameter.is_meta else shards.device
-    return [nn.Parameter(s, parameter.requires_grad) for s in _cut(storage, parameter, shards.ranks, device)]
-
-
 def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mapping[str, Layout]) -> Tensor:
     """Return what this rank holds of a buffer: all of it, or where the plan splits it its part."""
-    device, first = torch.device("meta") if whole.is_meta else shards.device, shards.aliases[name]
+    first = shards.aliases[name]
     if not isinstance(placements.get(first), Shard):
-        return whole if whole.is_meta else whole.to(device, copy=True)
+        return whole if whole.is_meta else whole.to(shards.device, copy=True)
     shards.tables[first] = Storage(tuple(whole.shape), placements[first], shards.tp)
-    return _cut(shards.tables[first], whole, shards.ranks, device)[0]
+    return _cut(shards, shards.tables[first], whole)[0]
 
 
-def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.device) -> Sequence[Tensor]:
+def _cut(shards: ShardState, storage: Storage, full: Tensor) -> Sequence[Tensor]:
     """Return this rank's shards of a whole parameter; in one plain process the whole pieces."""
+    device, ranks = torch.device("meta") if full.is_meta else shards.device, shards.ranks
     if ranks is None:
         return [t.to(device, copy=True).contiguous() for t in storage.cut(full.detach())]
     return storage.shard(full, ranks.mesh, ranks.rank, device)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp._version import __version__
-from autotp.comm.ranks import Ranks, agree, broadcast, from_all, together
+from autotp.comm.ranks import Ranks, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
@@ -162,11 +162,9 @@ class Pending:
         self.first = ranks is None or ranks.rank == 0
         self.write_future: Future[Any] | None = None
         self.finished = False
+        # Of the plans of all ranks each makes the same whole: what several have is written by one of them.
         plans = _gather(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
-        global_plan = together(
-            ranks, "planning the save", lambda: self.planner.create_global_plan(plans) if self.first else None
-        )
-        plans, self.metadata = broadcast(ranks, global_plan) or ([], None)
+        plans, self.metadata = self.planner.create_global_plan(plans)
         own = self.writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0]
         self.mine = self.planner.finish_plan(own)
 
@@ -210,7 +208,7 @@ class Pending:
 
     def _finish(self, results: Any) -> None:
         if self.first:
-            folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))  # type: ignore[arg-type]
+            folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))
 
 
 def _gather(ranks: Ranks | None, mine: Any, what: str) -> list[Any]:
