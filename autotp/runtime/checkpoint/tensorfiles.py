@@ -142,6 +142,6 @@ def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
             kind: Any = DTYPES.get(t["dtype"], t["dtype"])
             entries[name] = Entry(tuple(t["shape"]), kind, path, 8 + length + start, 8 + length + stop)
         return entries
-    except (StateError, SafetensorError, OSError, ValueError) as error:
+    except (StateError, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         faults.append(f"{path.name}: the header cannot be read: {error}")
         return {}
