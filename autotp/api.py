@@ -28,6 +28,7 @@ from autotp.driver.options import (
     read_axis,
     refuse_beside,
     refuse_late,
+    refuse_unknown,
     required_inputs,
     with_keywords,
 )  # fmt: skip
@@ -98,6 +99,7 @@ def plan(
     Returns: the `Plan`; print it to read it. With `devices` the `MeshChoice`: `.rows`, `.best`, `.plan`, `.to_svg()`.
     Raises: InputError, CaptureError, PlanError.
     """
+    refuse_unknown("plan", keywords, PlanKeywords)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
     refuse_beside_devices(devices, global_batch, tp, any(x not in (None, False, 1) for x in others))
     axis = _axis(None, keywords, tp)
@@ -141,6 +143,7 @@ def parallelize(
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
+    refuse_unknown("parallelize", keywords, ModuleKeywords)
     _refuse_other(plan)
     options = Options.of_plan(plan)
     request, lowering = _request(keywords, plan.batch).within(options.tp, options.cluster), Lowering.read(keywords)
@@ -192,6 +195,7 @@ def compile(
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
+    refuse_unknown("compile", keywords, CompileKeywords)
     _refuse(plan, keywords, tp, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model

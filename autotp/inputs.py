@@ -1,4 +1,4 @@
-"""What a model is called with: normalising it, making it for a transformers model, fitting it to `forward`."""
+"""Inputs that a model is called with: normalising it, making it for a transformers model, fitting it to `forward`."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def signature_text(signature: inspect.Signature) -> str:
 
 
 def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tuple[Inputs, str | None]:
-    """The same inputs with the key/value cache switched off, where the inputs or the config would switch it on.
+    """Switch the key/value cache off in these inputs, where the inputs or the config would switch it on.
 
     Args:
         model: whose config may ask for a cache. inputs: of one call.
@@ -213,7 +213,7 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
 
 
 def with_cache(model: nn.Module, inputs: Inputs) -> Inputs | None:
-    """The same inputs with the key/value cache switched on; None where `forward` takes no `use_cache`.
+    """Switch the key/value cache on in these inputs; None where `forward` takes no `use_cache`.
 
     Args:
         model: whose config says of a forward with `**kwargs` whether it knows a cache. inputs: of one call.
@@ -262,7 +262,7 @@ def for_model(model: nn.Module) -> Inputs | None:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether the model speaks the transformers library's protocol: a config, and a class that names its main input."""
+    """Return whether the model speaks transformers' protocol: a config, and a class that names its main input."""
     return hasattr(type(model), "main_input_name") and getattr(model, "config", None) is not None
 
 
@@ -282,7 +282,7 @@ def _input_names(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) 
 
 
 def _configs(config: object, kinds: tuple[str, ...]) -> list[object]:
-    """Where to look for a field: sub-configs whose name holds one of `kinds`, in that order, the config, the rest."""
+    """List where a field may stand: sub-configs whose name holds one of `kinds`, in that order, the config, others."""
     if config is None:
         return []
     subs = {name: sub for name, sub in vars(config).items() if hasattr(sub, "model_type")}

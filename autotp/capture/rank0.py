@@ -41,8 +41,10 @@ def capture_once(
     Raises:
         CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
     """
-    if ranks is None or ranks.tp == 1:
-        return _own(ranks, agreed, make)
+    if ranks is None:
+        return make()
+    if ranks.tp == 1:
+        return _each(ranks, agreed, make, "there is one")
     mine = together(ranks, WHAT, key)
     rank_keys = from_all(ranks, mine, "what a capture depends on")
     why = next((reason for word, reason in rank_keys if word is None), "")
@@ -65,20 +67,13 @@ def _each(
 ) -> tuple[Capture, T]:
     """Every rank's own capture, and why there is not one for all."""
     log.info("every rank captures the model for itself: %s", why)
-    return _own(ranks, agreed, make)
-
-
-def _own(
-    ranks: Ranks | None, agreed: Sequence[Pass[Capture]], make: Callable[[], tuple[Capture, T]]
-) -> tuple[Capture, T]:
-    """Every rank's own capture, in one order."""
     captured, rest = together(ranks, WHAT, make)
     run_passes(captured, agreed)
     return captured, rest
 
 
 def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None, Any]:
-    """What rank 0 made, what it raised, and what it sends: bytes, or why there are none."""
+    """Capture on rank 0; gives what that made, what it raised, and what is sent: bytes, or why there are none."""
     try:
         own = make()
     except Exception as error:  # whatever a user's forward may raise: the others then raise it too
@@ -102,7 +97,7 @@ def _as_own(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) -
 
 
 def _again(own: Any, error: Exception | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
-    """What is known already, or this rank's own."""
+    """Return what is known already, or this rank's own."""
     if error is not None:
         raise error
     return make() if own is None else own

@@ -25,7 +25,7 @@ Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained 
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What a capture is to be.
+    """Request of a capture.
 
     Attributes:
         dp: number of slices of the batch, of which one is captured; `cp`: likewise of every sequence.
@@ -90,7 +90,7 @@ def grad_mode() -> str:
 
 
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
-    """What a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
+    """Read what a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     return mode_with(shortened(list(map(TRAINING, modules))), modules, parameters_of(modules), device)
@@ -99,7 +99,7 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
 def mode_with(
     training: Any, modules: Iterable[nn.Module], parameters: list[nn.Parameter], device: torch.device
 ) -> Mode:  # fmt: skip
-    """Likewise, of modules whose training flags and parameters are known."""
+    """Read the mode of modules whose training flags and parameters are known."""
     dtypes = set(map(DTYPE, parameters))  # mostly one, found fast
     kinds = shortened([*filter(None, map(_dtypes, modules))]) if len(dtypes) > 1 else tuple(dtypes)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -109,7 +109,7 @@ def mode_with(
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Those that the modules themselves hold: asked for before every call, so by loops of the interpreter's own."""
+    """List those that the modules hold: asked for before every call, so by loops of the interpreter's own."""
     tables = map(dict.values, map(PARAMETERS, modules))
     return [p for p in chain.from_iterable(tables) if p is not None]
 
@@ -119,7 +119,7 @@ def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
 
 
 def serves(state: Mode, mode: Mode) -> bool:
-    """Whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
+    """Return whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
     grad_modes = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
     return state[:2] == mode[:2] and grad_modes and state[4] == mode[4]
 

@@ -364,7 +364,7 @@ def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list
 
 
 def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
-    """What a rank holds of a cache under a plan."""
+    """Cache of one rank under a plan."""
     if not begun.program.has_states and not begun.plain:
         return Cache()
     weights = [x for x in planned.program.leaves if x.kind.weight]

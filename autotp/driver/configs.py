@@ -14,7 +14,7 @@ from autotp.capture.selfcheck import LARGEST
 from autotp.errors import InputError
 from autotp.ir import files
 
-LONGEST = 100_000_000  # bytes of a config; it has thousands
+MAX_CONFIG_BYTES = 100_000_000  # bytes of a config; it has thousands
 # Which of transformers' tables to ask, in this order, for a config that does not name its class.
 TABLES = ("PreTraining", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "AudioClassification")
 
@@ -62,7 +62,7 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
 
 
 def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
-    """What makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
+    """Find what makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
     options = {} if dtype is None else {"dtype": dtype}
     classes = [getattr(transformers, str(n), None) for n in config.architectures or ()]
     models = (c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel))
@@ -92,7 +92,7 @@ def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
 
 def _fields(path: Path) -> Mapping[str, Any]:
     """The fields in a config's file."""
-    data = files.read_json(path, LONGEST, error=InputError)
+    data = files.read_json(path, MAX_CONFIG_BYTES, error=InputError)
     if not isinstance(data, dict):
         raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config.")
     return data

@@ -21,7 +21,7 @@ from .mesh_prices import Priced, Pricer, saves
 from .mesh_terms import terms_of
 from .options import Options
 
-SIZES = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
+BATCH_FACTORS = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
 
 
 def refuse_beside_devices(devices: Any, examples: Any, tp: Any, others: bool) -> None:
@@ -146,7 +146,7 @@ class _Search:
         units = len(next(iter(self.pricers.values())).terms.units)
         cps = [n for n in divisors(self.devices) if n == 1 or self._deals(n)]
         for mesh in factorisations(self.devices, list(self.pricers), cps, units):
-            for each in variants(mesh, self.inputs.batch, self.examples, units, SIZES):
+            for each in variants(mesh, self.inputs.batch, self.examples, units, BATCH_FACTORS):
                 for keep in self._keeps(mesh.tp):
                     shards = SHARDS if mesh.replicas > 1 else SHARDS[:1]
                     yield from (replace(each, shard=shard, keep=keep) for shard in shards)

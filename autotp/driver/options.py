@@ -93,10 +93,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def with_keywords(function: F) -> F:
-    """Show in the signature of a function the keywords that it takes by a TypedDict, and refuse others as Python does.
+    """Show in the signature of a function the keywords that it takes by a TypedDict, with their defaults.
 
     Args:
-        function: its last parameter is `**keywords: Unpack[...]`.
+        function: its last parameter is `**keywords: Unpack[...]`; it refuses others by `refuse_unknown`.
     """
     own = inspect.signature(function)
     *parameters, last = own.parameters.values()
@@ -104,17 +104,19 @@ def with_keywords(function: F) -> F:
     for name, hint in kind.__annotations__.items():
         text, default = getattr(hint, "__forward_arg__", hint), DEFAULTS.get(name)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
-    signature = own.replace(parameters=parameters)
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        unknown = next((name for name in kwargs if name not in signature.parameters), None)
-        if unknown is not None:
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
-        return function(*args, **kwargs)
 
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+def refuse_unknown(function: str, keywords: Mapping[str, Any], kind: type) -> None:
+    """Refuse keywords that a function does not take, as Python does.
+
+    Args:
+        function: its name. keywords: that it was given. kind: the TypedDict of those that it takes.
+    """
+    for name in keywords:
+        if name not in kind.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def pick(keywords: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class Options:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
-        """What a finished plan was made with; h100 where its machines are not known here."""
+        """Read what a finished plan was made with; h100 where its machines are not known here."""
         try:
             cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
         except InputError:

@@ -27,12 +27,12 @@ from autotp.runtime.interop.tool_refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.programs import Source
 from autotp.runtime.stages.feed import Feed
-from autotp.runtime.stages.part import StagedModule
 from autotp.runtime.stages.pipe import Grid, Pipe, tied_over_ranks
+from autotp.runtime.stages.staged import StagedModule
 from autotp.runtime.stages.sums import Sums
 
 from .compile import Compilation, applied, further, plain
-from .options import Options, StageKeywords, read_axis, refuse_beside, required_inputs, with_keywords
+from .options import Options, StageKeywords, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
 from .schedule import schedule
 from .staging import found_units, staging
 
@@ -78,6 +78,7 @@ def stages(
     Returns: the `Pipe`; print it for the stages, `pipe.schedule(...)` and `pipe.step(...)` run it.
     Raises: AutoTPError: its subclasses say what is wrong; all ranks raise together.
     """
+    refuse_unknown("stages", keywords, StageKeywords)
     axis = _read(pp, tp, dp, chunks, order)
     steering = {name: value for name, value in keywords.items() if name != "memory"}  # which is of all stages of a rank
     refuse_beside(plan, steering)

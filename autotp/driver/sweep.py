@@ -20,7 +20,7 @@ from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 
 from .compile import Staged, capture_model, plan_stages
-from .options import Options, Steering, required_inputs, with_keywords
+from .options import Options, Steering, refuse_unknown, required_inputs, with_keywords
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
@@ -50,6 +50,7 @@ def sweep(
     Raises:
         InputError, CaptureError, PlanError.
     """
+    refuse_unknown("sweep", keywords, Steering)
     degrees = [tps] if isinstance(tps, int) else list(tps)
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
@@ -123,7 +124,7 @@ def _batch(captured: Capture) -> tuple[list[Any], int]:
 
 
 def _work(captured: Capture, options: Options) -> tuple[float, str]:
-    """What a step does: tokens where the inputs have lengths, otherwise samples."""
+    """Work of a step: tokens where the inputs have lengths, otherwise samples."""
     batch, symbols = _batch(captured)[1], lengths(captured)
     if not symbols:
         return float(batch), "samples"

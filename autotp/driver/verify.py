@@ -25,7 +25,7 @@ from autotp.proof.run import Values
 from .compile import apply_plan, capture_model, plain, solve_plan
 from .decoded_calls import check_count
 from .decoding import decoded
-from .options import Options, Steering, read_axis, refuse_beside, required_inputs, with_keywords
+from .options import Options, Steering, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
@@ -73,6 +73,7 @@ def verify(
         InputError, CaptureError, PlanError. With `generate` an InputError also where nothing is carried from call to
             call.
     """
+    refuse_unknown("verify", keywords, Steering)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     if generate is not None:

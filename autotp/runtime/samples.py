@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 16  # floating values of all inputs together
-NEAR = 1e-2  # of the largest sample
-BYTES = 2**16
-FEW = 64  # elements that are cheaper to read one by one, as the token of a step is
+RELATIVE_TOLERANCE = 1e-2  # of the largest sample
+SAMPLE_BYTES = 2**16
+SHORT_ELEMENTS = 64  # elements that are cheaper to read one by one, as the token of a step is
 Sample = tuple[int, Sequence[float]]
 NOTHING: Sample = (0, [0.0] * SAMPLES)
 
@@ -31,7 +31,7 @@ def sampled(flat: Sequence[Any], anywhere: bool = False) -> Sample:
         for v in tensors:
             if v.is_floating_point():
                 floating.append(v)
-            elif v.numel() <= FEW:
+            elif v.numel() <= SHORT_ELEMENTS:
                 short.append(v.tolist())
             else:
                 exact = _summed(v, exact)
@@ -50,7 +50,7 @@ def few(value: Tensor) -> str:
     """
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.is_meta or not value.numel():
         return ""
-    line = _line(value.detach(), BYTES)
+    line = _line(value.detach(), SAMPLE_BYTES)
     sample = line[:: max(1, line.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().data):08x}"
 
@@ -64,7 +64,7 @@ def _line(x: Tensor, most: int) -> Tensor:
 
 
 def _summed(x: Tensor, start: int) -> int:
-    most = BYTES // x.element_size()
+    most = SAMPLE_BYTES // x.element_size()
     line = _line(x, most)
     for part in (line,) if line.numel() <= most else (line[: most // 2], line[-(most // 2) :]):
         start = zlib.crc32(part.contiguous().view(torch.uint8).cpu().numpy().data, start)
@@ -73,7 +73,7 @@ def _summed(x: Tensor, start: int) -> int:
 
 def _spread(x: Tensor, count: int) -> list[float]:
     """So many elements of a tensor, evenly spread; zeros where it has fewer."""
-    line = _line(x, BYTES)
+    line = _line(x, SAMPLE_BYTES)
     elements = line[:: max(1, line.numel() // count)][:count].tolist()
     return elements + [0.0] * (count - len(elements))
 
@@ -84,10 +84,12 @@ def leading(near: Sequence[float]) -> str:
 
 
 def alike(samples: Sequence[Sample]) -> bool:
-    """Whether these may be samples of the same inputs."""
+    """Return whether these may be samples of the same inputs."""
     return all(exact == samples[0][0] and _near(samples[0][1], near) for exact, near in samples)
 
 
 def _near(a: Sequence[float], b: Sequence[float]) -> bool:
     scale = max((abs(x) for x in (*a, *b) if math.isfinite(x)), default=0.0)
-    return all(x == y or (x != x and y != y) or abs(x - y) <= NEAR * scale for x, y in zip(a, b, strict=True))
+    return all(
+        x == y or (x != x and y != y) or abs(x - y) <= RELATIVE_TOLERANCE * scale for x, y in zip(a, b, strict=True)
+    )

@@ -61,8 +61,8 @@ def test_communication_is_exposed_in_full():
 
 def test_the_model_is_captured_once(monkeypatch):
     captures = []
-    original = public.__wrapped__.__globals__["capture_model"]
-    monkeypatch.setitem(public.__wrapped__.__globals__, "capture_model", lambda *a: captures.append(a) or original(*a))
+    original = public.__globals__["capture_model"]
+    monkeypatch.setitem(public.__globals__, "capture_model", lambda *a: captures.append(a) or original(*a))
     autotp.sweep(nn.Linear(8, 8), [1, 2, 4], example_inputs=torch.randn(4, 8))
     assert len(captures) == 1
 

@@ -23,7 +23,7 @@ from autotp.runtime.call_key import Form, form
 
 @dataclass(frozen=True)
 class Feed:
-    """How a call of the whole model becomes inputs of its stages.
+    """Map from a call of the whole model to inputs of its stages.
 
     Attributes:
         bare: the model's skeleton. capture: its program.
@@ -87,7 +87,7 @@ def split_of(tensors: Mapping[str, Tensor], microbatches: int) -> dict[str, tupl
 
 
 def local_example(wire: Wire, sizes: Mapping[Any, int], rank: int, tp: int) -> Tensor:
-    """What a tp rank sends over a wire in one micro-batch: a tensor on the meta device.
+    """Example of what a tp rank sends over a wire in one micro-batch: a tensor on the meta device.
 
     Args:
         sizes: of the program's symbols. rank, tp: this rank and how many there are.

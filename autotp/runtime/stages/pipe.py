@@ -31,8 +31,8 @@ from autotp.runtime.samples import NOTHING, Sample, sampled
 from autotp.text import amount, seconds
 
 from .feed import Feed, local_example, split_of
-from .part import StagedModule
 from .stage import BASE, Stage
+from .staged import StagedModule
 from .step_message import UNTRAINED, StepMessage, compare, values_of
 from .sums import Sums
 
@@ -181,7 +181,7 @@ class Pipe:
         )  # fmt: skip
 
     def feed(self, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
-        """What the schedules' `step` takes on this rank for a batch, by name: what its stages read. A collective call.
+        """Read what the schedules' `step` takes on this rank for a batch, by name. A collective call.
 
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
@@ -242,7 +242,7 @@ class Pipe:
         return {BASE: seeds.cpu()}
 
     def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, tuple[dict[str, Tensor], Sample]]:
-        """How many micro-batches a schedule runs, and this rank's inputs; or why it cannot run them."""
+        """Read how many micro-batches a schedule runs, and this rank's inputs; or say why it cannot run them."""
         if schedule is None or schedule not in self._schedules:
             raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
         count, stages = self._schedules[schedule]

@@ -12,7 +12,7 @@ from autotp.errors import InputError, StateError
 from autotp.passes.stages.cut import Piece
 from autotp.runtime.programs import Program
 
-from .part import StagedModule
+from .staged import StagedModule
 
 BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
 

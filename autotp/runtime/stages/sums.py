@@ -22,7 +22,7 @@ from autotp.runtime.shard_state import ShardState
 
 @dataclass
 class Sums:
-    """What the ranks of a pipeline do with gradients once a step's backwards are done.
+    """Sums of gradients over the ranks of a pipeline, once a step's backwards are done.
 
     Attributes:
         shards: what this rank holds.

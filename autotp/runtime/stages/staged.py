@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds: one sharded module with the parameters of all its stages, and their programs."""
+"""Part of one rank of a pipeline: one sharded module with the parameters of all its stages, and their programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StagedModule(ShardedModule):
         raise StateError(ALONE)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As torch's, to a device; refused to another type, for stages send each other values of those they have."""
+        """Move to a device; refused to another type, for stages send each other values of those they have."""
         for dtype in {p.dtype for p in self.parameters()}:
             to = fn(torch.empty(0, dtype=dtype, device=self._shards.device)).dtype
             if to != dtype:
@@ -55,7 +55,7 @@ class StagedModule(ShardedModule):
         raise StateError("this module holds the stages of one rank: pipe.save_checkpoint(folder) saves all stages.")
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> StagedModule:
-        """As on the whole model: what modules of other stages draw is drawn here too, and dropped.
+        """Apply as on the whole model: what modules of other stages draw is drawn here too, and dropped.
 
         So each block gets numbers of its own, and a tied weight the same ones on every stage that holds it.
         """
@@ -77,7 +77,7 @@ class StagedModule(ShardedModule):
         return nn.Parameter(empty, like.requires_grad) if isinstance(like, nn.Parameter) else empty
 
     def _install(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, in a copy: its weights are for averages and the like, and no stage runs it."""
+        """Install nothing in a copy: its weights are for averages and the like, and no stage runs it."""
 
     def install(self, piece: Piece) -> Program:
         """Make one stage's program runnable on this rank."""
