@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,8 @@ from autotp.errors import CaptureError, InputError, PlanError, RankError, StateE
 from autotp.runtime.lazy import LazyModule
 from tests.helpers.errors import error_of
 from tests.helpers.models import inputs_of, redrawn, transformer
+
+HOME = Path(autotp.__file__).parent
 
 
 class Net(nn.Module):
@@ -282,3 +287,33 @@ def test_ranks_that_were_given_different_things_all_hear_of_it(pool):
             kind, message, seconds = one[what]
             assert kind and text in message, (what, one[what])
             assert seconds < 40, (what, seconds)
+
+
+# ---- keywords, and the way of a compile ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plan", "compile", "parallelize", "sweep", "verify", "stages"])
+def test_keywords_are_shown_with_their_defaults_and_others_are_refused(name):
+    function: Any = getattr(autotp, name)
+    parameters = inspect.signature(function).parameters
+    assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    shown = {n: p.default for n, p in parameters.items()}
+    if name != "parallelize":
+        assert (shown["objective"], shown["band"], shown["pins"]) == ("training", 0.02, None)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'sequence_paralel'$"):
+        function(net(), 1, sequence_paralel=True)
+
+
+def test_a_compile_is_followed_to_the_export_in_five_files(monkeypatch):
+    files: list[str] = []
+    export: Any = torch.export.export
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        stack = [Path(frame.filename) for frame in traceback.extract_stack()]
+        files.extend(str(path.relative_to(HOME)) for path in stack if path.is_relative_to(HOME))
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", listening)
+    autotp.compile(net(), 1, example_inputs=torch.ones(5, 16))
+    ours = ["api.py", "driver/compile.py", "capture/rank0.py", "capture/capture.py", "capture/export.py"]
+    assert list(dict.fromkeys(files)) == ours
