@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from autotp.cost.machines.calibrate import calibrate
     from autotp.driver.stages import stages
     from autotp.driver.verify import certify, verify
-    from autotp.proof.prove import prove_rule
+    from autotp.proof.rule import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
 
@@ -35,7 +35,7 @@ HOMES = {
     "from_pretrained": "autotp.pretrained",
     "parallelize": "autotp.api",
     "plan": "autotp.api",
-    "prove_rule": "autotp.proof.prove",
+    "prove_rule": "autotp.proof.rule",
     "register_rule": "autotp.rules.register",
     "stages": "autotp.driver.stages",
     "sweep": "autotp.api",

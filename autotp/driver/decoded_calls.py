@@ -74,14 +74,14 @@ class Generated:
         self._generate(call, {**inputs, self.prompt: self.sequence}, 1)
 
     def token_positions(self) -> Tensor | None:
-        """Which positions are no padding, [batch, all positions]; None where all are."""
+        """Return which positions are no padding, [batch, all positions]; None where all are."""
         mask = self.inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != self._ids().shape:
             return None
         return self._longer("attention_mask", mask, mask, self.sequence.shape[1]).bool()
 
     def rows(self, outputs: Any) -> list[Tensor]:
-        """What is compared of a call's outputs."""
+        """Return what is compared of a call's outputs."""
         logits = getattr(outputs, "logits", None)
         if isinstance(logits, Tensor):
             return [logits]
@@ -173,7 +173,7 @@ class NamedCalls:
         """No position is known as padding."""
 
     def rows(self, outputs: Any) -> list[Tensor]:
-        """What is compared of a call's outputs: all that become no state."""
+        """Return what is compared of a call's outputs: all that become no state."""
         states = {id(x) for path, _ in self.names for x in compat.tree_leaves(follow(outputs, path))}
         return [x for x in compat.tree_leaves(outputs) if isinstance(x, Tensor) and id(x) not in states]
 

@@ -1,4 +1,4 @@
-"""Whether a prompt and tokens after it, decoded with a cache on simulated ranks, are one forward of all of them."""
+"""A prompt and tokens after it, decoded with a cache on simulated ranks, against one forward of all of them."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def explained(difference: Difference | None, gap: float, alone: float, tolerance
 
 
 def _rounding(simulated: DecodedModel) -> float:
-    """What the model's own casts may cost it, such as of angles to float32: here all is computed in float64."""
+    """Return what the model's own casts may cost it, such as of angles to float32: here all is computed in float64."""
     nodes = itertools.chain.from_iterable(p.capture.graph.nodes for p in simulated.programs)
     values = itertools.chain.from_iterable(map(tensors, nodes))
     return rounding_of({v.dtype for v in values if v.dtype.is_floating_point})
 
 
 def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """What the model itself gives, in its own dtype: for each call of its decoding, and for all tokens at once."""
+    """Run the model itself, in its own dtype: each call of its decoding, and all tokens at once."""
     rows: list[list[Tensor]] = []
 
     def call(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +158,7 @@ def _joined(calls: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _rows_error(rows_of_ranks: Sequence[Tensor], expected: Sequence[Tensor], positions: Tensor | None) -> float:
-    """How far the last positions of outputs are off, those of padding aside; inf where there are none to compare."""
+    """Return how far the last positions of outputs are off, those of padding aside; inf where there are none."""
     errors = []
     for a, b in zip(rows_of_ranks, expected, strict=False):
         rows = min(a.shape[1], b.shape[1])
@@ -169,7 +169,7 @@ def _rows_error(rows_of_ranks: Sequence[Tensor], expected: Sequence[Tensor], pos
 
 
 def _cache_error(value: Tensor, state: State | None, positions: Tensor | None) -> float:
-    """How far a cached tensor is off, at positions that are no padding."""
+    """Return how far a cached tensor is off, at positions that are no padding."""
     if state is None:
         return float("inf")
     whole = state.whole

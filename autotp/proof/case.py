@@ -154,7 +154,7 @@ def _seed(
 
 
 def required(p: RuleProgram) -> set[Any]:
-    """What the cases of an operator must exercise of this call's rule."""
+    """Return what the cases of an operator must exercise of this call's rule."""
     if p.rule is None:
         return set()
     maxima = p.node in p.planned.grads  # which carry no gradient, and are no choice where one is wanted

@@ -326,7 +326,7 @@ def _wide(x: Any) -> Any:
 
 
 def _has_dtype(x: Any) -> bool:
-    """Whether a dtype stands in a node's arguments, at any depth."""
+    """Return whether a dtype stands in a node's arguments, at any depth."""
     if isinstance(x, list | tuple):
         return any(map(_has_dtype, x))
     return any(map(_has_dtype, x.values())) if isinstance(x, dict) else isinstance(x, torch.dtype)

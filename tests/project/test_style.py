@@ -32,7 +32,7 @@ PARTICIPLES = {
 # Names that users know, and what torch's futures are asked.
 KNOWN_TO_USERS = {
     "autotp/plans/estimates.py": ("sent",), "autotp/plans/choices.py": ("sent", "chosen"),
-    "autotp/proof/prove.py": ("missed",), "autotp/runtime/checkpoint/saving.py": ("done",),
+    "autotp/proof/rule.py": ("missed",), "autotp/runtime/checkpoint/saving.py": ("done",),
     "cost/machines/cluster.py": ("known",),
 }  # fmt: skip
 
