@@ -81,7 +81,7 @@ class Prices:
         self.tokens = lengths(self.program)
         # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
         self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
-        # Greedy generation gathers no logits (`autotp.runtime.deferred`).
+        # Greedy generation wants the place of the largest logit: their gather, under 2% of a token, moves no plan.
         model = self.program.origin[0] if self.program.origin is not None else None
         self.greedy = self.objective.name == "decode" and hasattr(model, "generate")
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}

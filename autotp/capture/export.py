@@ -25,13 +25,13 @@ from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
 
-from .carrying import carries, carrying, forwarding, is_number
 from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .plain_types import files_of, plain_values
 from .refusals import Stores, attributes_written, refuse_gradients, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
 from .request import GRAD, INFERENCE
+from .state_objects import carries, carrying, forwarding, is_number
 
 
 @dataclass

@@ -107,6 +107,11 @@ def is_node(value: Any) -> bool:
     return pytree._get_node_type(value) in pytree.SUPPORTED_NODES
 
 
+def registered(kind: type) -> bool:
+    """Return whether nested containers open values of a class that is no named tuple."""
+    return kind in pytree.SUPPORTED_NODES
+
+
 def is_user_node(value: Any) -> bool:
     """Return whether nested containers open such a value because somebody registered its class."""
     return is_node(value) and pytree._get_node_type(value) not in pytree.BUILTIN_TYPES

@@ -132,8 +132,7 @@ class Compilation:
         agree(self.every, "the plan", facts)
         self.compare_weights()
         # Of no part of `self`: the module lives on with this, and would keep the original's weights.
-        late = callable(getattr(type(self.model), "generate", None))  # which reads the outputs that it needs
-        make = partial(_program, plan=plan, options=self.options, late=late)
+        make = partial(_program, plan=plan, options=self.options)
         source = Source(
             bare=skeleton(self.model, _device(self.ranks)), make=make, capture=further, ranks=self.ranks, tp=plan.tp,
             agreed=schedule(ranks=self.ranks).agreed, aliases=aliases(self.model), want=self.request,
@@ -171,12 +170,9 @@ def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None =
     return with_histories(plain_weights(model), precision)
 
 
-def _program(
-    captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options, late: bool
-) -> Sharded:
-    """The program of all ranks; with `late` outputs of a call with states are gathered where they are read."""
-    form = "deferred" if late and outputs == "full" and captured.has_states else outputs
-    return apply_plan(captured, plan, options, form, states)[1]
+def _program(captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options) -> Sharded:
+    """The program of all ranks."""
+    return apply_plan(captured, plan, options, outputs, states)[1]
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:

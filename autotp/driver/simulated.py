@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.capture.capture import skeleton
-from autotp.capture.carrying import entering
 from autotp.capture.request import CaptureRequest, mode_of
+from autotp.capture.state_objects import entering
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.ir.copying import copy_graph
@@ -32,8 +32,8 @@ from autotp.proof.report import TOLERANCE
 from autotp.proof.run import CallLayouts, Simulated, double, promoted, real, run, weights_of
 from autotp.runtime.call_key import form
 from autotp.runtime.generation.arguments import Arguments
-from autotp.runtime.generation.carrying import Carriers
-from autotp.runtime.programs import Program
+from autotp.runtime.generation.carriers import Carriers
+from autotp.runtime.programs import Program, Programs
 
 from .compile import apply_plan, further
 from .options import Options
@@ -94,7 +94,7 @@ class DecodedModel:
     ranks: bool = True
     steps: list[Step] = field(default_factory=list)
     states: dict[str, State] = field(default_factory=dict)
-    programs: list[Program] = field(default_factory=list)
+    programs: Programs = field(default_factory=Programs)
     rewritten: int = 0
 
     def __post_init__(self) -> None:
@@ -159,10 +159,8 @@ class DecodedModel:
         for _ in range(2):
             whole = self._as_in_the_model(call)
             call_form, _ = form(self.bare.get_submodule(call.entry), whole, call.spec)
-            for program in self.programs:
-                order = program.order(call_form, whole, mode) if program.entry == call.entry else None
-                if order is not None:
-                    return program, order
+            if (match := self.programs.find(call_form, whole, mode, call.entry)) is not None:
+                return match
             self._add(call)
         raise AssertionError("a program does not take the call that it was captured for")
 

@@ -13,9 +13,9 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pickle import PicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,7 @@ class Fixed:
         return self
 
 
-@dataclass(frozen=True)
-class Compound:
+class Compound(NamedTuple):
     """An object, list, tuple or dictionary: its class, and what is in it by name, place or key."""
 
     kind: type
@@ -135,16 +134,25 @@ compat.register_node(Same, lambda x: ([], x.index), lambda _, index: Same(index)
 
 
 def is_carrier(value: Any) -> bool:
-    """Whether a value is an object that may hold tensors, and that nested containers do not open.
+    """Return whether a value is an object that may hold tensors, and that nested containers do not open.
 
     Transformers' caches are such objects also where somebody registered them as containers.
     """
-    if isinstance(value, (Tensor, Carried, Returned, Same, nn.Module, Mapping, list, tuple, set, frozenset, *PLAIN)):
+    kind = type(value)
+    return _opens(kind) and (not compat.registered(kind) or _is_cache(kind))
+
+
+def _is_cache(kind: type) -> bool:
+    return issubclass(kind, getattr(sys.modules.get("transformers.cache_utils"), "Cache", ()))
+
+
+@cache
+def _opens(kind: type) -> bool:
+    """Return whether objects of a class have attributes, and are no values, containers, functions or modules."""
+    closed = (Tensor, Carried, Returned, Same, nn.Module, Mapping, list, tuple, set, frozenset, *PLAIN, type)
+    if issubclass(kind, (*closed, types.ModuleType, Callable)):  # type: ignore[arg-type]
         return False
-    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, (type, types.ModuleType)):
-        return False
-    caches = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
-    return isinstance(value, caches) or not compat.is_node(value)
+    return any("__dict__" in vars(base) for base in kind.__mro__)
 
 
 # A cache is described at every decoded token: equal parts of descriptions are one object, made once and compared fast.
@@ -158,9 +166,7 @@ def _fixed(value: Any) -> Fixed:
 _shared = lru_cache(maxsize=4096, typed=True)(_fixed)
 
 
-@lru_cache(maxsize=4096)
-def _slot(index: int) -> TensorSlot:
-    return TensorSlot(index)
+_slot, _count = lru_cache(maxsize=4096)(TensorSlot), lru_cache(maxsize=4096)(Count)
 
 
 class Walk:
@@ -189,31 +195,35 @@ class Walk:
         # How many tokens a cache has seen is 5, then 6: as a literal it would make each call another program.
         if (kind is int and (owner, name) in self.moving) or kind is torch.SymInt:
             self.counts.add(len(self.tensors))
-            return Count(self._hold(counted(value), path))
+            return _count(self._hold(counted(value), path))
         # Before identities: two attributes that are 0 are one object in Python, and share nothing.
         if kind in SHARED:
             return _shared(value)
-        if isinstance(value, PLAIN):
+        tensor = isinstance(value, Tensor)
+        if not tensor and isinstance(value, PLAIN):
             return _fixed(value)
         # An object that two layers share is one afterwards as well, and one that holds itself ends here.
         if id(value) in self.numbers:
             return Again(self.numbers[id(value)])
         self.numbers[id(value)] = len(self.numbers)
         self.objects.append(value)
-        if isinstance(value, Tensor):
+        if tensor:
             # A tensor that the call left as it was is no further output.
             earlier = self.index_of.get(id(value))
             return _slot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
-        if kind is dict:
-            return self._compound(value, dict, value.items(), path)
         if kind is list or kind is tuple:
             return self._compound(value, kind, enumerate(value), path)
-        if is_carrier(value):
-            return self._compound(value, kind, vars(value).items(), path)
+        if kind is dict or is_carrier(value):
+            return self._compound(value, kind, (value if kind is dict else vars(value)).items(), path)
         return Fixed((kind, id(value)), kind.__name__, value)
 
     def _compound(self, value: Any, kind: type, items: Iterable[tuple[Any, Any]], path: str) -> Compound:
-        return Compound(kind, tuple((key, self.walk(x, f"{path}.{key}", kind, str(key))) for key, x in items))
+        pairs, moving = [], self.moving
+        for key, x in items:
+            # Most of what a cache holds is flags and numbers, at every decoded token.
+            plain = type(x) in SHARED and not (moving and type(x) is int)
+            pairs.append((key, _shared(x) if plain else self.walk(x, f"{path}.{key}", kind, str(key))))
+        return Compound(kind, tuple(pairs))
 
     def _hold(self, tensor: Tensor, path: str) -> int:
         self.tensors.append(tensor)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.errors import InputError
+from autotp.capture.request import Mode
 from autotp.inputs import Inputs, bind, without_cache
 
 
@@ -31,25 +31,30 @@ class Form:
     order: tuple[int, ...]
 
 
-def signature(flat: Sequence[Any], spec: Any) -> tuple[Hashable, ...]:
-    """What a call is recognised by: cheap, and different wherever another program may be needed."""
-    grad = torch.is_grad_enabled()
-    try:
-        key = (spec, tuple([_describe(v, grad) for v in flat]))
-        hash(key)
-    except TypeError as error:
-        odd = next((type(v).__name__ for v in flat if not isinstance(v, Tensor | Hashable)), str(error))
-        raise InputError(
-            f"an input is {odd}: inputs are tensors, numbers, strings, None, and tuples, lists or dicts of them. "
-            "Turn arrays into tensors."
-        ) from None
-    return key
+class CallKey(NamedTuple):
+    """The key of a kind of call: by it programs are known. Sizes are never in it.
 
+    Attributes:
+        mode: that the module is called in. of: what was set on its parts, which module of it is called, and why its
+            states are refused. grad: whether gradients are recorded.
+        spec: how the leaves are nested. leaves: type, dimensions and whether a gradient is wanted of each tensor, type
+            and value of what is none.
+    """
 
-def _describe(value: Any, grad: bool) -> tuple[Any, ...]:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, grad and value.requires_grad
-    return type(value), value
+    mode: Mode
+    of: Hashable
+    grad: bool
+    spec: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of_call(cls, mode: Mode, of: Hashable, flat: Sequence[Any], spec: Any) -> CallKey:
+        """The key of a call with these leaves."""
+        grad = torch.is_grad_enabled()
+        leaves = [
+            (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat
+        ]  # fmt: skip
+        return cls(mode, of, grad, spec, tuple(leaves))
 
 
 def form(bare: nn.Module, flat: Sequence[Any], spec: Any) -> tuple[Form, Inputs]:

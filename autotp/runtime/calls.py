@@ -3,18 +3,17 @@
 Every forward and every backward begins with a turn in which ranks say what they are about to do (`comm/lockstep.py`).
 With a forward go the shapes and the mode, which parameters are trained, how often weights were written since the
 forward before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all.
-With dp all ranks of both axes take that turn together (`said.py`).
+With dp all ranks of both axes take that turn together (`call_message.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,17 +30,16 @@ from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
 
 from . import state
+from .call_message import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted
 from .changes import Changes
 from .data_parallel import follow_types, show_gradients
 from .module_hooks import compare_hooks
-from .programs import Program
+from .programs import MAX_KINDS, CallKind, Program, short
 from .revision import Inventory, WriteCount
-from .said import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted
 from .samples import NOTHING, alike, sampled
 from .shard_state import ShardState
 
-DIGESTS = 256
-WRAP = 1 << 32  # of a count that is sent
+WRAP = 1 << 32  # of a number that is sent
 
 
 @dataclass
@@ -84,7 +82,6 @@ class Calls:
     number: int = 0
     writes_before: int = 0
     hooked: bool = False
-    digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
     updates: int | None = None
     own_count: WriteCount | None = None
@@ -141,12 +138,11 @@ class Calls:
                 lost(error, self.channel.group)
             raise
 
-    def begin(self, key: Any, call: Arguments, program: Program | None) -> tuple[bool, RandomSource | None]:
+    def begin(self, kind: CallKind, call: Arguments, program: Program | None) -> tuple[bool, RandomSource | None]:
         """Hold a forward against those of the other ranks. A collective call.
 
         Args:
-            key: by which programs for calls of this kind are known, and `program` that one.
-            call: the inputs.
+            kind: of the call, and `program` the one that is known for it. call: the inputs.
 
         Returns: whether the call is of a new kind to any rank, and what its random numbers come from, if that is known.
         """
@@ -158,7 +154,8 @@ class Calls:
         writes = (count - self.writes_before) % WRAP
         flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0] + WHOLE * (call.sequences is not None)
         exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
-        own = CallMessage(*self._digest(key, call), trained, flags, writes, *self._numbers(program), exact, tuple(near))
+        digests = self._digests(kind, call)
+        own = CallMessage(*digests, trained, flags, writes, *self._numbers(program), exact, tuple(near))
         mine = own.packed()
         try:
             messages = meet(channel, f"forward, {self.what}", mine)
@@ -171,7 +168,7 @@ class Calls:
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
-            self._differ(key, call, how)
+            self._differ(kind, call, how)
         compare(slices, self.what)
         self.writes_before = count
         self.hooked = any(message.flags & HOOKED for message in everyone)
@@ -259,7 +256,7 @@ class Calls:
         """
         if self.channel is None:
             return
-        digests = meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}", _short(facts))
+        digests = meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}", short(facts))
         slices = [digests[i : i + self.shards.tp] for i in range(0, len(digests), self.shards.tp)]
         if any(len(set(each)) > 1 for each in slices):
             agree(self.shards.ranks, f"the options of {what}", facts)
@@ -290,7 +287,7 @@ class Calls:
         """Within this context all tp ranks do this; it `reads` weights, written alike. A collective call."""
         with self.turn(what):
             facts = {"writes to weights": str(self.writes())} if reads else {}
-            digests = meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}", _short(facts))
+            digests = meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}", short(facts))
             if len(set(digests)) > 1:
                 agree(self.shards.ranks, f"the state before {what}", facts)
             try:
@@ -319,20 +316,22 @@ class Calls:
         draws = program is not None and program.draws
         return seed, bytes.fromhex(state.random_state(self.shards.device))[:8].ljust(8) if draws else bytes(8)
 
-    def _digest(self, key: Any, call: Arguments) -> tuple[bytes, bytes]:
-        """What the call is of, as text of the same meaning in every process, in short; and what those of slices are."""
-        key = (torch.is_grad_enabled(), key)
-        if key not in self.digests:
-            if len(self.digests) >= DIGESTS:
-                self.digests.clear()
-            kind = (*key[:1], *key[1][:-1], kind_of(call.whole)) if self.shards.axis.size > 1 else ()
-            self.digests[key] = _short(key), _short(kind)
-        return self.digests[key]
+    def _digests(self, kind: CallKind, call: Arguments) -> tuple[bytes, int, bytes]:
+        """The digest of a call's kind, that of its sizes, and that in which slices of the batch may not differ."""
+        sizes = hash(tuple([shape for shape in call.shapes if shape is not None])) % WRAP  # of whole numbers alone
+        if self.shards.axis.size == 1:
+            return kind.digest, sizes, b""
+        if sizes not in kind.slices:
+            if len(kind.slices) >= MAX_KINDS:
+                kind.slices.clear()
+            key = kind.key
+            kind.slices[sizes] = short((key.mode, key.of, key.grad, key.spec, kind_of(call.whole)))
+        return kind.digest, sizes, kind.slices[sizes]
 
-    def _differ(self, key: Any, call: Arguments, how: str) -> None:
+    def _differ(self, kind: CallKind, call: Arguments, how: str) -> None:
         """Say in what the calls differ, on the ranks of one slice of the batch ("call") or on those of several."""
         flat = call.whole
-        facts = {"the module that is called": call.entry or self.name, **mode_of(key[0], flat)}
+        facts = {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
         facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
         facts |= kind_of(flat) if how == "kind" else {}
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
@@ -355,7 +354,3 @@ def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:
 
 def _random_source(everyone: Sequence[CallMessage]) -> RandomSource:
     return RandomSource(everyone[0].seed, len({message.state for message in everyone}) > 1)
-
-
-def _short(value: Any) -> bytes:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()

@@ -23,7 +23,6 @@ from autotp.runtime.lower.reduced import accumulate_in
 
 from . import data_parallel, state
 from .call_key import form
-from .deferred import columns_of
 from .programs import Program, readings
 from .tree import Assembler
 
@@ -39,7 +38,6 @@ class Finds:
     _source: Any
     _shards: Any
     _plan: Any
-    _programs_by_call: Any
     _programs_made: Any
     _carriers: Any
     _changes: Any
@@ -49,11 +47,11 @@ class Finds:
     _call: Any
     _calls: Any
 
-    def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool = False) -> Any:
+    def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module at this path as a call of its own, which begins with a turn; no hooks of the whole are called.
 
         Args:
-            entry: the path. args, kwargs: of the call. late: whether outputs may be gathered where they are read.
+            entry: the path. args, kwargs: of the call.
 
         Raises:
             StateError: collectives of a call are under way, in which a hook calls it.
@@ -63,19 +61,19 @@ class Finds:
         root: Any = self
         with self._calls.turn():
             if not isinstance(root, FSDPModule):
-                return self._call(entry, args, kwargs, late)
+                return self._call(entry, args, kwargs)
             grad = torch.is_grad_enabled()
             if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
                 compat.outermost(root)
-                return self._call(entry, args, kwargs, late)
+                return self._call(entry, args, kwargs)
             with data_parallel.recovering(self._shards), self._calls.gathering():
-                outputs = compat.gathered(root, partial(self._run_at, entry, late), args, kwargs)
+                outputs = compat.gathered(root, partial(self._run_at, entry), args, kwargs)
             if not grad:
                 data_parallel.show_gradients(self._shards)
             return outputs
 
-    def _run_at(self, entry: str, late: bool, *args: Any, **kwargs: Any) -> Any:
-        return self._call(entry, args, kwargs, late)
+    def _run_at(self, entry: str, *args: Any, **kwargs: Any) -> Any:
+        return self._call(entry, args, kwargs)
 
     def _find(self, call: Arguments) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
@@ -132,10 +130,7 @@ class Finds:
         state.refuse_meta(self._shards)
         call.check()
         call_form, _ = form(self._source.bare.get_submodule(call.entry), call.whole, call.spec)
-        mode, of = self._mode(), (self._changes.key(), call.entry)
-        fitting = (p for p in self._programs_made if (p.changes, p.entry) == of)
-        orders = ((program, program.order(call_form, call.whole, mode)) for program in fitting)
-        return next(((program, order) for program, order in orders if order is not None), None)
+        return self._programs_made.find(call_form, call.whole, self._mode(), call.entry, self._changes.key())
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
         source, key = self._source, self._programs_made.key()
@@ -153,16 +148,12 @@ class Finds:
         compiler = source.lowering.compiler(graph)
         write_in_place(captured, graph)
         steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
-        columns = {}
-        if source.ranks is not None and captured.has_states and source.want_of(entry).outputs == "full":
-            columns = columns_of(captured, sharded, source.ranks)
         assembler = Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks)
-        assembler.build(inputs, one=steps, gathers=columns)
+        assembler.build(inputs, one=steps)
         call_form, _ = form(
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
         )
         random = any(map(draws, graph.nodes))
         self._carriers.learn_layouts(getattr(sharded, "states", {}))
         program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
-        program.columns = columns
-        self._programs_made.add(program, self._order, self._programs_by_call)
+        self._programs_made.add(program, self._order)

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from autotp import compat
 from autotp.capture.capture import skeleton
-from autotp.capture.carrying import entering, sizes_of_states
 from autotp.capture.request import Mode
+from autotp.capture.state_objects import entering, sizes_of_states
 from autotp.comm.ranks import agree, no_ranks_error
 from autotp.comm.turn import Turn
 from autotp.errors import StateError
@@ -28,7 +28,7 @@ from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.checkpoint.saving import save_into
 from autotp.runtime.generation.arguments import Arguments
-from autotp.runtime.generation.carrying import Carriers
+from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generates, Generation, generate
 from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
@@ -41,10 +41,9 @@ from .changes import Changes
 from .finding import Finds
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
-from .programs import Program, Programs, ProgramsByCall, Source, train_as
+from .programs import Program, Programs, Source, train_as
 from .shard_state import ShardState
 from .storage import Storage
-from .tree import whole
 
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
 
@@ -79,7 +78,6 @@ class ShardedModule(Finds, Generates, Part):
         self._source = source
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made = Programs()
-        self._programs_by_call = ProgramsByCall()
         ranks = source.ranks
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
         self._carriers.layouts |= plan.states
@@ -119,33 +117,32 @@ class ShardedModule(Finds, Generates, Part):
         with self._calls.turn():
             return self._call("", args, kwargs)
 
-    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool = False) -> Any:
+    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, or the module of it at this path by itself, such as an encoder.
 
         Args:
-            entry: the path. args, kwargs: of the call. late: whether outputs may be gathered where they are read.
+            entry: the path. args, kwargs: of the call.
         """
         if self._generation is not None:
-            late, own = self._generation.late, self._generation.own
-            kwargs = {name: value for name, value in kwargs.items() if name not in own}
+            kwargs = {name: value for name, value in kwargs.items() if name not in self._generation.own}
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
-        key, kind = self._key(call)
-        match = self._programs_by_call.get(key) if kind is None else kind.program(call.shapes)
-        new, source = self._calls.begin(key, call, match and match[0])
+        kind = self._kind(call)
+        match = kind.program(call.shapes)
+        new, source = self._calls.begin(kind, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = self._find(call)
             inputs = [call.flat[i] for i in order]
-            outputs = self._first(program, inputs, source or self._calls.numbers(program), late)
-            self._remember(call, program, order)
+            outputs = self._first(program, inputs, source or self._calls.numbers(program))
+            self._kind(call).learn(program, order)  # which may be read otherwise now
         else:
             program, order = match
             inputs = [call.flat[i] for i in order]
-            outputs = self._run(program, inputs, source or self._calls.numbers(program), late)
-        return call.settle(self._finish(program, outputs, inputs, late), program.returns)
+            outputs = self._run(program, inputs, source or self._calls.numbers(program))
+        return call.settle(self._finish(program, outputs, inputs), program.returns)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences."""
@@ -157,8 +154,7 @@ class ShardedModule(Finds, Generates, Part):
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
         return call
 
-    def _run(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
-        function = self._programs[whole(program.key) if program.columns and not late else program.key]
+    def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         inputs = [*inputs, *program.random(self._shards, source.seed)] if program.seeds else inputs
         self._programs_made.run(program)
         try:
@@ -166,17 +162,17 @@ class ShardedModule(Finds, Generates, Part):
             cast = program.capture.state[-1] is not None
             plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
             with self._calls.running(), plain, self._calls.drawing() if source.apart else nullcontext():
-                return function(*inputs)
+                return self._programs[program.key](*inputs)
         except RuntimeError as error:
             self._calls.lost(error)
             raise
 
-    def _first(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
+    def _first(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
         if self._source.tp == 1 or program.draws:
-            return self._run(program, inputs, source, late)
+            return self._run(program, inputs, source)
         before = state.random_state(self._shards.device)
-        outputs = self._run(program, inputs, source, late)
+        outputs = self._run(program, inputs, source)
         if state.random_state(self._shards.device) != before:
             agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
             program.draws = True
@@ -200,7 +196,7 @@ class ShardedModule(Finds, Generates, Part):
                 captured = source.capture(bare, inputs, self._shards.device, mode, request)
             return captured
 
-    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor], late: bool) -> list[Any]:
+    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> list[Any]:
         """Write what the original writes to its buffers and inputs; the other results."""
         captured, results = program.capture, []
         as_sharded = self._source.want_of(program.entry).outputs == "sharded"
@@ -215,8 +211,6 @@ class ShardedModule(Finds, Generates, Part):
             else:
                 if as_sharded and captured.becomes(i) is None:  # states are local
                     value = program.left_sharded(i, value, inputs, self._shards.ranks)
-                elif late and (columns := program.columns.get(i)):
-                    value = columns.output(value, self._calls.together)
                 results.append(value)
         data_parallel.refuse_twice(self._shards, results)
         self._calls.end(results, inputs)
@@ -465,7 +459,7 @@ class ShardedModule(Finds, Generates, Part):
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
         # Made again, on the copied parts.
-        memo |= {id(self._programs_made): Programs(), id(self._programs_by_call): ProgramsByCall()}
+        memo |= {id(self._programs_made): Programs()}
         memo[id(self._changes)] = Changes()
         for part in self._order:
             if isinstance(part, Part):

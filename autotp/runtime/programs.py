@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,13 +16,14 @@ from autotp import compat
 from autotp.capture.model_key import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
-from autotp.errors import StateError
+from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS
 from autotp.ir.precision import LATEST
 from autotp.ir.program import MeshPlace, Sharded
+from autotp.ir.size_bounds import SizeBounds
 from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
@@ -30,14 +31,13 @@ from autotp.runtime.generation.arguments import Returns
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
-from .call_key import Form
-from .deferred import Columns
+from .call_key import CallKey, Form
 from .shard_state import ShardState
 from .storage import wrap
 from .weight_reads import Read
 
-MOST_KNOWN = 4096  # signatures of calls
-MOST_PROGRAMS = 64  # of one module: attributes may be set to ever other values
+MAX_KINDS = 256  # of calls
+MAX_PROGRAMS = 64  # of one module: attributes may be set to ever other values
 
 
 @dataclass(eq=False)
@@ -51,7 +51,6 @@ class Program:
         fired: what became of each optimisation; `compiler`: what compiles it.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
         entry: path of the module that it is the forward of.
-        columns: which part this rank has of each output that is gathered after the program, by position.
     """
 
     capture: Capture
@@ -65,9 +64,7 @@ class Program:
     compiler: Compiler | None = None
     changes: Hashable = ()
     entry: str = ""
-    columns: Mapping[int, Columns] = field(default_factory=dict)
     last_run: int = 0  # when it last ran, counted in runs of all
-    runs: bool = True  # until it is let go
 
     @cached_property
     def returns(self) -> Returns:
@@ -75,8 +72,22 @@ class Program:
         return Returns(self.capture.out_spec)
 
     @cached_property
+    def _sizes(self) -> tuple[SizeBounds, Any]:
+        bounds = self.capture.size_bounds()
+        return bounds, bounds.code()
+
+    def takes(self, shapes: Sequence[Any]) -> bool:
+        """Return whether it accepts tensors of these shapes, in its order; they are of a kind of call that it ran."""
+        if self.capture.conditions is not None:  # every call is asked whether it meets them
+            return False
+        bounds, code = self._sizes
+        if code is None:  # which cannot be written
+            return bounds.broken(shapes, [""] * len(shapes)) is None
+        return code[1](*[shapes[i][d] for i, d in code[0]])
+
+    @cached_property
     def delayed(self) -> bool:
-        """Whether it has scales of earlier calls, and leaves its own largest values to later ones."""
+        """True where it has scales of earlier calls, and leaves its own largest values to later ones."""
         names = (x.rpartition(".")[2] for x in self.capture.mutations.values() if isinstance(x, str))
         return LATEST in names
 
@@ -125,13 +136,94 @@ AGAIN = (
 TABLES = ("_programs", "_turns", "_boundaries")  # of a part, by program
 
 
+@dataclass(eq=False)
+class CallKind:
+    """Calls of one key, and the programs that ran some, each with the order in which it takes their leaves.
+
+    Attributes:
+        slices: digests of what slices of the batch may not differ in, by sizes.
+    """
+
+    key: CallKey
+    programs: list[tuple[Program, list[int]]] = field(default_factory=list)
+    slices: dict[int, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The key, in short: of the same meaning in every process."""
+        return short(self.key)
+
+    def program(self, shapes: Sequence[Any]) -> tuple[Program, list[int]] | None:
+        """What runs a call with leaves of these shapes, the latest first; None where it is not known yet."""
+        for at, (program, order) in enumerate(self.programs):
+            if program.takes([shapes[i] for i in order]):
+                if at:
+                    self.programs.insert(0, self.programs.pop(at))
+                return program, order
+        return None
+
+    def learn(self, program: Program, order: list[int]) -> None:
+        """Note a program that ran such a call."""
+        if (program, order) not in self.programs:
+            self.programs.insert(0, (program, order))
+
+
+def short(value: Any) -> bytes:
+    """A digest of a value's text."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+
+
 class Programs(list[Program]):
-    """A module's programs, as they were made: the `MOST_PROGRAMS` that ran last.
+    """A module's programs, as they were made: the `MAX_PROGRAMS` that ran last; and the kinds of calls that they run.
 
     One that was let go is captured again when a call wants it, on all ranks at the same call: they make the same calls.
     """
 
     total = runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[CallKey, CallKind] = {}
+        self._latest: dict[CallKey, tuple[Any, CallKind]] = {}
+
+    def kind(self, key: CallKey) -> CallKind:
+        """The kind of call of this key.
+
+        Raises:
+            InputError: something among the leaves has no hash.
+        """
+        # One object in the place of the last call's, where its arguments were read as that one's: not hashed again.
+        near = key._replace(spec=id(key.spec))
+        try:
+            latest = self._latest.get(near)
+            if latest is None or latest[0] is not key.spec:
+                if max(len(self.kinds), len(self._latest)) >= MAX_KINDS:
+                    self.kinds.clear()
+                    self._latest.clear()
+                latest = self._latest[near] = key.spec, self.kinds.setdefault(key, CallKind(key))
+        except TypeError as error:
+            odd = next((kind.__name__ for kind, *x in key.leaves if x and not isinstance(x[0], Hashable)), str(error))
+            raise InputError(
+                f"an input is {odd}: inputs are tensors, numbers, strings, None, and tuples, lists or dicts of them. "
+                "Turn arrays into tensors."
+            ) from None
+        return latest[1]
+
+    def find(
+        self, call: Form, flat: Sequence[Any], mode: Mode, entry: str = "", changes: Hashable = ()
+    ) -> tuple[Program, list[int]] | None:
+        """A program that was captured for such a call and accepts its sizes, and the order of the leaves that it takes.
+
+        Args:
+            call: its form. flat: its leaves, whole. mode: that the module is called in.
+            entry, changes: as of a program.
+        """
+        for program in self:
+            if (program.entry, program.changes) == (entry, changes):
+                order = program.order(call, flat, mode)
+                if order is not None:
+                    return program, order
+        return None
 
     def key(self) -> int:
         """A name for another program."""
@@ -149,44 +241,24 @@ class Programs(list[Program]):
         self.runs += 1
         program.last_run = self.runs
 
-    def add(self, program: Program, parts: Iterable[nn.Module], by_call: ProgramsByCall) -> None:
+    def add(self, program: Program, parts: Iterable[nn.Module]) -> None:
         """Add one that the parts have; where that is one too many they lose the one that has not run for longest.
 
         Args:
-            program: the new one. parts: modules that hold what programs call. by_call: calls by what runs them.
+            program: the new one. parts: modules that hold what programs call.
         """
         self.append(program)
         self.run(program)
-        while len(self) > MOST_PROGRAMS:
+        while len(self) > MAX_PROGRAMS:
             oldest = min(self, key=lambda each: each.last_run)
-            oldest.runs = False
             self.remove(oldest)
+            for kind in self.kinds.values():
+                kind.programs = [each for each in kind.programs if each[0] is not oldest]
             for part, table in itertools.product(parts, TABLES):
                 entries = vars(part).get(table, {})
                 for name in list(entries):
                     if oldest.key == (name[0] if isinstance(name, tuple) else name):
                         del entries[name]
-            for call in [call for call, (program, _) in by_call.items() if program is oldest]:
-                del by_call[call]
-
-
-class ProgramsByCall(OrderedDict[Any, tuple[Program, list[int]]]):
-    """A call's signature -> what runs it: the latest `MOST_KNOWN`, for lengths may go on changing for ever.
-
-    What is forgotten is found among the programs again, on all ranks at the same call: they make the same calls.
-    """
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """What runs such a call; it counts as used now."""
-        match = super().get(key)
-        if match is not None:
-            self.move_to_end(key)
-        return default if match is None else match
-
-    def __setitem__(self, key: Any, value: tuple[Program, list[int]]) -> None:
-        super().__setitem__(key, value)
-        if len(self) > MOST_KNOWN:
-            self.popitem(last=False)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -90,11 +90,6 @@ def scopes(graph: fx.Graph) -> Scope:
     return root
 
 
-def whole(program: Any) -> Any:
-    """Return the key of the function that gives a program's outputs whole, which without it may stay split."""
-    return program, "whole"
-
-
 class Assembler:
     """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
 
@@ -116,38 +111,24 @@ class Assembler:
             units.setdefault(read.scope, []).append(read)
         return units
 
-    def build(self, inputs: Sequence[fx.Node], one: bool = False, gathers: single.Gathers | None = None) -> None:
+    def build(self, inputs: Sequence[fx.Node], one: bool = False) -> None:
         """Give every part its function; the root's takes these inputs and returns the flat outputs.
 
         Args:
             one: whether it is one function too, for calls without gradients.
-            gathers: of outputs that calls may ask for whole: the root has that function too, as `whole(key)`.
         """
         result = self.graph.output_node().args[0]
         results = [x for x in compat.tree_leaves(result) if isinstance(x, fx.Node)]
         function = self._function(self.whole, list(inputs), results, result)
         programs = self._part("")._programs
-        programs[self.key] = self._at_once(inputs, {}, function) if one else function
-        if gathers:
-            by_parts = single.whole_outputs(function, gathers)
-            programs[whole(self.key)] = self._at_once(inputs, gathers, by_parts) if one else by_parts
+        programs[self.key] = self._at_once(inputs, function) if one else function
 
-    def _at_once(
-        self, inputs: Sequence[fx.Node], gathers: single.Gathers, by_parts: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _at_once(self, inputs: Sequence[fx.Node], by_parts: Callable[..., Any]) -> Callable[..., Any]:
         """Return the program as one function, and by parts where that would be noticed."""
-        function = single.single(self.graph, self.whole, inputs, self._all_fetches, self.compiler, gathers)
-        return single.unless_touched(function, self._watch, by_parts)
-
-    @cached_property
-    def _all_fetches(self) -> list[single.Fetch]:
-        """Return what the whole program reads of the modules."""
-        return [*self._fetches([read for unit in self.units.values() for read in unit])]
-
-    @cached_property
-    def _watch(self) -> Watch:
-        """Over all modules of the program."""
-        return Watch.over(self.parts, single.modules_in(self.whole))
+        reads = [read for unit in self.units.values() for read in unit]
+        function = single.single(self.graph, self.whole, inputs, [*self._fetches(reads)], self.compiler)
+        watch = Watch.over(self.parts, single.modules_in(self.whole))
+        return single.unless_touched(function, watch, by_parts)
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False

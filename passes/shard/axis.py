@@ -132,13 +132,9 @@ class AxisWriter(Protocol):
 
 @dataclass(frozen=True)
 class TensorWriter:
-    """Outputs leave the tp ranks whole; with `sharded` as they are made, where DTensor has a word for that.
-
-    With `deferred` those that are split over their last dimension, each rank's slice next to the others', leave so.
-    """
+    """Outputs leave the tp ranks whole; with `sharded` as they are made, where DTensor has a word for that."""
 
     sharded: bool = False
-    deferred: bool = False
     rereads: bool = False
 
     def sizes(self, graph: fx.Graph) -> Sizes:
@@ -160,11 +156,8 @@ class TensorWriter:
         state = planned.program.becomes(position)
         if state is not None and state in planned.states:
             return as_read(planned.states[state], graded)
-        if not (self.sharded or self.deferred) or position in planned.program.mutations:
+        if not self.sharded or position in planned.program.mutations:
             return whole
-        if self.deferred:
-            layout = planned.decisions[node].outs[index]
-            return layout if _in_columns(layout, tensors(node)[index].ndim, planned.tp) else whole
         pinned = planned.decisions.get(planned.program.graph.output_node())
         if pinned is not None:
             return pinned.ins[outputs_of(planned.program).index(x)]
@@ -172,12 +165,6 @@ class TensorWriter:
         if layout.sharded_dim is not None:
             return layout if layout.plain(planned.tp) else whole
         return layout if graded and layout == P else whole
-
-
-def _in_columns(layout: Layout, ndim: int, tp: int) -> bool:
-    """Whether each rank has a slice of the last dimension, of a length in numbers, in the order of the ranks."""
-    by_last = layout.sharded_dim == ndim - 1 and layout.distribution is not None
-    return by_last and isinstance(layout.distribution.length, int) and layout.plain(tp)  # type: ignore[union-attr]
 
 
 def results(planned: Planned, layout: Callable[[int, fx.Node], Layout]) -> list[Result]:

@@ -223,10 +223,9 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
     Args:
         planned: the graph with its decisions.
         price: `price(value, a, b)` gives a conversion's seconds.
-        outputs: "full"; "sharded": left as they are made, where that is a plain shard or a summand; "deferred": left
-            where that is a plain shard of the last dimension, to be gathered where they are read.
+        outputs: "full"; "sharded": left as they are made, where that is a plain shard or a summand.
     """
-    program = Rewriter(planned, price, TensorWriter(outputs == "sharded", outputs == "deferred")).run()
+    program = Rewriter(planned, price, TensorWriter(outputs == "sharded")).run()
     verify(program, "rewrite", planned=planned)
     return program
 

@@ -5,23 +5,35 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import autotp
 from autotp.driver import compile as pipeline
+from autotp.errors import InputError
 from autotp.runtime import programs
 
 
-def test_the_table_of_known_calls_is_bounded():
+def test_the_table_of_known_calls_has_no_sizes_and_is_bounded():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(3, 4))
-    often = torch.randn(3, 4)
-    with patch.object(programs, "MOST_KNOWN", 4), patch.object(pipeline, "prepare", wraps=pipeline.prepare) as prepare:
+    kinds, often = sharded._programs_made.kinds, torch.randn(3, 4)
+    with patch.object(programs, "MAX_KINDS", 4), patch.object(pipeline, "prepare", wraps=pipeline.prepare) as prepare:
         with patch.object(sharded, "_find", wraps=sharded._find) as find:
-            for rows in (*range(2, 20), 2):
-                for x in (torch.randn(rows, 4), often):
-                    torch.testing.assert_close(sharded(x), model(x))
-            # The one that is called all along is kept.
-            assert find.call_count == 19 and len(sharded._programs_by_call) == 4
+            for rows in range(2, 20):
+                x = torch.randn(rows, 4)
+                torch.testing.assert_close(sharded(x), model(x))
+            assert find.call_count == 1 and len(kinds) == 1
         assert not prepare.called
+        for n in range(6):
+            sharded[0].limit = n
+            torch.testing.assert_close(sharded(often), model(often))
+            assert len(kinds) <= 4
+
+
+def test_what_has_no_hash_is_refused():
+    sharded: Any = autotp.compile(nn.Linear(4, 4), 1, example_inputs=torch.randn(3, 4))
+    with pytest.raises(InputError, match="an input is ndarray: inputs are tensors"):
+        sharded(np.ones((3, 4)))

@@ -102,7 +102,7 @@ def test_on_two_ranks_too(pool):
 
 
 def test_programs_of_ever_other_values_are_let_go(monkeypatch):
-    monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     x = torch.randn(4, 8)
     sharded: Any = autotp.compile(model, 1, example_inputs=x)
@@ -110,8 +110,10 @@ def test_programs_of_ever_other_values_are_let_go(monkeypatch):
         for m in (model, sharded):
             m[1].eps = eps
         assert torch.equal(sharded(x), model(x)), eps
-        tables = [sharded._programs_made, sharded._programs_by_call, *(m._programs for m in sharded.modules())]
+        tables = [sharded._programs_made, *(m._programs for m in sharded.modules())]
         assert max(map(len, tables)) == 2
+        known = [program for kind in sharded._programs_made.kinds.values() for program, _ in kind.programs]
+        assert {*map(id, known)} <= {*map(id, sharded._programs_made)}
     assert [each.changes[0][2] for each in sharded._programs_made] == [
         "('float', '1.0')",
         "('float', '2.0')",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autotp import compat
-from autotp.capture.carrying import forwarding
+from autotp.capture.state_objects import forwarding
 
 from .weights import RECIPES
 

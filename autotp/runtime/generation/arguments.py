@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,86 +11,15 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.carried import SHARED, Carried, Returned, Same, Shape, assign, rebuilt, states_of
+from autotp.ir.carried import SHARED, Carried, Returned, Same, Shape, assign, is_carrier, rebuilt, states_of
 
-from .carrying import CarriedPairs, Carriers, Cut, Length
-from .outputs import Outputs
-from .template import Template, Write
+from .carriers import Carriers, Length, Reading
 
 BATCH = (
     "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
     "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
 )
 LEAVES = SHARED | {Tensor, nn.Parameter}  # classes of what is a leaf whatever it holds
-READINGS = 64  # ways of calling one module
-
-
-@dataclass
-class Reading:
-    """How the arguments of a call were read: the next call of the same objects, described alike, is read so.
-
-    Attributes:
-        parts: of each argument the template of an object that holds state; None of a leaf.
-        spec: how the leaves are nested. states, users: where in them states lie, of objects and that the user named.
-        moving: how many attributes were known to change from call to call.
-        writes: what a call sets on an object, by the descriptions before and after.
-        cuts: where in the leaves states of objects are split, and how; `lengths` as a call's where all are so.
-    """
-
-    parts: list[Template | None]
-    spec: compat.TreeSpec
-    states: Mapping[int, str]
-    users: Mapping[int, str]
-    moving: int
-    writes: dict[tuple[int, int], tuple[Shape, Shape, list[Write] | None]]
-    cuts: list[tuple[int, Cut]] = field(default_factory=list)
-    lengths: dict[int, Length] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.all_states = {**self.states, **self.users}
-
-    def cut(self, carriers: Carriers) -> None:
-        """Take note of how the states of objects are split."""
-        pairs = [(at, carriers.cut(name)) for at, name in self.states.items()]
-        self.cuts = [(at, split) for at, split in pairs if split is not None]
-        self.lengths = {at: (split.dim, split.length) for at, split in self.cuts}
-
-    def fits(self, flat: Sequence[Any]) -> bool:
-        """Whether of every state that is split there is this rank's part, and something in it."""
-        for at, (dim, mine, _) in self.cuts:
-            state = flat[at]
-            if state.ndim <= dim or state.size(dim) != mine or not mine:
-                return False
-        return True
-
-    def read(self, values: Sequence[Any]) -> tuple[list[Any], CarriedPairs, list[list[Any]]] | None:
-        """The leaves, the objects with their tensors, and their holders; None where a walk must look at them."""
-        flat: list[Any] = []
-        pairs: CarriedPairs = []
-        holders = []
-        for value, part in zip(values, self.parts, strict=True):
-            if part is None:
-                if type(value) not in LEAVES:
-                    return None
-                flat.append(value)
-                continue
-            result = part.read(value)
-            if result is None:
-                return None
-            flat += result[0]
-            pairs.append((value, Carried(part.shape, result[0])))
-            holders.append(result[1])
-        return flat, pairs, holders
-
-    def writes_to(self, number: int, after: Shape) -> list[Write] | None:
-        """What makes the object of this number one that is described so; None where `assign` is to."""
-        key = number, id(after)
-        before = [part for part in self.parts if part is not None][number]
-        if key not in self.writes:
-            if len(self.writes) >= READINGS:
-                self.writes.clear()
-            self.writes[key] = before.shape, after, before.writes(after)  # which keeps the description, and so its id
-        return self.writes[key][2]
 
 
 class Arguments:
@@ -112,22 +40,21 @@ class Arguments:
 
     def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
         self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
-        # How the module is called, and with what kinds of objects: two classes of caches are read by turns.
-        self._way = (entry, len(args), *kwargs, *map(type, args), *map(type, kwargs.values()))
         self.read()
 
     def read(self) -> None:
         """Read the arguments, again where more is known by now."""
-        self.wrong, self.lengths = "", {}
         self.__dict__.pop("whole", None)
         self._shapes: list[tuple[int, ...] | None] | None = None
-        self.holders: list[list[Any]] = []
-        self.reading = self._as_before() or self._walk()
-        self.states = self.reading.all_states
-        own = self.reading.states
-        if self.holders and self.reading.fits(self.flat):
-            own, self.lengths = {}, dict(self.reading.lengths)
-        for names, take in ((own, self.carriers.own), (self.reading.users, self.carriers.part)):
+        self.wrong = ""
+        self.lengths: dict[int, Length] = {}
+        self.flat, reading = self._leaves()
+        self.spec, self.states = reading.spec, reading.all_states
+        own = reading.states
+        # As nearly always: then no state is looked at by itself.
+        if own and reading.fits(self.flat):
+            own, self.lengths = {}, dict(reading.lengths)
+        for names, take in ((own, self.carriers.own), (reading.users, self.carriers.part)):
             for at, name in names.items():
                 if isinstance(self.flat[at], Tensor):
                     self.flat[at], length, wrong = take(name, self.flat[at])
@@ -135,37 +62,40 @@ class Arguments:
                     if length is not None:
                         self.lengths[at] = length
 
-    def _as_before(self) -> Reading | None:
-        """How such a call was read, where that reads this one too."""
-        reading = self.carriers.readings.get(self._way)
-        if reading is None or reading.moving != len(self.carriers.moving):
-            return None
-        result = reading.read((*self.args, *self.kwargs.values()))
-        if result is None:
-            return None
-        self.flat, self.state_objects, self.holders = result
-        self.spec = reading.spec
-        return reading
+    def _leaves(self) -> tuple[list[Any], Reading]:
+        """The leaves, and how they lie."""
+        self.state_objects: list[tuple[Any, Carried]] = []
+        values, flat = [*self.args, *self.kwargs.values()], []
+        # Calls whose arguments are leaves, and objects that are described alike, are nested alike.
+        way: list[Any] = [self.entry, len(self.args), *self.kwargs]
+        for at, value in enumerate(values):
+            kind: Any = type(value)
+            if is_carrier(value):
+                carried = values[at] = self.carriers.described(value, self._name(at))
+                self.state_objects.append((value, carried))
+                flat += carried.tensors
+                kind = carried.shape
+            elif kind in LEAVES:
+                flat.append(value)
+            else:
+                kind = None  # what it holds is known when it is flat
+            way.append(kind)
+        flat_alone = None not in way
+        reading = self.carriers.readings.get(tuple(way)) if flat_alone else None
+        if reading is None:
+            kwargs = dict(zip(self.kwargs, values[len(self.args) :], strict=True))
+            flat, spec = compat.tree_flatten((tuple(values[: len(self.args)]), kwargs))
+            reading = Reading(self.carriers, spec, states_of(spec) if self.state_objects else {}, self.entry)
+            if flat_alone:
+                self.carriers.remember(way, reading)
+        return flat, reading
 
-    def _walk(self) -> Reading:
-        """Read the arguments whatever they are."""
-        args, kwargs, self.state_objects = self.carriers.as_tensors(self.args, self.kwargs, self.entry)
-        self.flat, self.spec = compat.tree_flatten((args, kwargs))
-        states = states_of(self.spec) if self.state_objects else {}
-        users = self.carriers.named_places(self.spec, self.entry)
-        reading = Reading([], self.spec, states, users, len(self.carriers.moving), {})
-        if self.state_objects:
-            shapes = {id(value): carried.shape for value, carried in self.state_objects}
-            for value in (*self.args, *self.kwargs.values()):
-                part = Template.of(shapes[id(value)]) if id(value) in shapes else None
-                if part is None and type(value) not in LEAVES:
-                    return reading
-                reading.parts.append(part)
-            reading.cut(self.carriers)
-            if len(self.carriers.readings) >= READINGS:
-                self.carriers.readings.clear()
-            self.carriers.readings[self._way] = reading
-        return reading
+    def _name(self, at: int) -> str:
+        """The name of the argument at this place; arguments beyond the names are those of `*args`."""
+        if at >= len(self.args):
+            return list(self.kwargs)[at - len(self.args)]
+        names = self.carriers.names_of(self.entry)
+        return names[at] if at < len(names) else str(at)
 
     @cached_property
     def whole(self) -> list[Any]:
@@ -221,7 +151,7 @@ class Arguments:
             results: of the program, without what it writes. returns: what they are.
         """
         if returns.plain:
-            return returns.outputs.of(results)
+            return compat.tree_unflatten(results, returns.outputs)
         objects = [self._object(i, *after, results) for i, after in enumerate(returns.after)]
         leaves: list[Any] = []
         for x in returns.leaves:
@@ -231,16 +161,12 @@ class Arguments:
                 leaves.append(rebuilt(Carried(x.shape, self._of_caller(x.shape, x.tensors, results))))
             else:
                 leaves.append(results[x])
-        return returns.outputs.of(leaves)
+        return compat.tree_unflatten(leaves, returns.outputs)
 
     def _object(self, number: int, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> Any:
         """The caller's object of this number, as it is after the call."""
-        (obj, was), tensors = self.state_objects[number], self._of_caller(shape, places, results)
-        writes = self.reading.writes_to(number, shape) if self.holders else None
-        if writes is None:
-            return assign(obj, Carried(shape, tensors), was.tensors)
-        Template.write(writes, self.holders[number], tensors, was.tensors)
-        return obj
+        obj, was = self.state_objects[number]
+        return assign(obj, Carried(shape, self._of_caller(shape, places, results)), was.tensors)
 
     def _of_caller(self, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> list[Any]:
         of_caller = self.carriers.of_caller
@@ -248,11 +174,11 @@ class Arguments:
 
 
 class Returns:
-    """What the flat results of a program are.
+    """The meaning of the flat results of a program.
 
     Attributes:
         leaves: of the outputs: places of results, objects among the arguments, and others that hold state.
-        outputs: makes them of their leaves.
+        outputs: how they are nested.
         after: of each object among the arguments its description after the call, and places of its tensors.
         plain: whether the results are the leaves.
     """
@@ -264,4 +190,4 @@ class Returns:
         self.plain, self.leaves = not isinstance(outputs, Returned), []
         if isinstance(outputs, Returned):
             self.leaves, spec = compat.tree_flatten(outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
-        self.outputs = Outputs(spec)
+        self.outputs = spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +13,12 @@ from torch import Tensor
 
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
-from autotp.runtime.call_key import signature
-from autotp.runtime.deferred import gathered
+from autotp.runtime.call_key import CallKey
 from autotp.runtime.interop.methods import BATCHES
-from autotp.runtime.module_hooks import hooked
-from autotp.runtime.programs import Program
+from autotp.runtime.programs import CallKind
 
 from .arguments import Arguments
 from .generate_methods import one_generator
-from .steps import StepKind, Steps
 
 NO_GENERATE = (
     "{name} has no generate(): its class brings none. Those of transformers that end in a language model's head do; "
@@ -31,8 +28,6 @@ CONTEXT_PARALLEL = (
     "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled without cp; "
     "its state dict is this one's."
 )
-# Arguments that are the caller's own functions, which may read logits, and on one rank alone.
-READERS = ("logits_processor", "stopping_criteria", "custom_generate")
 SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
 ALONE = ("streamer",)  # arguments that a rank may have alone
@@ -97,11 +92,9 @@ class Generation:
     """A call of `generate` that is under way.
 
     Attributes:
-        late: whether outputs of its forwards may be gathered where they are read.
         own: names of what `generate` takes for itself, which forwards do not get.
     """
 
-    late: bool
     own: set[str] = field(default_factory=set)
 
 
@@ -119,24 +112,22 @@ def generate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise StateError(NO_GENERATE.format(name=original.__name__))
     if shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(original):
         kwargs.setdefault("synced_gpus", True)
-    late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
-    late = late and not hooked(module._forward_pre_hooks, module._forward_hooks)
     with calls.turn("generate()"):
         config = getattr(module, "generation_config", None)
         calls.agree("generate()", option_texts(args, kwargs, config))
         refuse(args, kwargs, config, shards.axis.size)
-        with one_generator(module._source.ranks, shards.device), _under_way(module, late):
-            outputs = gathered(function(module, *args, **kwargs))
+        with one_generator(module._source.ranks, shards.device), _under_way(module):
+            outputs = function(module, *args, **kwargs)
         calls.agree("end of generate()", {})
         return outputs
 
 
 @contextlib.contextmanager
-def _under_way(module: Any, late: bool) -> Iterator[None]:
+def _under_way(module: Any) -> Iterator[None]:
     """Note a generation on the module, and take off what `generate` leaves there, such as a cache to use again."""
     attributes, before = vars(module), {*vars(module)}
     outer = module._generation
-    attributes["_generation"] = Generation(late, outer.own if outer is not None else set())
+    attributes["_generation"] = Generation(outer.own if outer is not None else set())
     try:
         yield
     finally:
@@ -150,34 +141,18 @@ class Generates:
 
     _source: Any
     _shards: Any
-    _programs_by_call: Any
+    _programs_made: Any
     _carriers: Any
     _changes: Any
     _mode: Any
     _capture: Any
 
-    @property
-    def _steps(self) -> Steps:
-        if "_kinds_of_steps" not in self.__dict__:
-            self.__dict__["_kinds_of_steps"] = Steps()
-        return self.__dict__["_kinds_of_steps"]
-
-    def _key(self, call: Arguments) -> tuple[Hashable, StepKind | None]:
-        """What a call is recognised by; with states, whose sizes change at every call, also its kind."""
-        mode, of = self._mode(), (self._changes.key(), call.entry, call.wrong)
-        if not call.state_objects:
-            return (mode, of, *signature(call.whole, call.spec)), None
-        leaves = call.whole if torch.is_grad_enabled() else call.flat  # of a state nobody asks for a gradient
-        kind = self._steps.kind((mode, of), leaves, call.spec)
-        return (mode, kind.digest, tuple([shape for shape in call.shapes if shape is not None])), kind
-
-    def _remember(self, call: Arguments, program: Program, order: list[int]) -> None:
-        """Note what ran a call."""
-        key, kind = self._key(call)
-        if kind is not None:
-            kind.learn(program, order)
-        elif program.capture.conditions is None:  # else every call is asked whether it meets them
-            self._programs_by_call[key] = program, order
+    def _kind(self, call: Arguments) -> CallKind:
+        """The kind of a call, by which its programs are known."""
+        of = self._changes.key(), call.entry, call.wrong
+        # Of a state nobody asks for a gradient.
+        leaves = call.whole if call.states and torch.is_grad_enabled() else call.flat
+        return self._programs_made.kind(CallKey.of_call(self._mode(), of, leaves, call.spec))
 
     def _captured(self, call: Arguments) -> Capture:
         """The graph for a call; captured again while it shows more of what changes from call to call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,13 +21,11 @@ from autotp.comm.conversions import KEEPS
 from autotp.ir.copying import copy_node
 from autotp.ir.scopes import block_of, is_region, module_of
 from autotp.log import log
-from autotp.runtime.deferred import Columns
 from autotp.runtime.generation.in_place import METHODS, WRITES, worded
 
 from . import eager
 from .regional import Compiler, Function, Watch, flow, function_of, pure, renumbered, structure
 
-Gathers = Mapping[int, Columns]  # what a rank has of the outputs that are to be whole, by position
 Fetch = tuple[list[fx.Node], Callable[[], Sequence[Tensor]]]
 WRITTEN = frozenset(WRITES.values())
 NOTHING = type(None)
@@ -35,16 +33,14 @@ TRAINED = attrgetter("requires_grad")
 
 
 def single(
-    graph: fx.Graph, scope: Any, inputs: Sequence[fx.Node], fetches: Sequence[Fetch], compiler: Compiler | None,
-    gathers: Gathers,
-) -> Function:  # fmt: skip
+    graph: fx.Graph, scope: Any, inputs: Sequence[fx.Node], fetches: Sequence[Fetch], compiler: Compiler | None
+) -> Function:
     """A whole program as one function of its inputs; it gives None where a module is to read its own weights.
 
     Args:
         graph: of one rank. scope: the calls that it is made of (`tree.Scope`). inputs: what it is called with.
         fetches: what it reads of the module, and what reads that. compiler: knows the backend; None where it runs as
             it is.
-        gathers: of outputs that are to be whole.
     """
     takes = [*inputs, *(node for nodes, _ in fetches for node in nodes)]
     whole = fx.Graph()
@@ -53,7 +49,7 @@ def single(
         _write_operators(whole, graph, env)
     else:
         _write_blocks(whole, list(_parts(scope)), env)
-    whole.output(_outputs(whole, graph, env, gathers))
+    whole.output(compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, graph.output_node().args[0]))
     function = worded(function_of(whole, "program")) if compiler is None else compiler.whole(whole)
     reads = [read for _, read in fetches]
 
@@ -64,31 +60,6 @@ def single(
         return None if NOTHING in map(type, values) else function(*values)
 
     return run
-
-
-def whole_outputs(function: Function, gathers: Gathers) -> Function:
-    """The function of a program with these of its outputs whole, and all of them in one list."""
-
-    def run(*inputs: Tensor) -> Any:
-        leaves = compat.tree_leaves(function(*inputs))
-        for i, columns in gathers.items():
-            leaves[i] = columns.whole(leaves[i])
-        return leaves
-
-    return run
-
-
-def _outputs(whole: fx.Graph, graph: fx.Graph, env: Mapping[fx.Node, fx.Node], gathers: Gathers) -> Any:
-    """What the function returns: the program's outputs in their containers, or with gathers all in one tuple."""
-    outputs = graph.output_node().args[0]
-    results = compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, outputs)
-    if not gathers:
-        return results
-    leaves: list[Any] = compat.tree_leaves(results)
-    for i, columns in gathers.items():
-        function, args, kwargs = columns.conversion(compat.tree_leaves(outputs)[i].meta["val"].ndim)
-        leaves[i] = whole.call_function(function, (leaves[i], *args), kwargs)
-    return tuple(leaves)
 
 
 def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:

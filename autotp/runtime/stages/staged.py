@@ -91,7 +91,7 @@ class StagedModule(ShardedModule):
         Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         none: Any = None  # of a call: a stage is called by position
         program = Program(piece.capture, piece.sharded, graph, key, none, count, False, fired, compiler)
-        self._programs_made.add(program, self._order, self._programs_by_call)
+        self._programs_made.add(program, self._order)
         return program
 
     def run(self, program: Program, values: Sequence[Tensor], base: int) -> list[Any]:

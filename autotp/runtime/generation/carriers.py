@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.ir.carried import Carried, Returned, changed_numbers, describe, is_carrier
+from autotp.ir.carried import Carried, Returned, Shape, changed_numbers, describe
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
 from autotp.ir.op import sizes
 
+MAX_KEPT = 64  # descriptions of objects, and ways of calling one module
 FOREIGN = (
     "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
     "the unsharded model, or under another plan. Pass what this module gave."
 )
 
 
-CarriedPairs = list[tuple[Any, Carried]]
 Length = tuple[int, int]  # a dimension, and how long a whole state is there
 
 
@@ -36,6 +36,30 @@ class Cut(NamedTuple):
     dim: int
     mine: int
     length: int
+
+
+class Reading:
+    """How the leaves of calls of one structure lie.
+
+    Attributes:
+        spec: how they are nested. states, users: where states lie, of objects and that the user named.
+        cuts: where states of objects are split, and how; lengths: as a call's where all of them fit.
+    """
+
+    def __init__(self, carriers: Carriers, spec: compat.TreeSpec, states: dict[int, str], entry: str) -> None:
+        self.spec, self.states, self.users = spec, states, carriers.named_places(spec, entry)
+        self.all_states = {**self.states, **self.users}
+        pairs = [(at, carriers.cut(name)) for at, name in states.items()]
+        self.cuts = [(at, cut) for at, cut in pairs if cut is not None]
+        self.lengths = {at: (cut.dim, cut.length) for at, cut in self.cuts}
+
+    def fits(self, flat: Sequence[Any]) -> bool:
+        """Return whether of every state that is split there is this rank's part, and something in it."""
+        for at, (dim, mine, _) in self.cuts:
+            state = flat[at]
+            if state.ndim <= dim or state.size(dim) != mine or not mine:
+                return False
+        return True
 
 
 @dataclass
@@ -59,9 +83,9 @@ class Carriers:
     sizes: dict[tuple[str, int], int | None] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
     bare: Any = None
-    places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
-    readings: dict[Any, Any] = field(default_factory=dict)  # how calls were read, for the next ones
+    shapes: dict[Any, list[Shape]] = field(default_factory=dict)  # descriptions of objects, the latest first
+    readings: dict[Any, Reading] = field(default_factory=dict)  # by ways of calling
 
     @classmethod
     def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = ()) -> Carriers:
@@ -70,39 +94,37 @@ class Carriers:
         return cls(parameters, rank, tp, state_names=state_names, bare=bare)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return replace(
-            self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes), readings={}
-        )
+        own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}
+        return replace(self, **own, cuts={}, shapes={}, readings={})
 
     def named_places(self, spec: Any, entry: str = "") -> dict[int, str]:
         """Where in the leaves of a call of the module at this path the states lie that the user named: the model's."""
-        if not self.state_names or entry:
-            return {}
-        if spec not in self.places:
-            self.places[spec] = places_of(self.bare.forward, spec, self.state_names)
-        return self.places[spec]
+        return places_of(self.bare.forward, spec, self.state_names) if self.state_names and not entry else {}
 
-    def as_tensors(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
-    ) -> tuple[tuple[Any, ...], dict[str, Any], CarriedPairs]:
-        """The arguments with every such object as its tensors, and which those are.
+    def names_of(self, entry: str) -> tuple[str, ...]:
+        """The names of the arguments of the module at this path."""
+        return tuple(inspect.signature(self.bare.get_submodule(entry).forward).parameters) if entry else self.names
+
+    def described(self, value: Any, name: str) -> Carried:
+        """An object as its tensors; the description is one object for all that are described alike.
 
         Args:
-            args, kwargs: of the call. entry: path of the module that is called.
+            value: the object. name: of the argument that it is.
         """
-        pairs: CarriedPairs = []
+        carried = describe(value, name, self.moving)
+        shapes = self.shapes.setdefault((name, type(value)), [])
+        shape = next((shape for shape in shapes if shape.tree == carried.shape.tree), None)
+        if shape is None:
+            shape = carried.shape
+            shapes[MAX_KEPT:] = []
+            shapes.insert(0, shape)
+        return Carried(shape, carried.tensors)
 
-        def one(value: Any, name: str) -> Any:
-            if not is_carrier(value):
-                return value
-            pairs.append((value, describe(value, name, self.moving)))
-            return pairs[-1][1]
-
-        # More arguments than names are those of `*args`.
-        own = inspect.signature(self.bare.get_submodule(entry).forward).parameters if entry and args else self.names
-        names = [*own, *map(str, range(len(own), len(args)))]
-        positional = [one(x, name) for x, name in zip(args, names, strict=False)]
-        return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, pairs
+    def remember(self, way: Sequence[Any], reading: Reading) -> None:
+        """Read the next calls that are made in this way so."""
+        if len(self.readings) >= MAX_KEPT:
+            self.readings.clear()
+        self.readings[tuple(way)] = reading
 
     def learn(self, captured: Capture) -> bool:
         """Take note of numbers that a capture shows to change from call to call.

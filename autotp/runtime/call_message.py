@@ -25,7 +25,7 @@ from autotp.runtime.interop.tool_refusals import refuse_transforms
 from .samples import NOTHING, SAMPLES, alike, leading, sampled
 
 GRADIENTS = struct.Struct(f"!?{SAMPLES}d")
-BODY = struct.Struct(f"!8s8sIBIq8sI{SAMPLES}d")
+BODY = struct.Struct(f"!8sI8sIBIq8sI{SAMPLES}d")
 NEW, HOOKED, WHOLE = 1, 2, 4
 SEQUENCES = (
     "With cp every rank passes the same whole sequences, of which the module takes its part; or each passes what "
@@ -37,7 +37,7 @@ class CallMessage(NamedTuple):
     """Of one rank's forward.
 
     Attributes:
-        call: a digest of its kind, mode and shapes; `kind`: without sizes other than the number of examples.
+        call: a digest of its kind; sizes: of its shapes; kind: of both, but no sizes save the number of examples.
         trained: which parameters are, as a number.
         flags: `NEW` where it knows no program, `HOOKED` where hooks of the user may fail amid its collectives, `WHOLE`
             where it was passed whole sequences, of which it takes its part.
@@ -47,6 +47,7 @@ class CallMessage(NamedTuple):
     """
 
     call: bytes
+    sizes: int
     kind: bytes
     trained: int
     flags: int
@@ -64,7 +65,7 @@ class CallMessage(NamedTuple):
     def read(cls, message: bytes) -> CallMessage:
         """Of a message."""
         fields = BODY.unpack(message)
-        return cls._make((*fields[:8], fields[8:]))
+        return cls._make((*fields[:9], fields[9:]))
 
 
 def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
@@ -99,7 +100,7 @@ def kind_of(flat: Sequence[Any]) -> dict[str, str]:
 def parted(slices: Sequence[Sequence[CallMessage]]) -> str:
     """Whether the ranks are called differently: "call" where those of one slice are, "kind" where slices are."""
     for each in slices:
-        if len({(message.call, message.trained) for message in each}) > 1:
+        if len({(message.call, message.sizes, message.trained) for message in each}) > 1:
             return "call"
     kinds = {(message.kind, message.trained) for each in slices for message in each}
     return "kind" if len(kinds) > 1 else ""
