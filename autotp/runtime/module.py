@@ -129,7 +129,7 @@ class ShardedModule(Finds, Generates, Part):
             raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
-        kind = self._kind(call)
+        kind = self._kind_of(call)
         match = kind.program(call.shapes)
         new, source = self._calls.begin(kind, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
@@ -137,7 +137,7 @@ class ShardedModule(Finds, Generates, Part):
                 program, order = self._find(call)
             inputs = [call.flat[i] for i in order]
             outputs = self._first(program, inputs, source or self._calls.numbers(program))
-            self._kind(call).learn(program, order)  # which may be read otherwise now
+            self._kind_of(call).learn(program, order)  # which may be read otherwise now
         else:
             program, order = match
             inputs = [call.flat[i] for i in order]

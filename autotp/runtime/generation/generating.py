@@ -147,7 +147,7 @@ class Generates:
     _mode: Any
     _capture: Any
 
-    def _kind(self, call: Arguments) -> CallKind:
+    def _kind_of(self, call: Arguments) -> CallKind:
         """The kind of a call, by which its programs are known."""
         of = self._changes.key(), call.entry, call.wrong
         # Of a state nobody asks for a gradient.
