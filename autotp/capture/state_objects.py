@@ -36,7 +36,7 @@ def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.
 
 
 def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is given such objects, or asks for one."""
+    """Return whether a call is given such objects, or asks for one."""
     return kwargs.get("use_cache") is True or any(isinstance(x, Carried) for x in (*args, *kwargs.values()))
 
 
@@ -59,7 +59,7 @@ def sizes_of_states(numbers: Mapping[tuple[str, int], int | None]) -> Iterator[N
 
 
 def is_number(name: str, dim: int, size: int) -> bool:
-    """Whether this size of a state is one of those."""
+    """Return whether this size of a state is one of those."""
     return _NUMBERS.get().get((name, dim)) == size
 
 

@@ -241,7 +241,7 @@ class Channel:
             time.sleep(0.02)
 
     def silent(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks of which nothing comes within a moment."""
+        """Return those of these ranks of which nothing comes within a moment."""
         end = time.monotonic() + GRACE
         while (late := [rank for rank in self.late() if rank in ranks]) and time.monotonic() < end:
             time.sleep(0.02)
@@ -335,7 +335,7 @@ def _unpadded(x: Tensor) -> bytes:
 
 
 def by_value(values: Sequence[str]) -> str:
-    """Which ranks have which value: `ranks 0-2: abc, rank 3: def`."""
+    """Say which ranks have which value: `ranks 0-2: abc, rank 3: def`."""
     return ", ".join(
         f"{rank_list([rank for rank, other in enumerate(values) if other == value])}: {_short(value)}"
         for value in dict.fromkeys(values)

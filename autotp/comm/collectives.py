@@ -113,7 +113,7 @@ def simulated(primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> lis
 
 
 def _encode(x: Tensor) -> Tensor:
-    """The same values in a type that gloo and NCCL carry."""
+    """Return the values in a type that gloo and NCCL carry."""
     x = x.contiguous()
     if x.dtype == torch.bool:
         return x.view(torch.uint8)

@@ -28,7 +28,7 @@ LocalFunction = Callable[[Tensor, Any, Any, int, int], Tensor]  # (x, src, dst, 
 
 
 def nothing(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """What the rank holds already."""
+    """Return what the rank holds already."""
     return x.view_as(x)
 
 
@@ -168,7 +168,7 @@ def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
 
 
 def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None = None) -> Tensor:
-    """The same algorithm on one rank, between processes."""
+    """Run the algorithm on one rank, between processes."""
     kind = kind_of(src, dst)
     if kind.pre is not nothing:
         x = kind.pre(x, src, dst, rank, tp)

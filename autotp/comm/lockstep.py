@@ -199,7 +199,7 @@ def meet_everywhere(what: str) -> None:
 
 
 def lost(error: Exception, group: str) -> None:
-    """Where an error is one of communication: raise the one that names the rank that is gone in its place.
+    """Raise, in the place of an error of communication, the one that names the rank that is gone.
 
     Args:
         error: that a collective raised.

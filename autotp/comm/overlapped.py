@@ -113,7 +113,7 @@ def begin(x: Tensor, src: Spec, dst: Spec, place: PlaceLiterals) -> _Flight:
 
 
 def _twice() -> bool:
-    """Whether this is to be differentiated itself; never so where it is compiled."""
+    """Return whether this is to be differentiated itself; never so where it is compiled."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 

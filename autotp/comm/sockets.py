@@ -101,7 +101,7 @@ def _gathered(group: ProcessGroup, size: int, mine: object) -> list[Any]:
 
 
 def _host() -> tuple[str, ...]:
-    """What ranks have in common that reach each other by the loopback address: kernel and network namespace."""
+    """Kernel and network namespace: equal on ranks that reach each other by the loopback address."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
@@ -128,7 +128,7 @@ def _listening(address: str, size: int) -> socket.socket | None:
 
 
 def unavailable(device: torch.device, tp: int) -> str:
-    """Why symmetric memory cannot serve these ranks here; empty where it can.
+    """Say why symmetric memory cannot serve these ranks here; empty where it can.
 
     Args:
         device: of this rank. tp: how many ranks share memory.

@@ -70,7 +70,7 @@ def scatter(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) 
 
 
 def even(split: Any, tp: int) -> bool:
-    """Whether this split gives every rank an equal run of neighbours; asked when a program is traced."""
+    """Return whether this split gives every rank an equal run of neighbours; asked when a program is traced."""
     repeat, segments = split.repeat, split.segments
     return repeat == 1 and len(segments) == 1 and segments[0][0] % tp == 0 and segments[0][0] > 0
 

@@ -107,7 +107,7 @@ def hold() -> None:
 
 
 def holding() -> bool:
-    """Whether collectives are under way: a hook that begins others on one rank alone would wait for ever."""
+    """Return whether collectives are under way: a hook that begins others on one rank alone would wait for ever."""
     return _now.holds
 
 

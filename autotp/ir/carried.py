@@ -81,7 +81,7 @@ class Compound(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What an object is but for its tensors; equal for objects that one program serves.
+    """Description of an object but for its tensors; equal for objects that one program serves.
 
     Attributes:
         name: of the argument or output. tree: the description. names: of the tensors, in order.
@@ -97,7 +97,7 @@ class Shape:
         return hash((self.name, self.names))
 
     def comparable(self) -> bool:
-        """Whether it says the same in every process: nothing in it is known by its identity alone."""
+        """Return whether it says the same in every process: nothing in it is known by its identity alone."""
         return _comparable(self.tree)
 
 
@@ -115,7 +115,7 @@ class Carried:
 
 
 class Returned:
-    """What a forward with such objects gives: its outputs, and each object among the arguments as it is afterwards."""
+    """Results of a forward with such objects: its outputs, and each object among the arguments as it is afterwards."""
 
     def __init__(self, outputs: Any, after: Sequence[Carried]) -> None:
         self.outputs, self.after = outputs, list(after)
@@ -271,7 +271,7 @@ class Builder:
         self.objects: list[Any] = []
 
     def value(self, tree: Any, now: Any = None) -> Any:
-        """What a description stands for; `now` is what is in its place, and is updated where it is of that class."""
+        """Make what a description stands for; `now`, which is in its place, is updated where it is of that class."""
         if isinstance(tree, Fixed):
             if not isinstance(tree.value, PLAIN):
                 self.objects.append(tree.value)

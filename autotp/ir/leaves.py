@@ -40,7 +40,7 @@ class LeafKind:
 
     @property
     def weight(self) -> bool:
-        """Whether a rank holds a part of it all the time, trained or not."""
+        """Return whether a rank holds a part of it all the time, trained or not."""
         return self.splits and self.steady
 
 

@@ -110,7 +110,7 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 
 def follow(outputs: Any, path: Path) -> Any:
-    """What lies at this place of a model's outputs."""
+    """Return what lies at this place of a model's outputs."""
     value: Any = outputs
     if path == (0,) and compat.tree_leaves(outputs) == [outputs]:  # the one output of a model
         return outputs

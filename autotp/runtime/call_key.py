@@ -24,7 +24,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Form:
-    """What a call means but for its tensors: `key` is equal for equal meanings; `order` says where the tensors, in the
+    """Meaning of a call but for its tensors: `key` is equal for equal meanings; `order` says where the tensors, in the
     key's order, lie in the call's flat inputs."""
 
     key: Hashable

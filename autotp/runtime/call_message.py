@@ -1,4 +1,4 @@
-"""What a rank says of a forward or a backward before it begins, and in what the ranks may not differ.
+"""The message that ranks exchange before a forward or a backward, and how messages are compared.
 
 The tp ranks of one dp rank are called alike. Those of another have a slice of the batch of their own: as many examples,
 of other lengths and values, and so another program, but of the same kind.
@@ -34,7 +34,7 @@ SEQUENCES = (
 
 
 class CallMessage(NamedTuple):
-    """Of one rank's forward.
+    """Message of one rank's forward.
 
     Attributes:
         call: a digest of its kind; sizes: of its shapes; kind: of both, but no sizes save the number of examples.
@@ -58,12 +58,12 @@ class CallMessage(NamedTuple):
     near: tuple[float, ...]
 
     def packed(self) -> bytes:
-        """As a message."""
+        """Pack it as bytes."""
         return BODY.pack(*self[:-1], *self.near)
 
     @classmethod
     def read(cls, message: bytes) -> CallMessage:
-        """Of a message."""
+        """Read it from bytes."""
         fields = BODY.unpack(message)
         return cls._make((*fields[:9], fields[9:]))
 
@@ -84,7 +84,7 @@ def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
 
 
 def kind_of(flat: Sequence[Any]) -> dict[str, str]:
-    """What the inputs are on every slice of a batch, in words: numbers, sizes and values may be others on each."""
+    """Describe the inputs as on every slice of a batch, in words: numbers, sizes and values may be others on each."""
     tensors = [v for v in flat if isinstance(v, Tensor)]
     facts = {"examples": next((str(v.shape[0]) for v in tensors if v.ndim), "none")}
     for i, v in enumerate(flat):
@@ -98,7 +98,7 @@ def kind_of(flat: Sequence[Any]) -> dict[str, str]:
 
 
 def parted(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """Whether the ranks are called differently: "call" where those of one slice are, "kind" where slices are."""
+    """Say whether the ranks are called differently: "call" where those of one slice are, "kind" where slices are."""
     for each in slices:
         if len({(message.call, message.sizes, message.trained) for message in each}) > 1:
             return "call"
@@ -107,7 +107,7 @@ def parted(slices: Sequence[Sequence[CallMessage]]) -> str:
 
 
 def written_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """How often ranks have written weights, where not all have as often."""
+    """Say how often ranks have written weights, where not all have as often."""
     counts = [message.writes for each in slices for message in each]
     if len(set(counts)) == 1:
         return ""
@@ -115,7 +115,7 @@ def written_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
 
 
 def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """In what the values of the inputs differ on the ranks of a slice, which have the same."""
+    """Say how the values of the inputs differ on the ranks of a slice, which have the same."""
     for each in slices:
         if not alike([(message.exact, message.near) for message in each]):
             texts = [f"{message.exact:08x} {leading(message.near)}" for message in each]
@@ -180,7 +180,7 @@ class Ticket:
                 compat.after_backward(partial(end_hooks, self.channel, what, own=False))
 
     def _compare(self, what: str, messages: Sequence[tuple[Any, ...]]) -> bool:
-        """Whether some rank has hooks; other gradients on the ranks of a slice of the batch are refused."""
+        """Return whether some rank has hooks; other gradients on the ranks of a slice of the batch are refused."""
         for i in range(0, len(messages), self.tp or len(messages)):
             samples = [values for _, *values in messages[i : i + self.tp]]
             if not alike([(0, values) for values in samples]):

@@ -44,7 +44,7 @@ WRAP = 1 << 32  # of a number that is sent
 
 @dataclass
 class RandomSource:
-    """What random numbers of a forward come from.
+    """Source of the random numbers of a forward.
 
     Attributes:
         seed: one number, of rank 0, for what draws by counters.
@@ -95,7 +95,7 @@ class Calls:
             self.place = self.channel.modules
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
-        """Of another module, which begins to count."""
+        """Copy for another module, which begins to count."""
         shards, order, changes = deepcopy((self.shards, self.order, self.changes), memo)
         copy = Calls(shards, self.name, order, changes, self.values, "copy of ")
         copy.place = self.place
@@ -188,11 +188,11 @@ class Calls:
                 raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
     def count(self) -> int:
-        """How often weights were written by now; with dp those that the rank keeps, not what is gathered of them."""
+        """Count writes to weights by now; with dp to those that the rank keeps, not to what is gathered of them."""
         return self.own_count.number() if self.own_count is not None else self.inventory.writes
 
     def writes(self) -> int:
-        """How often weights were written since the call before, or since a load after it."""
+        """Return how often weights were written since the call before, or since a load after it."""
         return (self.count() - self.writes_before) % WRAP
 
     def settle(self) -> None:
@@ -224,7 +224,7 @@ class Calls:
         end_hooks(self.channel, self.what)
 
     def numbers(self, program: Program) -> RandomSource:
-        """What the random numbers of a forward come from, where its program was not known before. Collective."""
+        """Return the source of the random numbers of a forward whose program was not known before. Collective."""
         seed, generator = self._numbers(program)
         if self.own is None or not (program.seeds or program.draws):
             return RandomSource(seed)
@@ -263,7 +263,7 @@ class Calls:
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
 
     def any(self, own: bool, what: str) -> bool:
-        """Whether this is so on any rank of the module. A collective call.
+        """Return whether this is so on any rank of the module. A collective call.
 
         Args:
             own: whether it is on this one. what: the turn in words.
@@ -274,7 +274,7 @@ class Calls:
         return any(meet(self.channel, f"{what} of {self.copy}{self.name}", b"1" if own else b""))
 
     def lost(self, error: Exception) -> None:
-        """Where an error of the program is one of communication: name the rank that is gone.
+        """Name the rank that is gone, where an error of the program is one of communication.
 
         Raises:
             RankError: caused by `error`.

@@ -1,4 +1,4 @@
-"""Which program runs a call of a sharded module: a known one, or one that all ranks capture now and install."""
+"""The program that runs a call of a sharded module: a known one, or one that all ranks capture now and install."""
 
 from __future__ import annotations
 

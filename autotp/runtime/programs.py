@@ -68,7 +68,7 @@ class Program:
 
     @cached_property
     def returns(self) -> Returns:
-        """What its results are."""
+        """The meaning of its results."""
         return Returns(self.capture.out_spec)
 
     @cached_property
@@ -93,7 +93,7 @@ class Program:
 
     @cached_property
     def flat(self) -> bool:
-        """Whether it gives its results without further containers in them."""
+        """True where it gives its results without further containers in them."""
         result: Any = self.graph.output_node().args[0]
         return not any(isinstance(x, list | tuple | dict) for x in result)
 
@@ -114,7 +114,7 @@ class Program:
         return [at[i] for i in sorted(at)]
 
     def random(self, shards: ShardState, base: int) -> list[Tensor]:
-        """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
+        """Seeds of a forward's random numbers: from one number of torch's default generator, the same on tp ranks."""
         if not self.seeds:
             return []
         batch = shards.ranks.batch if shards.ranks is not None else None
@@ -154,7 +154,7 @@ class CallKind:
         return short(self.key)
 
     def program(self, shapes: Sequence[Any]) -> tuple[Program, list[int]] | None:
-        """What runs a call with leaves of these shapes, the latest first; None where it is not known yet."""
+        """Return what runs a call with leaves of these shapes, the latest first; None where it is not known yet."""
         for at, (program, order) in enumerate(self.programs):
             if program.takes([shapes[i] for i in order]):
                 if at:
@@ -263,7 +263,7 @@ class Programs(list[Program]):
 
 @dataclass
 class Source:
-    """What a sharded module keeps of the original: its skeleton, and how a further capture becomes a program.
+    """Remainder of the original that a sharded module keeps: its skeleton, and how a further capture becomes a program.
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
@@ -296,14 +296,14 @@ class Source:
 
     @cached_property
     def key(self) -> str | None:
-        """What captures depend on of the model, as `model_key`; None where that cannot be told."""
+        """Key of what captures depend on of the model, as `model_key`; None where that cannot be told."""
         try:
             return model_key(self.bare)
         except Untold:
             return None
 
     def want_of(self, entry: str) -> CaptureRequest:
-        """What captures of the module at this path are to be: the user asked for outputs and states of the root's."""
+        """Request for captures of the module at this path: the user asked for outputs and states of the root's."""
         return replace(self.want, outputs="full", carried=()) if entry else self.want
 
     def places(self) -> dict[str, MeshPlace]:
@@ -316,7 +316,7 @@ class Source:
 
 
 def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
-    """What a rank's program takes: its inputs, what it reads off the tree, and how many operators draw by counters.
+    """Return a program's inputs, what it reads off the tree, and how many operators draw by counters.
 
     Args:
         captured: the program of all ranks. graph: of this rank's. shards: where what is read lies.

@@ -116,7 +116,7 @@ class Arguments:
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Of all leaves, states whole; None of what is no tensor."""
+        """Shapes of all leaves, states whole; None of what is no tensor."""
         if self._shapes is None:
             shapes: list[Any] = [getattr(x, "shape", None) for x in self.flat]
             for at, (dim, length) in self.lengths.items():
@@ -134,7 +134,7 @@ class Arguments:
             raise InputError(self.wrong)
 
     def other_batch(self) -> str:
-        """Which state holds another number of sequences than the inputs, as words; "" where all hold as many."""
+        """Say which state holds another number of sequences than the inputs, as words; "" where all hold as many."""
         names = list(compat.named_leaves(compat.tree_unflatten(self.flat, self.spec)))
         tensors = {i: x for i, x in enumerate(self.whole) if isinstance(x, Tensor) and x.ndim > 1}
         inputs = {i: x.shape[0] for i, x in tensors.items() if i not in self.states and x.numel()}

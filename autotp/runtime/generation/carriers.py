@@ -39,7 +39,7 @@ class Cut(NamedTuple):
 
 
 class Reading:
-    """How the leaves of calls of one structure lie.
+    """Structure of the leaves of calls that are nested alike.
 
     Attributes:
         spec: how they are nested. states, users: where states lie, of objects and that the user named.
@@ -64,7 +64,7 @@ class Reading:
 
 @dataclass
 class Carriers:
-    """What a sharded module knows of the objects that it is given.
+    """Knowledge that a sharded module has of the objects that it is given.
 
     Attributes:
         names: of the positional arguments; those of other modules' calls are asked of `bare`, the skeleton.
@@ -98,7 +98,7 @@ class Carriers:
         return replace(self, **own, cuts={}, shapes={}, readings={})
 
     def named_places(self, spec: Any, entry: str = "") -> dict[int, str]:
-        """Where in the leaves of a call of the module at this path the states lie that the user named: the model's."""
+        """Find where in the leaves of a call of the module at this path the model's named states lie."""
         return places_of(self.bare.forward, spec, self.state_names) if self.state_names and not entry else {}
 
     def names_of(self, entry: str) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class Carriers:
                     self.sizes[name, d] = number if before == number else None
 
     def cut(self, name: str) -> Cut | None:
-        """How a state is split; None where it is whole. Remembered, as every step asks for every state."""
+        """Return how a state is split; None where it is whole. Remembered, as every step asks for every state."""
         layout = self.layouts.get(name)
         entry = self.cuts.get(name)
         if entry is None or entry[0] is not layout:
@@ -188,7 +188,7 @@ class Carriers:
         return tensor if mine else tensor.narrow(dim, 0, 0), (dim, length), ""
 
     def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Length | None, str]:
-        """Likewise of a state that the user named, which may be passed whole: then the rank takes its part."""
+        """Return likewise the part of a state that the user named, which may be passed whole."""
         split = self.cut(name)
         if split is None or split.dim >= tensor.ndim:
             return tensor, None, ""
@@ -201,7 +201,7 @@ class Carriers:
         return tensor, (dim, length), wrong
 
     def of_caller(self, name: str, tensor: Any) -> Any:
-        """What the caller's object holds of a rank's part: one row of zeros, without memory, where that is empty.
+        """Return what the caller's object holds of a part: one row of zeros, without memory, where that is empty.
 
         An empty tensor means to many that there is no state yet.
         """

@@ -100,6 +100,6 @@ def write_in_place(captured: Capture, graph: fx.Graph) -> int:
 
 
 def _shares(node: fx.Node) -> bool:
-    """Whether an operator may give its operand's memory on."""
+    """Return whether an operator may give its operand's memory on."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and any(r.alias_info is not None for r in schema.returns)

@@ -45,7 +45,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def quick(node: fx.Node) -> Any:
-    """What to call for a call of a graph: the function that does the same at less cost, where one is known."""
+    """Return what to call for a call of a graph: the function that does the same at less cost, where one is known."""
     first = node.args[0] if node.args else None
     if isinstance(first, fx.Node) and not isinstance(first.meta.get("val"), Tensor):
         return node.target  # torch's functions take no number in a tensor's place, which overloads do
@@ -53,7 +53,7 @@ def quick(node: fx.Node) -> Any:
 
 
 def summed(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
-    """What a conversion does to its value without gradients, where that is to add it up and nothing more."""
+    """Return what a conversion does to its value without gradients, where that is to add it up and nothing more."""
     if node.target not in SUMS or node.kwargs.get("wire") is not None or node.kwargs["tp"] == 1:
         return None
     args: tuple[Any, ...] = node.args

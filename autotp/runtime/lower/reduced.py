@@ -29,7 +29,7 @@ def read_reduce_dtype(request: Any) -> torch.dtype | None:
 
 
 def narrower(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether numbers of a tensor have less precision than this type."""
+    """Return whether numbers of a tensor have less precision than this type."""
     return x.is_floating_point() and x.dtype.itemsize < dtype.itemsize
 
 

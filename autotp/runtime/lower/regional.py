@@ -84,7 +84,7 @@ class Compiler:
         return worded(self.compile(function_of(graph, "program"), True))
 
     def summaries(self, backend: str) -> Iterator[tuple[str, str]]:
-        """What became of it until now: names, the backend's first, and words."""
+        """Summaries of what became of it until now: names, the backend's first, and words."""
         one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
         parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.functions)} functions"
         yield backend, parts + one
@@ -98,7 +98,7 @@ def function_of(graph: fx.Graph, name: str) -> Function:
 
 
 def structure(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph computes, free of names: equal for equal graphs."""
+    """Describe what a graph computes, free of names: equal for equal graphs."""
     number = {node: i for i, node in enumerate(graph.nodes)}
 
     def plain(node: fx.Node) -> str:
@@ -111,14 +111,14 @@ def structure(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def flow(node: fx.Node) -> Any:
-    """What flows along an edge, as far as a compiled function depends on it."""
+    """Describe what flows along an edge, as far as a compiled function depends on it."""
     val = node.meta.get("val")
     whole = (tuple(map(str, val.shape)), val.dtype) if isinstance(val, Tensor) else type(val).__name__
     return whole, str(mark(node).layout)
 
 
 def renumbered(shapes: Sequence[Any]) -> str:
-    """What flows into a stretch, with size symbols named in the order in which they come: each block's cache has its
+    """Describe what flows into a stretch, size symbols named in the order in which they come: each block's cache has its
     own, and blocks that differ in nothing else share what is compiled."""
     numbers: dict[str, int] = {}
     return re.sub(r"\b[su]\d+\b", lambda x: f"s{numbers.setdefault(x[0], len(numbers))}", repr(tuple(shapes)))
@@ -152,7 +152,7 @@ class Watch:
 
     @cached_property
     def above(self) -> list[dict[str, Any]]:
-        """Those of their owners."""
+        """Modules of their owners."""
         return [vars(owner) for owner in self.owners]
 
     @staticmethod
@@ -165,7 +165,7 @@ class Watch:
         return Watch(owners, leaves, tuple([parts[path] for path in own]))
 
     def untouched(self) -> bool:
-        """Whether nobody would notice that the modules are not called; looked for again after any change."""
+        """Return whether nobody would notice that the modules are not called; looked for again after any change."""
         if self.revision != [Revision.number]:
             self.revision[:] = [Revision.number] if self._untouched() else []
         return bool(self.revision)

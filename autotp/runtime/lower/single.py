@@ -104,7 +104,7 @@ def _parts(scope: Any) -> Iterator[Any]:
 
 
 def _block(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node], list[fx.Node]]:
-    """What equal blocks share, and what one takes and gives; a state that it writes to is not among what it gives."""
+    """Return what equal blocks share, and what one takes and gives but for states that it writes to."""
     inside = dict.fromkeys(nodes)
     takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
     read = [n for n in nodes if not n.users.keys() <= inside.keys()]  # outside of it
