@@ -118,7 +118,7 @@ def flow(node: fx.Node) -> Any:
 
 
 def renumbered(shapes: Sequence[Any]) -> str:
-    """Describe what flows into a stretch, with size symbols named in the order of their use: each cache of a block has its
+    """Describe what flows into a stretch, with size symbols named in the order of their use: a cache of a block has its
     own, and blocks that differ in nothing else share what is compiled."""
     numbers: dict[str, int] = {}
     return re.sub(r"\b[su]\d+\b", lambda x: f"s{numbers.setdefault(x[0], len(numbers))}", repr(tuple(shapes)))
