@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.driver.configs import first_line, from_config
 from autotp.errors import InputError
 from autotp.inputs import Inputs, for_model, normalise
+from autotp.pretrained import first_line, from_config
 
 from .flags import ModelOptions, config_path
 
