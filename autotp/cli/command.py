@@ -1,4 +1,4 @@
-"""What makes a function a command: shared options, one-line errors, exit codes."""
+"""The frame that makes a function a command: shared options, one-line errors, exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 
 class QuickHelp:
-    """Of a command: its help is off unless asked for, which typer otherwise loads pydantic to find."""
+    """A command's help, which is off unless asked for, which typer otherwise loads pydantic to find."""
 
     def get_help_option(self, ctx: Any) -> Any:
         """The option --help, with a default."""
@@ -146,7 +146,7 @@ def _parameter(name: str, hint: Any, default: Any, words: str, panel: str | None
 
 @contextmanager
 def _quiet(screen: Screen) -> Iterator[None]:
-    """Nothing but the result on stdout where programs read it; libraries' warnings and logs only with --debug."""
+    """Leave nothing but the result on stdout where programs read it; libraries' warnings and logs only with --debug."""
     with redirect_stdout(sys.stderr) if screen.json else nullcontext(), warnings.catch_warnings():
         if not screen.debug:
             warnings.simplefilter("ignore")
@@ -163,7 +163,7 @@ def _quiet(screen: Screen) -> Iterator[None]:
 
 
 def _printed() -> TextIO:
-    """What the shell reads, also where `sys.stdout` is redirected."""
+    """The stream that the shell reads, also where `sys.stdout` is redirected."""
     return sys.__stdout__ or sys.stdout
 
 

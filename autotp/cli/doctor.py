@@ -30,7 +30,7 @@ def doctor(screen: Screen) -> int:
 
 
 def uses(facts: dict[str, Any]) -> dict[str, Any]:
-    """What `autotp.compile` and the commands would take on this machine.
+    """The devices and ranks that `autotp.compile` and the commands would take on this machine.
 
     Args:
         facts: as `gather` gives them.
@@ -50,7 +50,7 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is not there, and what it would be good for; `required` where autotp does not work without it.
+    """Yield what is not there, and what it would be good for; `required` where autotp does not work without it.
 
     Args:
         facts: as `gather` gives them, with `uses`.
@@ -90,7 +90,7 @@ def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _older(have: str, least: str) -> bool:
-    """Whether a version is less than another, by the numbers before the first letter."""
+    """Return whether a version is less than another, by the numbers before the first letter."""
 
     def numbers(text: str) -> list[int]:
         parts = text.split("+")[0].split(".")

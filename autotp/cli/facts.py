@@ -1,4 +1,4 @@
-"""What there is on this machine that autotp could use: devices, links, versions. Facts only; `doctor` judges them."""
+"""Facts of this machine that autotp could use: devices, links, versions; `doctor` judges them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def preset(device: str) -> str | None:
 
 
 def links() -> dict[str, Any]:
-    """How ranks on this machine, and on others, could talk."""
+    """The ways in which ranks on this machine, and on others, could talk."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     infiniband = Path("/sys/class/infiniband")
@@ -119,7 +119,7 @@ def links() -> dict[str, Any]:
 
 
 def _nvidia(*arguments: str) -> str:
-    """What the driver's tool prints; empty where there is none, or it fails."""
+    """Run the driver's tool and give what it prints; empty where there is none, or it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

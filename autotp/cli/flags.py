@@ -54,7 +54,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SteeringOptions:
-    """What it is planned for
+    """Purpose and limits
 
     Attributes:
         cluster: A preset, or a .json or .toml file. Default: h100.

@@ -192,7 +192,7 @@ def explain(
 
 
 def record_of(plan: autotp.Plan, name: str) -> dict[str, Any]:
-    """What a plan says of a parameter by itself, without the problem that it was solved from.
+    """The record of a parameter in a plan, without the problem that it was solved from.
 
     Args:
         plan: a saved one. name: of a parameter.

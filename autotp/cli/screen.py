@@ -1,4 +1,4 @@
-"""Where results, progress and errors go: tables or JSON on stdout, all else on stderr, from rank 0 alone."""
+"""The places where results, progress and errors go: tables or JSON on stdout, all else on stderr, from rank 0 alone."""
 
 from __future__ import annotations
 

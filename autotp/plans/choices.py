@@ -110,7 +110,7 @@ class MeshChoice:
         return first if first is not None and first.fits else None
 
     def place(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> tuple[int, MeshRow]:
-        """Where these degrees rank among all, counted from 1, and their figures.
+        """The rank of these degrees among all, counted from 1, and their figures.
 
         Args:
             pp, dp, cp, tp: ranks of each axis.
@@ -294,7 +294,7 @@ AXES = ("tp", "cp", "pp", "dp")
 
 
 def reason(row: MeshRow, best: MeshRow) -> str:
-    """Why a mesh takes longer than the best: the time that grew most.
+    """Say why a mesh takes longer than the best: the time that grew most.
 
     Args:
         row: of the mesh. best: of the fastest that fits.
@@ -304,28 +304,8 @@ def reason(row: MeshRow, best: MeshRow) -> str:
     name = max(TIMES, key=lambda x: row.times[x] - best.times[x])
     if row is best or row.times[name] - best.times[name] <= 0:
         return ""
-    shares = f"{row.share(name):.0%} against {best.share(name):.0%}"
+    shares = f"{row.share(name):.0%} against {best.share(name):.0%} of the step"
     if name in AXES:
-        return _sends(name, row, best, shares)
-    if name == "compute":
-        more = row.times[name] / best.times[name] - 1
-        return f"smaller kernels: {more:.1%} more seconds in them"
-    if name == "again":
-        what = "computes blocks again" if row.mesh.keep == "inputs" else "gathers again"
-        return f"{what} to fit: {shares}"
-    if name == "uneven":
-        return f"uneven stages: {shares}"
-    return f"{name} {shares}"
-
-
-def _sends(axis: str, row: MeshRow, best: MeshRow, shares: str) -> str:
-    """The reason where it is an axis."""
-    where = "over the network" if axis in row.network else "in the node"
-    before, now = best.sent[axis], row.sent[axis]
-    if not before:
-        return f"sends {amount(now)} over {axis} {where}: {shares}"
-    if axis in row.network and axis not in best.network:
-        return f"{axis} over the network, not in the node: {shares}"
-    if now > 1.05 * before:
-        return f"sends {now / before:.1f}x more over {axis} {where}: {shares}"
-    return f"waits longer for {axis} {where}: {shares}"
+        where = "over the network" if name in row.network else "in the node"
+        return f"sends {amount(row.sent[name])} {TIMES[name]} {where}, the first {amount(best.sent[name])}: {shares}"
+    return f"{TIMES[name]}: {shares}"

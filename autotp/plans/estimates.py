@@ -254,7 +254,7 @@ class Decoding:
 
     @property
     def most_tokens_per_second(self) -> float:
-        """The same at the limit."""
+        """New tokens a second at the limit."""
         return self.sequences / self.limit.seconds
 
     @property
@@ -274,7 +274,7 @@ def decoding(plan: Plan) -> Decoding | None:
 
 
 def _whole(collective: Collective, tp: int) -> float:
-    """What a rank sends for a value that is sent as it is."""
+    """Bytes that a rank sends for a value that is sent as it is."""
     return collective_bytes(collective.forward or "none", collective.bytes, tp)
 
 

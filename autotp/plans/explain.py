@@ -1,4 +1,4 @@
-"""Why a parameter lies as it does, and how two plans differ: the solver's own figures, in words."""
+"""Explanations of a layout and of how two plans differ: the solver's own figures, in words."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import SLACK, solve
 from autotp.errors import InputError, PlanError
-from autotp.ir.layouts import I, Layout
+from autotp.ir.layouts import I
 from autotp.ir.program import Solution
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
-from autotp.plans.show.document import over_tp, primitive, times
+from autotp.plans.show.document import RELATIVE_SECONDS, over_tp, primitive, times
 from autotp.plans.show.terminal import Line, Screen, Table, View
 from autotp.text import amount, near
 
 if TYPE_CHECKING:
     from .plan import Parameter, Plan
-
-SAME = 1e-6  # of the seconds: what counts as equally fast
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a parameter lies as it does. Print it to read it.
+    """The alternatives to a parameter's layout, and what decided. Print it to read it.
 
     Attributes:
         parameter: its name; `equals`: how many equal ones share the decision, itself among them.
@@ -80,7 +78,7 @@ class Explanation:
 
 
 def explain(plan: Plan, name: str) -> Explanation:
-    """Why a parameter of a plan made in this process lies as it does; see `Plan.explain`.
+    """Explain the layout of a parameter of a plan made in this process; see `Plan.explain`.
 
     Args:
         plan: one that was made in this process.
@@ -131,13 +129,13 @@ class _Explainer:
         try:
             solution: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
         except PlanError as e:
-            return Alternative(_words(layout), own, mine, why=f"no such plan: {str(e).splitlines()[0]}")
-        return Alternative(_words(layout), own, mine, solution.seconds, solution.parameter_bytes)
+            return Alternative(layout.words(True), own, mine, why=f"no such plan: {str(e).splitlines()[0]}")
+        return Alternative(layout.words(True), own, mine, solution.seconds, solution.parameter_bytes)
 
     def _binds(self, alternatives: Sequence[Alternative]) -> str:
         """The constraint that keeps a faster placement away."""
         choice = alternatives[0]
-        faster = [a for a in alternatives[1:] if not a.why and a.seconds < choice.seconds * (1 - SAME)]
+        faster = [a for a in alternatives[1:] if not a.why and a.seconds < choice.seconds * (1 - RELATIVE_SECONDS)]
         limit = self.plan.totals.least_parameter_bytes * SLACK
         if faster:
             best = faster[0]
@@ -186,12 +184,8 @@ class _Explainer:
 
 
 def _choice(parameter: Parameter, units: bool = True) -> str:
-    words = _words(parameter.layout, units)
+    words = parameter.layout.words(units)
     return f"{words}, {parameter.role}" if parameter.role != "whole" else words
-
-
-def _words(layout: Layout, units: bool = True) -> str:
-    return layout.words(units)
 
 
 # two plans
@@ -199,7 +193,7 @@ def _words(layout: Layout, units: bool = True) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two plans differ. Print it to read it; empty `parameters` and `collectives` where they do the same.
+    """The differences of two plans. Print it to read it; empty `parameters` and `collectives` where they do the same.
 
     Attributes:
         names: of the two plans.
@@ -229,53 +223,45 @@ class Comparison:
 
 
 def compare(one: Plan, other: Plan) -> Comparison:
-    """How two plans differ; see `Plan.compare`."""
-    return Comparison(
-        (_name(one), _name(other)), tuple(_totals(one, other)), tuple(_parameters(one, other)),
-        tuple(_collectives(one, other)),
-    )  # fmt: skip
+    """Compare two plans; see `Plan.compare`."""
+    sides = _collectives(one), _collectives(other)
+    none = "0 calls, 0 B"
+    calls = [(*key, sides[0].get(key, none), sides[1].get(key, none)) for key in sides[0] | sides[1]]
+    totals = tuple((what, a, b) for (what, a), (_, b) in zip(_totals(one), _totals(other), strict=True))
+    differing = tuple(row for row in calls if row[2] != row[3])
+    return Comparison((_name(one), _name(other)), totals, tuple(_parameters(one, other)), differing)
 
 
 def _name(plan: Plan) -> str:
     return f"{plan.model}, tp {plan.tp}, {plan.cluster}, {plan.objective}"
 
 
-def _totals(one: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
-    a, b = one.totals, other.totals
-    yield "parameters per rank", f"{a.local_parameters:,}", f"{b.local_parameters:,}"
-    yield "step", f"{1e3 * a.seconds:.3f} ms", f"{1e3 * b.seconds:.3f} ms"
-    yield "sent forward", amount(a.forward_bytes), amount(b.forward_bytes)
-    yield "sent backward", amount(a.backward_bytes), amount(b.backward_bytes)
-    yield "memory at the peak", amount(one.memory.peak), amount(other.memory.peak)
+def _totals(plan: Plan) -> list[tuple[str, str]]:
+    t = plan.totals
+    return [
+        ("parameters per rank", f"{t.local_parameters:,}"), ("step", f"{1e3 * t.seconds:.3f} ms"),
+        ("sent forward", amount(t.forward_bytes)), ("sent backward", amount(t.backward_bytes)),
+        ("memory at the peak", amount(plan.memory.peak)),
+    ]  # fmt: skip
 
 
 def _parameters(one: Plan, other: Plan) -> Iterator[tuple[str, int, str, str]]:
     """Parameters that lie differently, those of equal blocks as one."""
-    first = {p.name: p for p in one.parameters}
-    second = {p.name: p for p in other.parameters}
-    groups: Counter[tuple[str, str, str]] = Counter()
     units = one.tp == other.tp
-    for name in dict.fromkeys([*first, *second]):
-        a = _choice(first[name], units) if name in first else "not there"
-        b = _choice(second[name], units) if name in second else "not there"
+    sides = [{p.name: (p.first or p.name, _choice(p, units)) for p in plan.parameters} for plan in (one, other)]
+    groups: Counter[tuple[str, str, str]] = Counter()
+    for name in sides[0] | sides[1]:
+        (first, a), (second, b) = (side.get(name, ("", "not there")) for side in sides)
         if a != b:
-            here = first.get(name) or second[name]
-            groups[here.first or name, a, b] += 1
+            groups[first or second, a, b] += 1
     yield from ((name, count, a, b) for (name, a, b), count in groups.items())
 
 
-def _collectives(one: Plan, other: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Primitives whose calls or bytes differ."""
-    sides = []
-    for plan in (one, other):
-        sizes: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for c in plan.collectives:
-            ways = ("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)
-            for way, call, size in ways:
-                if call:
-                    sizes[call, way].append(size)
-        sides.append(sizes)
-    for key in dict.fromkeys([*sides[0], *sides[1]]):
-        a, b = (f"{len(sizes[key])} calls, {amount(sum(sizes[key]))}" for sizes in sides)
-        if a != b:
-            yield primitive(key[0]), key[1], a, b
+def _collectives(plan: Plan) -> dict[tuple[str, str], str]:
+    """Primitive and direction -> calls and bytes."""
+    sizes: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for c in plan.collectives:
+        for way, call, size in (("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)):
+            if call:
+                sizes[primitive(call), way].append(size)
+    return {key: f"{len(x)} calls, {amount(sum(x))}" for key, x in sizes.items()}

@@ -23,7 +23,7 @@ from autotp.ir.files import parse_json, read_text
 from autotp.ir.layouts import Distribution, Layout
 from autotp.ir.serial import plain, read_layout, read_loop
 
-from .estimates import ALONE
+from .estimates import ALONE, Axis
 from .plan import Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
@@ -31,7 +31,6 @@ FORMAT, EARLIER = 11, 10
 UNSAVED = ("fired", "builder")  # they say something of one process alone
 MESH = ("tp", "batch")  # fields that a file has as axes
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
-LATER = ("layouts", "virtual", "shares")  # of an axis, which this version does not run
 MAX_FILE_BYTES = 100_000_000  # the plan of a model with hundreds of layers has a few million
 FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # written once where they are equal
 PAIRS = ("decisions", "states", "tables")  # mappings, whose order a file keeps
@@ -120,23 +119,19 @@ def read_plan(text: str, name: str = "the text") -> Plan:
 def _plan(data: dict[str, Any], name: str) -> Plan:
     """The plan that these fields say."""
     if data["format"] == EARLIER:  # in which the two axes that there are were fields
-        axes = [[data["batch"]["name"], {k: v for k, v in data["batch"].items() if k != "name"}]]
-        axes.append(["tp", {"size": data["tp"]}])
+        axes = [[data["batch"]["name"], data["batch"]], ["tp", {"size": data["tp"]}]]
     else:
         axes = data["axes"]
-    for axis, entry in axes:
-        if later := [key for key in LATER if key in entry]:
-            raise PlanError(
-                f"{name} has {' and '.join(later)} of the axis {axis}, which this version of autotp does not run. Read "
-                "it with the version that saved it, or plan again."
-            )
     *other, (last, innermost) = axes
-    if last != "tp" or innermost.keys() != {"size"} or len(other) > 1:
+    # A later format's fields are of an axis: what this version does not know, it does not run.
+    more = [f"{key} of {axis}" for axis, entry in axes for key in entry if key not in {f.name for f in fields(Axis)}]
+    if last != "tp" or len(other) > 1 or more:
         raise PlanError(
-            f"{name} is for the axes {', '.join(str(x) for x, _ in axes)}, and this version of autotp runs tp, and dp "
-            "or cp beside it. Plan again."
+            f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(more)}"
+            f"{' and '.join(more)}, and this version of autotp runs tp, with dp or cp beside it. Read it with the "
+            "version that saved it, or plan again."
         )
-    mesh = {"tp": innermost["size"], "batch": {"name": other[0][0], **other[0][1]} if other else _plain(ALONE)}
+    mesh = {"tp": innermost["size"], "batch": {**other[0][1], "name": other[0][0]} if other else _plain(ALONE)}
     folded = {key: unfold(data[key]) for key in FOLDED}
     names = [f.name for f in fields(Decision)]
     folded["decisions"] = [(n, dict(zip(names, how, strict=True))) for n, *how in folded["decisions"]]
@@ -318,7 +313,7 @@ def _runs(numbers: Sequence[int]) -> list[Any]:
 
 
 def _runs_at(numbers: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
-    """Of every run that begins here: how many numbers recur, and how often they are there."""
+    """Every run that begins here: the numbers that recur, and how often they are there."""
     for period in range(1, min(MAX_PERIOD, (len(numbers) - at) // 2) + 1):
         step, end = numbers[at + period] - numbers[at], at + period
         while end < len(numbers) and numbers[end] - numbers[end - period] == step:

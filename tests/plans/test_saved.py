@@ -134,11 +134,11 @@ def test_what_later_formats_say_of_an_axis_is_refused_by_its_name(plan):
     (tp,) = data["axes"]
     inner = [*tp[:1], {**tp[1], "virtual": 4}]
     for axes, said in (
-        ([inner], "virtual of the axis tp"),
-        ([["ep", {"size": 2, "shares": [1, 3], "layouts": {}}], tp], "layouts and shares of the axis ep"),
+        ([inner], "the axes tp with virtual of tp"),
+        ([["ep", {"size": 2, "shares": [1, 3], "layouts": {}}], tp], "layouts of ep and shares of ep"),
         ([["pp", AXIS], ["dp", AXIS], tp], "for the axes pp, dp, tp"),
     ):
-        with pytest.raises(PlanError, match=f"{said}.*plan again|{said}.*Plan again"):
+        with pytest.raises(PlanError, match=f"{said}.*plan again"):
             Plan.from_json(sealed({**data, "axes": axes}))
 
 

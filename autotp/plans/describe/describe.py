@@ -83,19 +83,11 @@ def describe(
 
 
 def _blocks(planned: Planned, parts: Sequence[GraphPart]) -> tuple[Block, ...]:
-    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
-    return tuple(
-        Block(
-            kind=f.kind,
-            module=f.module,
-            detail=f.detail,
-            local=_local(f, planned),
-            parameters=tuple(names[p] for p in f.parameters),
-            first=f.first,
-            limit=_limit(f, planned),
-        )
-        for f in parts
-    )
+    names, blocks = {leaf.node: leaf.name for leaf in planned.program.leaves}, []
+    for f in parts:
+        local, limit = _heads(f, planned)
+        blocks.append(Block(f.kind, f.module, f.detail, local, tuple(names[p] for p in f.parameters), f.first, limit))
+    return tuple(blocks)
 
 
 def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
@@ -126,39 +118,29 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
     return tuple(out)
 
 
-def _local(part: GraphPart, planned: Planned) -> str:
-    """A rank's part of an attention's heads."""
-    if part.heads is None:
-        return ""
-    heads = part.heads
-    mine, kv = _local_count(heads.count, heads.at, planned), _local_count(heads.kv, heads.kv_at, planned)
-    grouped = "" if heads.kv == heads.count else f", {counted(kv, 'kv head')}"
-    return f"{counted(mine, 'head')}{grouped}"
-
-
-def _limit(part: GraphPart, planned: Planned) -> str:
-    """The limit that the number of heads sets at this degree: a head stays whole."""
+def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
+    """A rank's part of an attention's heads, and the limit that their number sets: a head stays whole."""
     heads, tp = part.heads, planned.tp
-    if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
-        return ""
-    mine, kv = _local_count(heads.count, heads.at, planned), _local_count(heads.kv, heads.kv_at, planned)
-    most = math.ceil(heads.count / tp)
-    if mine == heads.count and most * (tp - 1) >= heads.count:
-        without = tp - math.ceil(heads.count / most)
-        return (
-            f"{counted(heads.count, 'head')} over {tp} ranks: dealt whole, at most {most} each, they leave "
-            f"{counted(without, 'rank')} without any; every rank computes all"
+    if heads is None:
+        return "", ""
+    count, mine, kv = heads.count, _local_count(heads.count, heads.at, planned), heads.kv
+    my_kv = _local_count(kv, heads.kv_at, planned)
+    local = counted(mine, "head") + ("" if kv == count else f", {counted(my_kv, 'kv head')}")
+    if not isinstance(count, int) or not isinstance(kv, int):
+        return local, ""
+    most, every = math.ceil(count / tp), f"{counted(count, 'head')} over {tp} ranks"
+    if mine == count and most * (tp - 1) >= count:
+        without = counted(tp - math.ceil(count / most), "rank")
+        return local, (
+            f"{every}: dealt whole, at most {most} each, they leave {without} without any; every rank computes all"
         )
-    uneven = f"{counted(heads.count, 'head')} over {tp} ranks: the fullest has {mine}" if heads.count % tp else ""
-    shared = f"{counted(heads.kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"
-    if mine >= heads.count:
-        return ""
-    reasons = [uneven, shared] if kv == heads.kv < tp else [uneven]
-    return "; ".join(filter(None, reasons))
+    uneven = [f"{every}: the fullest has {mine}"] if count % tp else []
+    shared = [f"{counted(kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"]
+    return local, "" if mine >= count else "; ".join(uneven + (shared if my_kv == kv < tp else []))
 
 
 def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
-    """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
+    """The count of the heads that lie in these dimensions of an operand that the fullest rank has."""
     node, slot, dims = place
     layout = planned.decisions[node].ins[slot]
     if layout.sharded_dim not in dims or not isinstance(count, int):
@@ -248,6 +230,9 @@ def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
     return out
 
 
+SOLVED = ("seconds", "bound", "parameter_bytes", "least_parameter_bytes", "least_seconds")  # as the solver says them
+
+
 def _totals(
     planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective]
 ) -> Totals:
@@ -267,11 +252,7 @@ def _totals(
         local_flops=local,
         forward_bytes=sum(c.forward_bytes for c in collectives),
         backward_bytes=sum(c.backward_bytes for c in collectives),
-        seconds=solution.seconds if solution is not None else 0.0,
-        bound=solution.bound if solution is not None else 0.0,
-        parameter_bytes=solution.parameter_bytes if solution is not None else 0.0,
-        least_parameter_bytes=solution.least_parameter_bytes if solution is not None else 0.0,
-        least_seconds=solution.least_seconds if solution is not None else 0.0,
+        **({name: getattr(solution, name) for name in SOLVED} if solution is not None else {}),
         band=builder.band or 0.0,
         communication=priced(sends, builder)[1],
         megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
@@ -283,7 +264,7 @@ def _totals(
 
 
 def _sizes(planned: Planned) -> dict[str, int]:
-    """How many examples the inputs have, and how long their sequences are."""
+    """The examples that the inputs have, and the length of their sequences."""
     program, token_sizes = planned.program, lengths(planned.program)
     shapes = [shape_of(leaf.node) for leaf in program.inputs]
     examples = next((size_hint(s[0], program.hints) for s in shapes if len(s)), 0)
@@ -313,7 +294,7 @@ def with_regathering(plan: Plan, planned: Planned, sharded: Sharded, builder: Bu
 
 
 def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iterator[tuple[fx.Node, float, float]]:
-    """What `regather` gathers again: the conversion, bytes of the whole value, and seconds that no product hides.
+    """Yield what `regather` gathers again: the conversion, bytes of the whole value, and seconds that no product hides.
 
     Args:
         planned: the decisions, made by `builder`. sharded: the program of all ranks.

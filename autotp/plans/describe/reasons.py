@@ -1,4 +1,4 @@
-"""Why a parameter lies as it does, in words made from the operator rules: its role, or what kept it whole."""
+"""Reasons of a parameter's layout, in words made from the operator rules: its role, or what kept it whole."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
 
 
 def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool) -> str:
-    """Why this parameter is whole: the operator that keeps it so, and the cause.
+    """Say why this parameter is whole: the operator that keeps it so, and the cause.
 
     Args:
         planned: the graph with its decisions.
@@ -128,7 +128,7 @@ def _limit(planned: Planned, user: fx.Node, slot: int) -> tuple[set[int], str]:
 
 
 def _whole(planned: Planned, user: fx.Node) -> str:
-    """Which dimension the operator works along as a whole, where its rule says so."""
+    """Name the dimension that the operator works along as a whole, where its rule says so."""
     op, rule = planned.ops[user], planned.rules[user]
     assert rule is not None
     if not rule.factors:
@@ -151,7 +151,7 @@ def _users(planned: Planned, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _weight(planned: Planned, node: fx.Node) -> bool:
-    """Whether a value is a parameter, seen through views and casts."""
+    """Return whether a value is a parameter, seen through views and casts."""
     node = resolve(node)[0]
     if node.op == "placeholder":
         return any(leaf.node is node and leaf.kind.trained for leaf in planned.program.leaves)
@@ -184,7 +184,7 @@ def _note(tp: int, dim: int, count: int, size: int, names: list[str]) -> str:
 
 
 def _groups(planned: Planned, node: fx.Node, dims: list[int | None]) -> Iterator[tuple[int, int, int]]:
-    """Where readers cut a dimension into groups: the dimension of the weight, how many they are, and their size.
+    """Yield where readers cut a dimension into groups: the dimension of the weight, how many they are, and their size.
 
     Args:
         node: the weight, or a value as large as it, such as a cast. dims: for each dimension of that the weight's.

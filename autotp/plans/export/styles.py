@@ -78,7 +78,7 @@ def _read(plan: Plan, method: str) -> tuple[list[Boundary], list[str]]:
             break
         refused |= more
     lines = [*((name, f"whole, and split in the plan: {why}") for name, why in of.without_style.items()),
-             *_converted(of), *lines]  # fmt: skip
+             *_between(of), *lines]  # fmt: skip
     if plan.batch.size > 1:
         other = "fully_shard or DDP" if plan.batch.name == "dp" else "torch's context_parallel"
         lines.append(("", f"this is the tp axis alone; {plan.batch.name}={plan.batch.size} is for {other}"))
@@ -104,27 +104,19 @@ def _differ(boundaries: list[Boundary], plan: Plan) -> dict[str, str]:
     return {name: "the layers differ, and a rule is for all of them" for m in odd for name in (m, f"{m}.weight")}
 
 
-def _converted(of: Boundaries) -> Iterator[tuple[str, str]]:
-    """Module, and where values between its modules are whole that the plan leaves split."""
+def _between(of: Boundaries) -> Iterator[tuple[str, str]]:
+    """Module, and why values between its modules are whole that the plan leaves split."""
     whys, regions = of.why, defaultdict(list)
     for side, node in of.ports:
         regions[of.sets[side, node]].append((side, *of.sites.get(node, ("", ""))))
     for root, ends in regions.items():
-        # A region of one module's side alone has no code between modules: the module does what the plan does.
-        if root not in whys or (ends[0][0] != "op" and len({(side, generic(m)) for side, m, _ in ends}) == 1):
-            continue
-        after = [module for side, module, _ in ends if side == "out"]
-        # A column-parallel module reads a whole input anyway.
-        before = [module for side, module, kind in ends if side == "in" and kind == "row"]
-        verbs = [f"{verb} {_last(x)}" for verb, x in (("gathered after", after), ("cut before", before)) if x]
-        if verbs:
-            parent = (after or before)[0].rpartition(".")[0]
-            yield parent, f"{' and '.join(verbs)}, where the plan leaves values split: {whys[root]}"
-
-
-def _last(modules: Iterable[str]) -> str:
-    """The modules' own names, each once."""
-    return ", ".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
+        # A region of one module's side alone has no code between modules: the module does what the plan does. And a
+        # column-parallel module reads a whole input anyway.
+        alone = ends[0][0] != "op" and len({(side, generic(module)) for side, module, _ in ends}) == 1
+        modules = [m for side, m, kind in ends if side == "out" or (side == "in" and kind == "row")]
+        if root in whys and modules and not alone:
+            names = ", ".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
+            yield modules[0].rpartition(".")[0], f"whole at {names}, and split in the plan: {whys[root]}"
 
 
 def _style(b: Boundary) -> ParallelStyle:

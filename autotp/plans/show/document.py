@@ -199,7 +199,7 @@ def all_whole(plan: Plan) -> View:
 
 
 def cache(plan: Plan) -> str:
-    """What is carried from call to call: how many tensors, how they lie, and what a rank holds of them.
+    """The tensors that are carried from call to call: how many tensors, how they lie, and what a rank holds of them.
 
     Of a cache that calls of another kind have, what a rank holds is known alone.
     """
@@ -227,8 +227,10 @@ def memory_parts(m: Memory) -> list[tuple[str, float]]:
 
 
 def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Of one of the repeated blocks and of what is outside: name, compute, communication and its share; the last two
-    empty where there is none. No rows where nothing repeats."""
+    """The parts of one of the repeated blocks, and what is outside: name, compute, communication and its share.
+
+    The last two are empty where there is none. No rows where nothing repeats.
+    """
     if plan.layer is None or plan.layer.count == 1:
         return []
     rows, outside = [], plan.layer.outside

@@ -251,7 +251,7 @@ def _words(plan: Plan, steps: Sequence[Timed]) -> list[tuple[str, str]]:
 
 
 def _ways(forward: str | None, backward: str | None, plan: Plan) -> str:
-    """What is sent forward and, in training, backward: `AG/RS`."""
+    """The primitives that are sent forward and, in training, backward: `AG/RS`."""
     ways = [SHORT.get(way or "", primitive(way)) for way in (forward, backward)]
     return "/".join(ways) if plan.objective == "training" else ways[0]
 

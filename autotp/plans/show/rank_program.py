@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import fx
 
@@ -35,7 +34,7 @@ def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
             at = module
             yield f"\n# {module or '(top)'}"
         if node.op == "output":
-            yield f"\nreturn {_value(node.args[0])}"
+            yield f"\nreturn {node.args[0]}"
             continue
         layout = layouts.get(node, mark(node).layout)
         shape = getattr(node.meta.get("val"), "shape", None)
@@ -48,18 +47,7 @@ def _call(node: fx.Node) -> str:
     name = short_name(node.target)
     if (conversion := mark(node).conversion) is not None:
         source, target = conversion
-        return f"{MARKS.get(name, name)}({_value(node.args[0])}: {source} -> {target})"
-    arguments = [_value(a) for a in node.args]
-    arguments += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
+        return f"{MARKS.get(name, name)}({node.args[0]}: {source} -> {target})"
+    arguments = [str(a) for a in node.args]
+    arguments += [f"{k}={v}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
     return f"{name}({', '.join(arguments)})"
-
-
-def _value(x: Any) -> str:
-    if isinstance(x, list | tuple):
-        inner = ", ".join(map(_value, x))
-        if isinstance(x, list):
-            return f"[{inner}]"
-        return f"({inner}{',' if len(x) == 1 else ''})"
-    if isinstance(x, dict):
-        return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in x.items()) + "}"
-    return x.name if isinstance(x, fx.Node) else str(x)
