@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autotp.plans.show.terminal import Line, Table
-from autotp.plans.show.terminal import Screen as Screenful
+from autotp.plans.show.terminal import Line, Sheet, Table
 
 from .command import FINE, NO
 from .screen import Screen
@@ -99,7 +98,7 @@ def _older(have: str, least: str) -> bool:
     return bool(least) and numbers(have) < numbers(least)
 
 
-def _page(facts: dict[str, Any]) -> Screenful:
+def _page(facts: dict[str, Any]) -> Sheet:
     """The facts for people, a table for each question."""
     lacking = []
     for m in facts["missing"]:
@@ -112,7 +111,7 @@ def _page(facts: dict[str, Any]) -> Screenful:
     ):  # fmt: skip
         cells = [(name.ljust(16), words) for name, words in rows]
         parts += [Line(heading, style="bold"), Table(cells, "ll", indent=2), Line()]
-    return Screenful(parts[:-1])
+    return Sheet(parts[:-1])
 
 
 def _devices(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import autotp
 from autotp.errors import InputError
-from autotp.plans.show.terminal import Line, Table
-from autotp.plans.show.terminal import Screen as Screenful
+from autotp.plans.show.terminal import Line, Sheet, Table
 from autotp.text import seconds
 
 from .command import FINE, NO
@@ -89,7 +88,7 @@ def as_data(report: Report) -> dict[str, Any]:
     return {"ok": report.ok, "model": report.plan.model if report.plan else None, **fields, **parts}
 
 
-def _report(report: Report, sizes: str) -> Screenful:
+def _report(report: Report, sizes: str) -> Sheet:
     """The figures that were compared, and the verdict."""
     model = report.plan.model if report.plan else "the model"
     gradients = f"no gradients: {report.forward_only}" if report.forward_only else f"{report.gradient_error:.1e}"
@@ -109,7 +108,7 @@ def _report(report: Report, sizes: str) -> Screenful:
         rows += [(f"types, by {certified.checker}", "accepted" if certified else "refused")]
     title = Line(f"{model} over {report.ranks} ranks", style="bold")
     verdict = Line("equal", style="bold green") if report else Line(str(report), style="bold red")
-    return Screenful([title, Table(rows, "ll", indent=2), verdict])
+    return Sheet([title, Table(rows, "ll", indent=2), verdict])
 
 
 def calibrate(
@@ -193,9 +192,9 @@ def _row(alternative: Alternative, line: Measurement, device: torch.device) -> d
     }
 
 
-def _verdicts(rows: list[dict[str, Any]], file: Any) -> Screenful:
+def _verdicts(rows: list[dict[str, Any]], file: Any) -> Sheet:
     if not rows:
-        return Screenful([Line("nothing in this model's program has an alternative")])
+        return Sheet([Line("nothing in this model's program has an alternative")])
     names = "", "operands on a rank", "without", "with", f"measured on {rows[0]['device']}", ""
     cells = []
     for row in rows:
@@ -203,4 +202,4 @@ def _verdicts(rows: list[dict[str, Any]], file: Any) -> Screenful:
         times = (seconds(row[way]) for way in ("without", "with"))
         cells.append((row["name"], operands, *times, row["why"], "used" if row["used"] else "not used"))
     place = f"kept in {file}" if file else "kept nowhere (AUTOTP_CACHE=0)"
-    return Screenful([Table(cells, "llllll", names), Line(place, style="dim")])
+    return Sheet([Table(cells, "llllll", names), Line(place, style="dim")])

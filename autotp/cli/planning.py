@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import autotp
 from autotp.errors import InputError, PlanError
 from autotp.plans.show.document import over, primitive, report, shape
-from autotp.plans.show.terminal import Line, Table
-from autotp.plans.show.terminal import Screen as Screenful
+from autotp.plans.show.terminal import Line, Sheet, Table
 from autotp.text import near
 
 from .command import FINE, NO
@@ -49,7 +48,7 @@ def plan(
         if path is not None:
             write(path)
             screen.say(f"wrote {path}")
-    screen.result(Screenful(report(result)) if full else result, result.to_json)
+    screen.result(Sheet(report(result)) if full else result, result.to_json)
     return FINE
 
 
@@ -228,7 +227,7 @@ def _collectives(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]
     ]
 
 
-def _table(record: dict[str, Any]) -> Screenful:
+def _table(record: dict[str, Any]) -> Sheet:
     """The record for people."""
     equals = f" and its equals, {record['equals']} in all" if record["equals"] > 1 else ""
     rows = [("lies", f"{record['layout']}, {record['role']}")]
@@ -243,4 +242,4 @@ def _table(record: dict[str, Any]) -> Screenful:
     beside = record.get("cp", record.get("dp"))
     ranks = str(record["tp"]) if beside == 1 else f"{beside} x {record['tp']}"
     title = Line(f"{record['parameter']}{equals}, over {ranks} ranks", style="bold")
-    return Screenful([title, Table(rows, "ll", indent=2)])
+    return Sheet([title, Table(rows, "ll", indent=2)])

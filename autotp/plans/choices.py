@@ -10,7 +10,7 @@ from typing import Any
 from autotp.cost.meshes import Mesh
 from autotp.errors import InputError, PlanError
 from autotp.plans.show import document
-from autotp.plans.show.terminal import Line, Screen, Table, View
+from autotp.plans.show.terminal import Line, Sheet, Table, View
 from autotp.text import amount, number, seconds
 
 from .estimates import Degree
@@ -147,8 +147,8 @@ class MeshChoice:
     def __str__(self) -> str:
         return str(self.__rich__())
 
-    def __rich__(self) -> Screen:
-        return Screen(_meshes(self))
+    def __rich__(self) -> Sheet:
+        return Sheet(_meshes(self))
 
 
 NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step", "bubble", "sends", "memory")
@@ -258,11 +258,11 @@ class Sweep:
     def __str__(self) -> str:
         return str(self.__rich__())
 
-    def __rich__(self) -> Screen:
+    def __rich__(self) -> Sheet:
         precise = f", {self.precision}" if self.precision else ""
         at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank{precise}"
         table = document.degrees(self.rows) if self.own is None else _precisions(self.rows, self.own.rows)
-        return Screen([Line(f"{self.model} ({at})", style="bold"), table])
+        return Sheet([Line(f"{self.model} ({at})", style="bold"), table])
 
 
 def _precisions(rows: Sequence[Degree], own: Sequence[Degree]) -> Table:

@@ -160,6 +160,11 @@ class Timed:
     def seconds(self) -> float:
         return self.forward + self.backward
 
+    @property
+    def ways(self) -> tuple[tuple[float, str | None], tuple[float, str | None]]:
+        """Forward and backward: seconds, and the primitive where that communicates."""
+        return (self.forward, self.forward_sends), (self.backward, self.backward_sends)
+
 
 @dataclass(frozen=True)
 class Sublayer:
@@ -222,7 +227,7 @@ def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:
     """The sums of these steps."""
     compute = communication = 0.0
     for step in steps:
-        for seconds, sends in ((step.forward, step.forward_sends), (step.backward, step.backward_sends)):
+        for seconds, sends in step.ways:
             compute, communication = (compute, communication + seconds) if sends else (compute + seconds, communication)
     return Sublayer(name, compute, communication)
 

@@ -17,7 +17,7 @@ from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.plans.show.document import RELATIVE_SECONDS, over_tp, primitive, times
-from autotp.plans.show.terminal import Line, Screen, Table, View
+from autotp.plans.show.terminal import Line, Sheet, Table, View
 from autotp.text import amount, near
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Explanation:
     def __str__(self) -> str:
         return str(self.__rich__())
 
-    def __rich__(self) -> Screen:
+    def __rich__(self) -> Sheet:
         shared = f" and its equals, {self.equals} in all" if self.equals > 1 else ""
         rows, base = [], self.alternatives[0].seconds
         for a in self.alternatives:
@@ -74,7 +74,7 @@ class Explanation:
             rows.append((a.layout, amount(a.parameter_bytes), step, a.why or (beside, "chosen")[a.chosen]))
         table = Table(rows, "lrrl", ("placement", "on a rank", "step", ""), gap=5)
         above = Line(f"{self.parameter}{shared}: {self.choice}", style="bold"), table, Line(f"binds: {self.binds}")
-        return Screen([*above, *(Line(f"would change it: {x}") for x in self.changes)])
+        return Sheet([*above, *(Line(f"would change it: {x}") for x in self.changes)])
 
 
 def explain(plan: Plan, name: str) -> Explanation:
@@ -210,8 +210,8 @@ class Comparison:
     def __str__(self) -> str:
         return str(self.__rich__())
 
-    def __rich__(self) -> Screen:
-        return Screen(self._view())
+    def __rich__(self) -> Sheet:
+        return Sheet(self._view())
 
     def _view(self) -> View:
         yield Table(self.totals, "lll", ("", *self.names))
@@ -261,7 +261,7 @@ def _collectives(plan: Plan) -> dict[tuple[str, str], str]:
     """Primitive and direction -> calls and bytes."""
     sizes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for c in plan.collectives:
-        for way, call, size in (("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)):
+        for way, call, size in c.ways:
             if call:
                 sizes[primitive(call), way].append(size)
     return {key: f"{len(x)} calls, {amount(sum(x))}" for key, x in sizes.items()}

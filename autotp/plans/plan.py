@@ -12,7 +12,7 @@ from autotp.ir.decisions import Decision
 from autotp.ir.layouts import Layout
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import overview
-from autotp.plans.show.terminal import Screen
+from autotp.plans.show.terminal import Sheet
 
 from .estimates import ALONE, Axis, Decoding, Degree, Layer, Sublayer, Totals, decoding
 
@@ -74,6 +74,11 @@ class Collective:
     forward_bytes: float
     backward_bytes: float
     first: str
+
+    @property
+    def ways(self) -> tuple[tuple[str, str | None, float], ...]:
+        """Each direction, its primitive and what one rank sends."""
+        return ("forward", self.forward, self.forward_bytes), ("backward", self.backward, self.backward_bytes)
 
 
 @dataclass(frozen=True)
@@ -240,12 +245,12 @@ class Plan:
 
     def report(self) -> str:
         """All of the plan as text: every block, every collective, what was left whole and why. `print` shows less."""
-        return str(Screen(report(self)))
+        return str(Sheet(report(self)))
 
     def __str__(self) -> str:
         return str(overview(self))
 
-    def __rich__(self) -> Screen:
+    def __rich__(self) -> Sheet:
         return overview(self)
 
     def to_json(self) -> str:

@@ -19,7 +19,7 @@ from autotp.plans.estimates import Axis, Degree
 from autotp.plans.plan import Plan
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import BAR, LABEL, MAX_LINES
-from autotp.plans.show.terminal import Screen, plain
+from autotp.plans.show.terminal import Sheet, plain
 from autotp.text import seconds
 from tests.helpers.models import captured
 from tests.helpers.plans import planned_for
@@ -147,9 +147,9 @@ def test_no_name_is_broken(width):
     plan = planned_for("bert", 2)
     first = next(p.name for p in plan.parameters if p.role != "whole")
     plan = named(plan, first, LONG)
-    for text in ("\n".join(shown(plan, width)), plain(Screen(report(plan)), width), str(plan), plan.report()):
+    for text in ("\n".join(shown(plan, width)), plain(Sheet(report(plan)), width), str(plan), plan.report()):
         assert LONG in text
-    text = plain(Screen(report(plan)), width)
+    text = plain(Sheet(report(plan)), width)
     assert all(block.module in text for i, block in enumerate(plan.blocks) if block.first == i)
     words = {word for p in plan.parameters for word in p.first.split(".")}
     assert all(word in text for word in words)

@@ -57,9 +57,8 @@ class EqualBlocks:
         rows = []
         for equal in self.collectives:
             c = equal[0]
-            ways = ("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)
             words = []
-            for way, call, size in ways:
+            for way, call, size in c.ways:
                 words.append(f"{primitive(call)} {amount(size)}" if call else f"no {way}")
             rows.append((MARKS.get(c.name, c.name), c.change, self.maker(equal), *words))
         return rows

@@ -24,7 +24,7 @@ from .document import (
     primitive,
     table_of_degrees,
 )
-from .terminal import HOLD, Grid, Line, Screen, View
+from .terminal import HOLD, Grid, Line, Sheet, View
 
 if TYPE_CHECKING:
     from autotp.plans.estimates import Timed
@@ -53,11 +53,11 @@ ROLES = {
 ATTENTION = ("scaled_dot_product_attention", "dealt_attention")
 
 
-def overview(plan: Plan) -> Screen:
+def overview(plan: Plan) -> Sheet:
     """The most important of a plan."""
     above, below, degrees_table = list(_head(plan)), list(_below(plan)), list(table_of_degrees(plan))
     room = MAX_LINES - _height(above) - _height(below) - 1 - (len(plan.degrees) + 4 if degrees_table else 0)
-    return Screen([*above, Line(), *_blocks(plan, max(room, MIN_BLOCK_LINES)), *degrees_table, *below], COLUMNS)
+    return Sheet([*above, Line(), *_blocks(plan, max(room, MIN_BLOCK_LINES)), *degrees_table, *below], COLUMNS)
 
 
 def _height(view: View) -> int:

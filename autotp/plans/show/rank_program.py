@@ -1,4 +1,11 @@
-"""The program of one rank as text to read."""
+"""The program of one rank as text to read.
+
+A heading for each module, and a line for each node:
+
+    # model.layers.0.mlp.down_proj
+    linear_6: P [s72, s70, 64] = aten.linear(mul_4, p_model_layers_0_mlp_down_proj_weight)
+    f_star: I [s72, s70, 64] = f*(linear_6: P -> I)
+"""
 
 from __future__ import annotations
 
@@ -28,6 +35,7 @@ def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = Non
 def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
     at = ""
     for node in graph.nodes:
+        # A conversion that was moved stands where it runs now; a heading stands before the first node of a module.
         path = moved_to(node) or module_path(node)
         module = path[-1] if path else ""
         if node.op not in ("placeholder", "output") and module != at:

@@ -112,7 +112,7 @@ View = Iterable[Line | Grid | Table]
 
 
 @dataclass(frozen=True)
-class Screen:
+class Sheet:
     """A view for a rich console: as wide as that, or of so many columns."""
 
     view: View

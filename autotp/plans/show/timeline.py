@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +53,12 @@ def timeline(plan: Plan) -> tuple[Event, ...]:
     """
     layer = layer_of(plan)
     events, now = [], 0.0
-    for step, direction in _order(layer):
-        took = step.forward if direction == "forward" else step.backward
-        sends = step.forward_sends if direction == "forward" else step.backward_sends
-        if took:
-            events.append(Event(now, took, TRACKS[sends is not None], direction, _label(step, sends), step))
-            now += took
+    for i, (direction, steps) in enumerate((("forward", layer.steps), ("backward", layer.steps[::-1]))):
+        for step in steps:
+            took, sends = step.ways[i]
+            if took:
+                events.append(Event(now, took, TRACKS[sends is not None], direction, _label(step, sends), step))
+                now += took
     return tuple(events)
 
 
@@ -82,11 +81,6 @@ def heading(layer: Layer) -> str:
     return f"{layer.module}, one of {layer.count} blocks ({same} take these times)"
 
 
-def _order(layer: Layer) -> Iterator[tuple[Timed, str]]:
-    yield from ((step, "forward") for step in layer.steps)
-    yield from ((step, "backward") for step in reversed(layer.steps))
-
-
 def _label(step: Timed, sends: str | None) -> str:
     if step.converts:
         return f"{primitive(sends) or 'local'} ({MARKS.get(step.name, step.name)})"
@@ -105,9 +99,9 @@ def write_trace(plan: Plan, path: str | Path) -> None:
     """
     layer, events = layer_of(plan), timeline(plan)
     title = f"{plan.model}, tp={plan.tp}, {plan.cluster}, {plan.objective}: {heading(layer)}"
-    rows = [_name_event("process_name", 0, title)]
-    rows += [_name_event("thread_name", i, name) for i, name in enumerate(("pass", *TRACKS))]
-    rows += [{"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": i, "args": {"sort_index": i}} for i in range(3)]
+    rows = [_meta("process_name", 0, name=title)]
+    for i, name in enumerate(("pass", *TRACKS)):
+        rows += [_meta("thread_name", i, name=name), _meta("thread_sort_index", i, sort_index=i)]
     for direction in dict.fromkeys(e.direction for e in events):
         own = [e for e in events if e.direction == direction]
         rows.append(_span(direction, own[0].start, own[-1].end - own[0].start, 0, "pass", {}))
@@ -116,9 +110,9 @@ def write_trace(plan: Plan, path: str | Path) -> None:
     Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ns"}, indent=1))
 
 
-def _name_event(what: str, thread: int, name: str) -> dict[str, Any]:
-    """Name a process or a thread."""
-    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
+def _meta(what: str, thread: int, **args: Any) -> dict[str, Any]:
+    """Name or order a process or a thread."""
+    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": args}
 
 
 def _span(name: str, start: float, took: float, thread: int, kind: str, args: dict[str, Any]) -> dict[str, Any]:
