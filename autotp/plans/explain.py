@@ -248,7 +248,9 @@ def _totals(plan: Plan) -> list[tuple[str, str]]:
 def _parameters(one: Plan, other: Plan) -> Iterator[tuple[str, int, str, str]]:
     """Parameters that lie differently, those of equal blocks as one."""
     units = one.tp == other.tp
-    sides = [{p.name: (p.first or p.name, _choice(p, units)) for p in plan.parameters} for plan in (one, other)]
+    sides: list[dict[str, tuple[str, str]]] = []
+    for plan in (one, other):
+        sides.append({p.name: (p.first or p.name, _choice(p, units)) for p in plan.parameters})
     groups: Counter[tuple[str, str, str]] = Counter()
     for name in sides[0] | sides[1]:
         (first, a), (second, b) = (side.get(name, ("", "not there")) for side in sides)

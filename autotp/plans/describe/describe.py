@@ -136,7 +136,8 @@ def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
         )
     uneven = [f"{every}: the fullest has {mine}"] if count % tp else []
     shared = [f"{counted(kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"]
-    return local, "" if mine >= count else "; ".join(uneven + (shared if my_kv == kv < tp else []))
+    limits = uneven + (shared if my_kv == kv < tp else [])
+    return local, "" if mine >= count else "; ".join(limits)
 
 
 def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
@@ -252,7 +253,7 @@ def _totals(
         local_flops=local,
         forward_bytes=sum(c.forward_bytes for c in collectives),
         backward_bytes=sum(c.backward_bytes for c in collectives),
-        **({name: getattr(solution, name) for name in SOLVED} if solution is not None else {}),
+        **{name: getattr(solution, name, 0.0) for name in SOLVED},
         band=builder.band or 0.0,
         communication=priced(sends, builder)[1],
         megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
