@@ -124,8 +124,8 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
         axes = data["axes"]
     *other, (last, innermost) = axes
     # A later format's fields are of an axis: what this version does not know, it does not run.
-    known = {f.name for f in fields(Axis)}
-    more = [f"{key} of {axis}" for axis, entry in axes for key in entry if key not in known]
+    own = {f.name for f in fields(Axis)}
+    more = [f"{key} of {axis}" for axis, entry in axes for key in entry if key not in own]
     if last != "tp" or len(other) > 1 or more:
         raise PlanError(
             f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(more)}"
