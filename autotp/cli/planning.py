@@ -148,16 +148,17 @@ def read_plan(path: Path) -> autotp.Plan:
 def _plot(source: LoadedModel, result: autotp.Sweep, arguments: dict[str, Any], path: Path) -> None:
     """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
 
-    def other(sequence_parallel: bool) -> autotp.Sweep:
+    def swept(sequence_parallel: bool) -> autotp.Sweep:
         if arguments["sequence_parallel"] is sequence_parallel:
             return result
-        return autotp.sweep(source.model, **{**arguments, "sequence_parallel": sequence_parallel})
+        other: dict[str, Any] = {**arguments, "sequence_parallel": sequence_parallel}
+        return autotp.sweep(source.model, **other)
 
     try:
-        forced = other(True)
+        forced = swept(True)
     except PlanError:
         forced = result
-    forced.to_svg(path, without=other(False))
+    forced.to_svg(path, without=swept(False))
 
 
 # explain
