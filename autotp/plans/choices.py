@@ -307,5 +307,5 @@ def reason(row: MeshRow, best: MeshRow) -> str:
     shares = f"{row.share(name):.0%} against {best.share(name):.0%} of the step"
     if name in AXES:
         where = "over the network" if name in row.network else "in the node"
-        return f"sends {amount(row.sent[name])} {TIMES[name]} {where}, the first {amount(best.sent[name])}: {shares}"
+        return f"sends {amount(row.sent[name])} over {name} {where}, the first {amount(best.sent[name])}: {shares}"
     return f"{TIMES[name]}: {shares}"
