@@ -45,6 +45,7 @@ from autotp.proof.run import WHOLE, CallLayouts, Here, Simulated, Values, run
 from autotp.runtime import state
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.module import ShardedModule
+from autotp.runtime.program_search import match_of
 from autotp.runtime.programs import Program, Source
 
 CAUSE = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
@@ -87,7 +88,7 @@ class ComparedModule(ShardedModule):
         call = Call.of(self, args, kwargs)
         with _listening(self) as call.part_values:
             outputs = super().forward(*args, **kwargs)
-        match = self._match(arguments)
+        match = match_of(self, arguments)
         assert match is not None  # it has just run
         comparison = _Comparison(self, *match, call)
         with call.undisturbed():

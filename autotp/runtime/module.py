@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -23,22 +23,22 @@ from autotp.comm.turn import Turn
 from autotp.errors import StateError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
+from autotp.ir.program import Sharded
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.checkpoint.saving import save_into
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
-from autotp.runtime.generation.generating import Generates, Generation, generate
+from autotp.runtime.generation.generating import Generation, generate
 from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, refuse_transforms
 
-from . import data_parallel, optimizer_steps, state
+from . import data_parallel, optimizer_steps, program_search, state
 from .call_key import form
 from .calls import Calls, RandomSource
 from .changes import Changes
-from .finding import Finds
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
 from .programs import Program, Programs, Source, train_as
@@ -48,7 +48,7 @@ from .storage import Storage
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
 
 
-class ShardedModule(Finds, Generates, Part):
+class ShardedModule(Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -129,7 +129,7 @@ class ShardedModule(Finds, Generates, Part):
             raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
-        kind = self._kind_of(call)
+        kind = program_search.kind_of(self, call)
         match = kind.program(call.shapes)
         new, source = self._calls.begin(kind, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
@@ -137,18 +137,29 @@ class ShardedModule(Finds, Generates, Part):
                 program, order = self._find(call)
             inputs = [call.flat[i] for i in order]
             outputs = self._first(program, inputs, source or self._calls.numbers(program))
-            self._kind_of(call).learn(program, order)  # which may be read otherwise now
+            program_search.kind_of(self, call).learn(program, order)  # which may be read otherwise now
         else:
             program, order = match
             inputs = [call.flat[i] for i in order]
             outputs = self._run(program, inputs, source or self._calls.numbers(program))
         return call.settle(self._finish(program, outputs, inputs), program.returns)
 
+    def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module at this path as a call of its own; see `program_search.by_itself`."""
+        return program_search.by_itself(self, entry, args, kwargs)
+
+    def _find(self, call: Arguments) -> tuple[Program, list[int]]:
+        return program_search.find(self, call)
+
+    def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
+        program_search.install(self, captured, sharded, changes, entry)
+
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences."""
         if self._shards.axis.name != "cp":
             return Arguments(self._carriers, args, kwargs, entry)
-        beside = self._source.ranks.batch
+        beside = self._shards.ranks and self._shards.ranks.batch
+        assert beside is not None
         own, whole = Inputs(*args, **kwargs).own_part(beside.rank, beside.tp)
         call = Arguments(self._carriers, own.args, own.kwargs, entry)
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None

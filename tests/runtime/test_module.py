@@ -29,8 +29,8 @@ def compiled(model: nn.Module, inputs: Any, **options: Any) -> Any:
 @pytest.fixture
 def captures() -> Iterator[Mock]:
     """Counts the captures made by calls."""
-    with patch.object(pipeline, "prepare", wraps=pipeline.prepare) as prepare:
-        yield prepare
+    with patch.object(pipeline, "further", wraps=pipeline.further) as further:
+        yield further
 
 
 def test_one_rank_is_bitwise_the_original(captures):

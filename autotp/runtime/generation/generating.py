@@ -8,16 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from autotp.errors import CaptureError, InputError, StateError
-from autotp.ir.graph import Capture
-from autotp.runtime.call_key import CallKey
+from autotp.errors import StateError
 from autotp.runtime.interop.methods import BATCHES
-from autotp.runtime.programs import CallKind
 
-from .arguments import Arguments
 from .generate_methods import one_generator
 
 NO_GENERATE = (
@@ -134,39 +129,3 @@ def _under_way(module: Any) -> Iterator[None]:
         attributes["_generation"] = outer
         for name in attributes.keys() - before:
             del attributes[name]
-
-
-class Generates:
-    """For a sharded module."""
-
-    _source: Any
-    _shards: Any
-    _programs_made: Any
-    _carriers: Any
-    _changes: Any
-    _mode: Any
-    _capture: Any
-
-    def _kind_of(self, call: Arguments) -> CallKind:
-        """The kind of a call, by which its programs are known."""
-        of = self._changes.key(), call.entry, call.wrong
-        # Of a state nobody asks for a gradient.
-        leaves = call.whole if call.states and torch.is_grad_enabled() else call.flat
-        return self._programs_made.kind(CallKey.of_call(self._mode(), of, leaves, call.spec))
-
-    def _captured(self, call: Arguments) -> Capture:
-        """The graph for a call; captured again while it shows more of what changes from call to call.
-
-        Raises:
-            InputError: it fails, and a state holds another number of sequences than the inputs.
-        """
-        try:
-            captured = self._capture(call, self._mode())
-        except CaptureError as error:
-            if reason := call.other_batch():
-                raise InputError(reason) from error
-            raise
-        while self._carriers.learn(captured):
-            call.read()
-            captured = self._capture(call, self._mode())
-        return captured
