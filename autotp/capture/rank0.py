@@ -41,10 +41,10 @@ def capture_once(
     Raises:
         CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
     """
-    if ranks is None:
-        return make()
-    if ranks.tp == 1:
-        return _each(ranks, agreed, make, "there is one")
+    if ranks is None or ranks.tp == 1:
+        captured, rest = make()
+        run_passes(captured, agreed)
+        return captured, rest
     mine = together(ranks, WHAT, key)
     rank_keys = from_all(ranks, mine, "what a capture depends on")
     why = next((reason for word, reason in rank_keys if word is None), "")
