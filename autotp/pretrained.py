@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.capture.selfcheck import LARGEST
+from autotp.capture.selfcheck import MAX_WEIGHT_BYTES
 from autotp.comm.ranks import Ranks, together
 from autotp.ir import files
 from autotp.runtime.lazy import LazyModule
@@ -135,7 +135,7 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
         build = _builder(transformers, config, dtype)
         with torch.device("meta"):
             model = build()
-        if real and sum(p.numel() * p.element_size() for p in model.parameters()) < LARGEST:
+        if real and sum(p.numel() * p.element_size() for p in model.parameters()) < MAX_WEIGHT_BYTES:
             torch.manual_seed(0)
             model = build()
     except Exception as error:  # whatever a config of another version, or of code of its own, lacks

@@ -23,7 +23,7 @@ from autotp.proof.run import run
 from .copies import copied
 from .made_real import made_real
 
-LARGEST = 10**9  # bytes of weights up to which a capture is compared without being asked to
+MAX_WEIGHT_BYTES = 10**9  # bytes of weights up to which a capture is compared without being asked to
 OUTPUT, STATE, GRADIENT = "output ", "", "the gradient of "
 # By kind (outputs, buffers and inputs as they are afterwards, gradients of parameters and inputs), values by name.
 Results = dict[str, Mapping[str, Any]]
@@ -61,7 +61,7 @@ class Trial:
         if check is False:
             return cls(model, inputs, device, "check_capture=False")
         size = bytes_of(model)
-        if size >= LARGEST and not check:
+        if size >= MAX_WEIGHT_BYTES and not check:
             why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; check_capture=True compares all the same"
             return cls(model, inputs, device, why)
         tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
@@ -121,7 +121,7 @@ class Trial:
             raise CaptureError(f"{what} the model computes something else: {fault}") from fault
 
     def on(self, inputs: Inputs) -> Trial:
-        """The same for other inputs."""
+        """Make a trial of other inputs."""
         return Trial(self.model, inputs, self.device, ground=self.ground)
 
     def compare(self, program: Capture) -> float:
@@ -147,7 +147,7 @@ class Trial:
             raise CaptureError(self.refused) from error
 
     def tolerance(self, program: Capture | None = None) -> float:
-        """What rounding may make of a difference, in the least exact dtype that is computed in."""
+        """Return what rounding may make of a difference, in the least exact dtype that is computed in."""
         # Numbers of one byte are stored so, and computed with as others.
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point() and p.itemsize > 1}
         if program is not None:
@@ -171,7 +171,7 @@ class Trial:
         return results
 
     def failure(self) -> str:
-        """How the model itself fails on its inputs; "" where it runs."""
+        """Say how the model itself fails on its inputs; "" where it runs."""
         try:
             self.outputs(self.mapped())
         except Exception as error:  # whatever a user's forward may raise
@@ -288,18 +288,18 @@ def _leaves_by_name(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def finite(values: Iterable[Any]) -> bool:
-    """Whether numbers of these are finite, where there are any."""
+    """Return whether numbers of these are finite, where there are any."""
     tensors = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
     return not tensors or any(bool(torch.isfinite(v).any()) for v in tensors)
 
 
 def bytes_of(model: nn.Module) -> int:
-    """What the parameters and buffers of a model take."""
+    """Return the bytes of a model's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether some parameter or buffer is on the meta device."""
+    """Return whether some parameter or buffer is on the meta device."""
     return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 

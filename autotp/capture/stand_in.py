@@ -20,13 +20,13 @@ from autotp.ir.graph import Capture
 from .copies import copied
 from .cut import cut, cuts, narrowed
 from .same_graph import differs
-from .selfcheck import LARGEST, Trial, bytes_of, on_meta
+from .selfcheck import MAX_WEIGHT_BYTES, Trial, bytes_of, on_meta
 
-CHEAP = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
-LIMIT = 1 << 26  # numbers in all weights of a stand-in
+MAX_REAL_NUMBERS = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
+MAX_STAND_IN_NUMBERS = 1 << 26  # numbers in all weights of a stand-in
 EXAMPLES, LENGTH = 2, 16  # what the first two dimensions of inputs are cut to
-COPIES = 4  # times the weights: a copy, the gradients of both sides, and what is computed on the way
-MOST = 8 * 10**9  # bytes of weights above which a model takes minutes on its own
+WEIGHT_COPIES = 4  # times the weights: a copy, the gradients of both sides, and what is computed on the way
+MAX_LONE_BYTES = 8 * 10**9  # bytes of weights above which a model takes minutes on its own
 Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and holds the capture against it
 
 
@@ -46,7 +46,7 @@ class Small:
 
     @property
     def ratio(self) -> int:
-        """How many times narrower its layers are."""
+        """Return how many times narrower its layers are."""
         return next((n // width for n, width in self.widths.items()), 1)
 
 
@@ -63,15 +63,15 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
     if check is not None:
         return whole
     empty, size = on_meta(model), bytes_of(model)
-    if not empty and size < LARGEST:
+    if not empty and size < MAX_WEIGHT_BYTES:
         return whole
     # Of a few GB for the case that no stand-in runs: not compared at all would be worse than slowly.
-    if LARGEST <= size <= MOST and COPIES * size <= free_memory(device):
+    if MAX_WEIGHT_BYTES <= size <= MAX_LONE_BYTES and WEIGHT_COPIES * size <= free_memory(device):
         whole = Trial.of(model, inputs, device, True)
     # The model itself is compared on short inputs first: its forward costs by their length.
-    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= LARGEST else ())
+    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= MAX_WEIGHT_BYTES else ())
     # A small model on the meta device needs no stand-in: random weights make it real as it is.
-    if not empty or _count(model) > CHEAP:
+    if not empty or _count(model) > MAX_REAL_NUMBERS:
         for small in _smaller(model):
             # Each length in turn: a forward that cuts 512 positions into blocks of 64 does not run on 16.
             for short in shortened(inputs, small.widths):
@@ -82,7 +82,9 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
                     return stand_in
     if whole.skip:
         why = f"{whole.skip}; no small model of its classes could be made from it, and by itself one is compared up to "
-        return replace(whole, skip=f"{why}{MOST / 1e9:.0f} GB, where {COPIES} times its weights are free")
+        return replace(
+            whole, skip=f"{why}{MAX_LONE_BYTES / 1e9:.0f} GB, where {WEIGHT_COPIES} times its weights are free"
+        )
     return whole
 
 
@@ -97,7 +99,7 @@ def _count(model: nn.Module) -> int:
 
 def _smaller(model: nn.Module) -> Iterator[Small]:
     """Small models of the same classes, those first that are most like the model."""
-    return (small for small in _candidates(model) if _count(small.model) <= LIMIT)
+    return (small for small in _candidates(model) if _count(small.model) <= MAX_STAND_IN_NUMBERS)
 
 
 def _candidates(model: nn.Module) -> Iterator[Small]:
@@ -191,10 +193,6 @@ class StandIn(Trial):
         self.ground, self.skip, self.remark = self.whole.ground, self.whole.skip, self.whole.remark
         return error
 
-    def failure(self) -> str:
-        """Nothing for the same reason."""
-        return ""
-
     def on(self, inputs: Inputs) -> Trial:
-        """For what an attempt assumes: the stand-in's own capture is held against it."""
+        """Make a trial for what an attempt assumes: the stand-in's own capture is held against it."""
         return replace(self, inputs=inputs)

@@ -132,14 +132,14 @@ def test_where_nothing_is_compared_the_notes_say_so(monkeypatch):
             autotp.plan(Net(), 2, example_inputs=X, check_capture=wrong)  # type: ignore[arg-type]
     model, size = Counter(), sum(t.nbytes for t in [*Counter().parameters(), *Counter().buffers()])
     for module in (selfcheck, stand_in):
-        monkeypatch.setattr(module, "LARGEST", size)  # the limit itself is not under it
+        monkeypatch.setattr(module, "MAX_WEIGHT_BYTES", size)  # the limit itself is not under it
     monkeypatch.setattr(stand_in, "free_memory", lambda device: 0)
     notes = autotp.plan(model, 2, example_inputs=X).notes
     assert "0.0 GB, 1 GB or more; check_capture=True" in str(notes)
     with pytest.raises(CaptureError, match="self-check"):
         autotp.plan(model, 2, example_inputs=X, check_capture=True)
     for module in (selfcheck, stand_in):
-        monkeypatch.setattr(module, "LARGEST", size + 1)
+        monkeypatch.setattr(module, "MAX_WEIGHT_BYTES", size + 1)
     with pytest.raises(CaptureError, match="self-check"):
         autotp.plan(model, 2, example_inputs=X)
 

@@ -62,11 +62,11 @@ def empty(wrong: bool = False, **sizes: int) -> Deep:
 @pytest.fixture(params=["cut", "narrow"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every model is too large; in one way also with few blocks."""
-    monkeypatch.setattr(stand_in, "CHEAP", 0)
+    monkeypatch.setattr(stand_in, "MAX_REAL_NUMBERS", 0)
     if request.param == "narrow":
         monkeypatch.setattr(cut, "NARROW", 16)
         monkeypatch.setattr(cut, "LEAST", 8)
-        monkeypatch.setattr(stand_in, "LIMIT", 6000)  # with two blocks of full width it has 8900 numbers
+        monkeypatch.setattr(stand_in, "MAX_STAND_IN_NUMBERS", 6000)  # with two blocks of full width it has 8900 numbers
     yield request.param
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_capture_is_found_by_the_stand_in(way):
 def test_large_weights_have_a_stand_in_too(monkeypatch):
     size = selfcheck.bytes_of(Deep())
     for module in (selfcheck, stand_in):
-        monkeypatch.setattr(module, "LARGEST", size)
+        monkeypatch.setattr(module, "MAX_WEIGHT_BYTES", size)
     model: Any = Deep()
     before = {n: p.clone() for n, p in model.state_dict().items()}
     assert "a stand-in with 2 of the 4 blocks of blocks, and its own weights" in told(model)
@@ -107,7 +107,7 @@ def test_large_weights_have_a_stand_in_too(monkeypatch):
     assert "compared" not in told(model)  # the model itself, as there is memory for it
     with pytest.raises(CaptureError, match="self-check: the captured graph is not the model"):
         told(uneven(Deep(wrong=True)))
-    monkeypatch.setattr(stand_in, "free_memory", lambda device: stand_in.COPIES * size - 1)
+    monkeypatch.setattr(stand_in, "free_memory", lambda device: stand_in.WEIGHT_COPIES * size - 1)
     assert "0.0 GB, 1 GB or more; check_capture=True compares all the same; no small model of its classes" in told(
         model
     )
@@ -189,7 +189,7 @@ def test_the_shapes_of_llama_405b_have_a_stand_in(monkeypatch):
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     small = next(stand_in._smaller(model))
-    assert small.ratio == 128 and stand_in._count(small.model) < stand_in.LIMIT
+    assert small.ratio == 128 and stand_in._count(small.model) < stand_in.MAX_STAND_IN_NUMBERS
     monkeypatch.setattr(cut, "RATIOS", cut.RATIOS[1:])
     assert not list(stand_in._smaller(model))
 

@@ -236,7 +236,7 @@ def test_verify_notices_a_wrong_rule(run):
 
 
 def test_what_json_has_no_word_for_is_null(run, folder, monkeypatch):
-    monkeypatch.setattr("autotp.pretrained.LARGEST", 1)
+    monkeypatch.setattr("autotp.pretrained.MAX_WEIGHT_BYTES", 1)
     told = json.loads(run("verify", folder, "--json").stdout)
     assert told["ok"] and told["capture_error"] < 1e-6  # on random weights, for there are none
     monkeypatch.setattr("autotp.capture.selfcheck.Trial.original", lambda trial: setattr(trial, "skip", "it fails"))
