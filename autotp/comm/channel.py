@@ -26,12 +26,12 @@ from torch.distributed import ProcessGroup
 from autotp.errors import RankError
 from autotp.log import log
 
-WIDEST = 200  # characters of one rank's value in a message
+MAX_CHARACTERS = 200  # characters of one rank's value in a message
 WAIT = "AUTOTP_WAIT_LOG_S"  # seconds of waiting after which it is logged
-GRACE = 2.0  # seconds in which a rank is seen to end, or to leave what has failed
-MOMENT = 0.05  # seconds in which a rank that is in step has sent its message
-SEND = 60.0  # seconds that sending may take: as good as never
-FIXED = 1024  # bytes of a message that goes as a collective
+GRACE_SECONDS = 2.0  # seconds in which a rank is seen to end, or to leave what has failed
+IN_STEP_SECONDS = 0.05  # seconds in which a rank that is in step has sent its message
+SEND_SECONDS = 60.0  # seconds that sending may take: as good as never
+COLLECTIVE_BYTES = 1024  # bytes of a message that goes as a collective
 FRAME = struct.Struct("!IQB")  # length of the message, number of the turn, kind
 SAYS, LEAVES = 0, 1
 
@@ -184,7 +184,7 @@ class Channel:
         """The message of this turn from one rank."""
         began, link = time.monotonic(), self.links[rank]
         message = link.next()
-        if message is None and _ready(link.peer, MOMENT):  # as nearly always: no limit is asked for
+        if message is None and _ready(link.peer, IN_STEP_SECONDS):  # as nearly always: no limit is asked for
             message = self._take(rank, what)
         if message is not None:
             return message
@@ -230,7 +230,7 @@ class Channel:
             texts.append(f"rank {rank}, {'which has ended' if rank in self.absent else turn}")
         return "; ".join(texts)
 
-    def ended(self, grace: float = GRACE) -> list[int]:
+    def ended(self, grace: float = GRACE_SECONDS) -> list[int]:
         """The ranks whose process has ended, as far as that is seen within a moment."""
         end = time.monotonic() + grace
         while True:
@@ -242,7 +242,7 @@ class Channel:
 
     def silent(self, ranks: Collection[int]) -> list[int]:
         """Return those of these ranks of which nothing comes within a moment."""
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + GRACE_SECONDS
         while (late := [rank for rank in self.late() if rank in ranks]) and time.monotonic() < end:
             time.sleep(0.02)
         return late
@@ -284,7 +284,7 @@ def _send(peer: socket.socket, data: bytes) -> None:
         try:
             data = data[peer.send(data) :]
         except BlockingIOError:
-            if not _ready(peer, SEND, select.POLLOUT):
+            if not _ready(peer, SEND_SECONDS, select.POLLOUT):
                 raise TimeoutError("the other end takes nothing") from None
 
 
@@ -321,8 +321,8 @@ class Collective(Channel):
     def exchange(self, what: str, message: bytes) -> list[bytes]:
         """Every rank's message, by rank, as one all-gather."""
         self.doing, self.running = what, False
-        head = struct.pack("!H", min(len(message), FIXED - 2)) + message[: FIXED - 2]
-        mine = torch.frombuffer(bytearray(head.ljust(FIXED, b"\0")), dtype=torch.uint8).to(self._device)
+        head = struct.pack("!H", min(len(message), COLLECTIVE_BYTES - 2)) + message[: COLLECTIVE_BYTES - 2]
+        mine = torch.frombuffer(bytearray(head.ljust(COLLECTIVE_BYTES, b"\0")), dtype=torch.uint8).to(self._device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self._group)
         self.began, self.running = time.monotonic(), True
@@ -357,4 +357,4 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."

@@ -27,10 +27,10 @@ from autotp.log import log
 
 from .channel import Channel, Collective, Link, by_value
 from .sockets import Peers, connected
-from .turn import CAUSE, Turn, depart, forked, joined, release
+from .turn import CAUSE_CHARACTERS, Turn, depart, forked, joined, release
 
-WHAT = 160  # characters of what a rank is about to do
-MOST = 64  # ranks that are all connected to each other
+WORD_CHARACTERS = 160  # characters of what a rank is about to do
+MAX_RANKS = 64  # ranks that are all connected to each other
 HEAD, COUNT = struct.Struct("!H"), struct.Struct("!I")
 COMMUNICATION = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|rendezvous|abort", re.IGNORECASE)
 LATE = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -57,7 +57,7 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
 
     Returns: None for a group that is too large for one, and for torch's fake groups, whose other ranks do not exist.
     """
-    if size > MOST or size == 1:
+    if size > MAX_RANKS or size == 1:
         return None
     channel = _open.get(group)
     if channel is None:
@@ -128,7 +128,7 @@ def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True
     """
     if channel is None:
         return [more]
-    text = what.encode()[:WHAT] + b"\0" + channel.axes.encode()
+    text = what.encode()[:WORD_CHARACTERS] + b"\0" + channel.axes.encode()
     mine = HEAD.pack(len(text)) + text + more
     with _turn(what, channel) if own else nullcontext():
         everyone = channel.exchange(what, mine)
@@ -167,7 +167,7 @@ def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
     """
     error, changes = release()
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    everyone = meet(channel, f"end of {what}", COUNT.pack(changes) + text.encode()[:CAUSE], own)
+    everyone = meet(channel, f"end of {what}", COUNT.pack(changes) + text.encode()[:CAUSE_CHARACTERS], own)
     if error is not None:
         raise error
     texts = [message[COUNT.size :].decode(errors="replace") for message in everyone]

@@ -17,8 +17,8 @@ from autotp.ir.specs import Spec
 
 from . import collectives, conversions
 
-MOST = 1 << 18  # bytes: more of them take longer to be read by all than to go round
-ALIGNED = 16  # bytes that the kernel reads together
+MAX_BYTES = 1 << 18  # bytes: more of them take longer to be read by all than to go round
+ALIGNED_BYTES = 16  # bytes that the kernel reads together
 KINDS = (torch.float32, torch.bfloat16)  # those that it adds up
 
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
@@ -32,8 +32,8 @@ def summed(x: Tensor, tp: int, group: str) -> Tensor:
         x: this rank's summand. tp: number of ranks. group: name of the process group.
     """
     x = x.contiguous()
-    fits = 0 < x.nbytes <= MOST and x.nbytes % ALIGNED == 0 and x.dtype in KINDS
-    room = compat.symmetric_room(group, MOST, x.device) if fits else None
+    fits = 0 < x.nbytes <= MAX_BYTES and x.nbytes % ALIGNED_BYTES == 0 and x.dtype in KINDS
+    room = compat.symmetric_room(group, MAX_BYTES, x.device) if fits else None
     if room is None:
         return collectives.real("all_reduce", x, "sum", tp=tp, group=group)
     return compat.one_shot_sum(room[: x.nbytes].view(x.dtype).view(x.shape), x, group)

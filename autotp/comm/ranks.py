@@ -29,9 +29,9 @@ from .lockstep import channel_of, lost, meet
 
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LINES = 20  # of differences in a message
+MAX_LINES = 20  # of differences in a message
 BESIDE = ("dp", "cp")  # mesh axes beside tp
-SETTLE = 0.1  # seconds at exit for gloo's threads
+SETTLE_SECONDS = 0.1  # seconds at exit for gloo's threads
 
 
 def check_degree(tp: object, world: int | None = None) -> int:
@@ -186,9 +186,9 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
         if len(set(values := [theirs.get(name, "(missing)") for theirs in everyone])) > 1
     ]
     if differing:
-        more = [f"  and {len(differing) - LINES} more"] if len(differing) > LINES else []
+        more = [f"  and {len(differing) - MAX_LINES} more"] if len(differing) > MAX_LINES else []
         raise RankError(
-            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing[:LINES], *more))
+            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing[:MAX_LINES], *more))
             + "\nEvery rank of a tp group must run the same script on the same versions, with the same model and the "
             "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
             "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."
@@ -313,7 +313,7 @@ def _settle_at_exit() -> None:
     ends, the process aborts ("terminate called without an active exception"), after all the work went well: up to one
     run in five of a short script, with `destroy_process_group` or without.
     """
-    atexit.register(time.sleep, SETTLE)
+    atexit.register(time.sleep, SETTLE_SECONDS)
 
 
 def _own_device(rank: int) -> torch.device:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from autotp.errors import RankError
 
-LIMIT = 10.0  # seconds that making a connection may take
+CONNECT_SECONDS = 10.0  # seconds that making a connection may take
 HELLO = struct.Struct("!32sI")  # the secret, the rank that connects
 
 Peers = dict[int, socket.socket]
@@ -57,9 +57,9 @@ def _meet(peers: Peers, server: Any, addresses: list[Any], rank: int, size: int)
     try:
         for other in range(rank):
             host, port, secret = addresses[other]
-            peers[other] = socket.create_connection((host, port), timeout=LIMIT)
+            peers[other] = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
             peers[other].sendall(HELLO.pack(secret, rank))
-        end = time.monotonic() + LIMIT
+        end = time.monotonic() + CONNECT_SECONDS
         while len(peers) < size - 1:
             server.settimeout(max(0.01, end - time.monotonic()))
             _welcome(peers, server.accept()[0], addresses[rank][2])
@@ -72,7 +72,7 @@ def _meet(peers: Peers, server: Any, addresses: list[Any], rank: int, size: int)
 
 def _welcome(peers: Peers, peer: socket.socket, secret: bytes) -> None:
     """Keep a connection of a rank of this group; drop a stranger's."""
-    peer.settimeout(LIMIT)
+    peer.settimeout(CONNECT_SECONDS)
     hello = b""
     while len(hello) < HELLO.size and (more := peer.recv(HELLO.size - len(hello))):
         hello += more

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .channel import LEAVES, Channel
 
-CAUSE = 400  # characters of a cause that other ranks are told
+CAUSE_CHARACTERS = 400  # characters of a cause that other ranks are told
 
 
 class _UnderWay:
@@ -128,7 +128,7 @@ def depart(text: str, *more: Channel) -> None:
     links = {id(link): link for channel in (*channels, *around) for link in channel.links.values()}
     for link in links.values():
         if link.departure != link.turn:
-            link.send(LEAVES, text.encode()[:CAUSE])
+            link.send(LEAVES, text.encode()[:CAUSE_CHARACTERS])
     for channel in channels:
         channel.leave()
 

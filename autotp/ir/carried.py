@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autotp import compat
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 SHIFT = 2  # a number n travels as a tensor of size [n + SHIFT, 0]: torch takes sizes of 0 and 1 for constants
 
 
@@ -64,7 +64,7 @@ class Fixed:
 
     def __reduce__(self) -> Any:
         """By the value, for another process; what is known here by its identity is no value there."""
-        if not isinstance(self.value, PLAIN):
+        if not isinstance(self.value, PLAIN_TYPES):
             raise PicklingError(f"a {self.text}, which is described by what this process knows it by")
         return _fixed, (self.value,)
 
@@ -104,7 +104,7 @@ class Shape:
 def _comparable(tree: Any) -> bool:
     if isinstance(tree, Compound):
         return all(_comparable(item) for _, item in tree.items)
-    return not isinstance(tree, Fixed) or isinstance(tree.value, PLAIN)
+    return not isinstance(tree, Fixed) or isinstance(tree.value, PLAIN_TYPES)
 
 
 class Carried:
@@ -149,14 +149,14 @@ def _is_cache(kind: type) -> bool:
 @cache
 def _opens(kind: type) -> bool:
     """Return whether objects of a class have attributes, and are no values, containers, functions or modules."""
-    closed = (Tensor, Carried, Returned, Same, nn.Module, Mapping, list, tuple, set, frozenset, *PLAIN, type)
+    closed = (Tensor, Carried, Returned, Same, nn.Module, Mapping, list, tuple, set, frozenset, *PLAIN_TYPES, type)
     if issubclass(kind, (*closed, types.ModuleType, Callable)):  # type: ignore[arg-type]
         return False
     return any("__dict__" in vars(base) for base in kind.__mro__)
 
 
 # A cache is described at every decoded token: equal parts of descriptions are one object, made once and compared fast.
-SHARED = frozenset({bool, int, str, type(None), torch.dtype, torch.device})  # not floats: 0.0 equals -0.0
+SHARED_TYPES = frozenset({bool, int, str, type(None), torch.dtype, torch.device})  # not floats: 0.0 equals -0.0
 
 
 def _fixed(value: Any) -> Fixed:
@@ -197,10 +197,10 @@ class Walk:
             self.counts.add(len(self.tensors))
             return _count(self._hold(counted(value), path))
         # Before identities: two attributes that are 0 are one object in Python, and share nothing.
-        if kind in SHARED:
+        if kind in SHARED_TYPES:
             return _shared(value)
         tensor = isinstance(value, Tensor)
-        if not tensor and isinstance(value, PLAIN):
+        if not tensor and isinstance(value, PLAIN_TYPES):
             return _fixed(value)
         # An object that two layers share is one afterwards as well, and one that holds itself ends here.
         if id(value) in self.numbers:
@@ -221,7 +221,7 @@ class Walk:
         pairs, moving = [], self.moving
         for key, x in items:
             # Most of what a cache holds is flags and numbers, at every decoded token.
-            plain = type(x) in SHARED and not (moving and type(x) is int)
+            plain = type(x) in SHARED_TYPES and not (moving and type(x) is int)
             pairs.append((key, _shared(x) if plain else self.walk(x, f"{path}.{key}", kind, str(key))))
         return Compound(kind, tuple(pairs))
 
@@ -273,7 +273,7 @@ class Builder:
     def value(self, tree: Any, now: Any = None) -> Any:
         """Make what a description stands for; `now`, which is in its place, is updated where it is of that class."""
         if isinstance(tree, Fixed):
-            if not isinstance(tree.value, PLAIN):
+            if not isinstance(tree.value, PLAIN_TYPES):
                 self.objects.append(tree.value)
             return tree.value
         if isinstance(tree, Count):

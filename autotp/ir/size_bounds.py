@@ -15,7 +15,7 @@ from .op import expression
 from .sizes import Size, substitute
 
 Place = tuple[int, int]  # a tensor's place among the inputs that are tensors, and the dimension
-MOST = 2**62  # elements in a dimension whose symbol has no range
+MAX_SIZE = 2**62  # elements in a dimension whose symbol has no range
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SizeBounds:
         derived = [
             (place, size) for place, size in others if isinstance(size, int) or size.free_symbols <= symbols.keys()
         ]
-        within = {s: ranges.get(s, (0, MOST)) for s in symbols}
+        within = {s: ranges.get(s, (0, MAX_SIZE)) for s in symbols}
         return cls(symbols, derived, within, [g for g in guards if g.free_symbols <= symbols.keys()])
 
     def broken(self, shapes: Sequence[Sequence[int]], names: Sequence[str]) -> str | None:

@@ -25,7 +25,7 @@ from autotp.runtime.interop.tool_refusals import refuse_transforms
 from .samples import NOTHING, SAMPLES, alike, leading, sampled
 
 GRADIENTS = struct.Struct(f"!?{SAMPLES}d")
-BODY = struct.Struct(f"!8sI8sIBIq8sI{SAMPLES}d")
+BODY = struct.Struct(f"!8sQ8sIBIq8sI{SAMPLES}d")
 NEW, HOOKED, WHOLE = 1, 2, 4
 SEQUENCES = (
     "With cp every rank passes the same whole sequences, of which the module takes its part; or each passes what "

@@ -39,7 +39,7 @@ from .revision import Inventory, WriteCount
 from .samples import NOTHING, alike, sampled
 from .shard_state import ShardState
 
-WRAP = 1 << 32  # of a number that is sent
+COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Calls:
         if channel is None:
             return program is None, None
         trained, count = self.inventory.trained(), self.count()
-        writes = (count - self.writes_before) % WRAP
+        writes = (count - self.writes_before) % COUNT_VALUES
         flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0] + WHOLE * (call.sequences is not None)
         exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
         digests = self._digests(kind, call)
@@ -193,7 +193,7 @@ class Calls:
 
     def writes(self) -> int:
         """Return how often weights were written since the call before, or since a load after it."""
-        return (self.count() - self.writes_before) % WRAP
+        return (self.count() - self.writes_before) % COUNT_VALUES
 
     def settle(self) -> None:
         """Forget what was written by now: the ranks have the same weights, as after a load."""
@@ -318,7 +318,8 @@ class Calls:
 
     def _digests(self, kind: CallKind, call: Arguments) -> tuple[bytes, int, bytes]:
         """The digest of a call's kind, that of its sizes, and that in which slices of the batch may not differ."""
-        sizes = hash(tuple([shape for shape in call.shapes if shape is not None])) % WRAP  # of whole numbers alone
+        # Of whole numbers alone, so that it is the same in every process.
+        sizes = hash(tuple([shape for shape in call.shapes if shape is not None])) % (1 << 64)
         if self.shards.axis.size == 1:
             return kind.digest, sizes, b""
         if sizes not in kind.slices:

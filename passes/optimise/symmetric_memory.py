@@ -34,7 +34,7 @@ class OneShot(Optimisation):
         """Rewrite the conversions."""
         judged = Judged(program, self)
         for node in list(program.graph.nodes):
-            small = over_tp(node, *one_shot.FORMS) and tensor_bytes(node.meta["val"]) <= one_shot.MOST
+            small = over_tp(node, *one_shot.FORMS) and tensor_bytes(node.meta["val"]) <= one_shot.MAX_BYTES
             if small and node.args[1].reduction == "sum":
                 judged.put("all-reduce in one step", Rewrite((node,), retarget, (node, one_shot.FORMS[node.target])))
         text = ", ".join(judged.summary()) or "nowhere: the plan has no small all-reduce"

@@ -26,12 +26,12 @@ symmetric_memory: Any = compat.running.symmetric_memory  # type: ignore[attr-def
         (torch.ones(3), False),  # 12 bytes
         (torch.ones(0, 4), False),
         (torch.ones(2, 8, dtype=torch.float64), False),
-        (torch.ones(one_shot.MOST // 4 + 4), False),
-        (torch.ones(one_shot.MOST // 4), True),
+        (torch.ones(one_shot.MAX_BYTES // 4 + 4), False),
+        (torch.ones(one_shot.MAX_BYTES // 4), True),
     ],
 )
 def test_what_fits_is_summed_in_one_step(x, fits):
-    room, seen = torch.zeros(one_shot.MOST, dtype=torch.uint8), []
+    room, seen = torch.zeros(one_shot.MAX_BYTES, dtype=torch.uint8), []
 
     def summed(view: Tensor, value: Tensor, group: str) -> Tensor:
         assert view.data_ptr() == room.data_ptr() and view.shape == value.shape and view.dtype == value.dtype

@@ -124,7 +124,7 @@ def test_a_message_longer_than_the_connection_holds_is_sent_whole(monkeypatch):
     assert b"".join(parts) == data
     other.close()
     assert channel._ready(one, 60.0)  # closed on this side
-    monkeypatch.setattr(channel, "SEND", 0.01)
+    monkeypatch.setattr(channel, "SEND_SECONDS", 0.01)
     one, other = socket.socketpair()
     one.setblocking(False)
     with one, other, pytest.raises(TimeoutError, match="takes nothing"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.carried import SHARED, Carried, Returned, Same, Shape, assign, is_carrier, rebuilt, states_of
+from autotp.ir.carried import SHARED_TYPES, Carried, Returned, Same, Shape, assign, is_carrier, rebuilt, states_of
 
 from .carriers import Carriers, Length, Reading
 
@@ -19,7 +19,7 @@ BATCH = (
     "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
     "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
 )
-LEAVES = SHARED | {Tensor, nn.Parameter}  # classes of what is a leaf whatever it holds
+LEAVES = SHARED_TYPES | {Tensor, nn.Parameter}  # classes of what is a leaf whatever it holds
 
 
 class Arguments:
