@@ -19,7 +19,7 @@ from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
-from autotp.runtime.lower.reduced import accumulate_in
+from autotp.runtime.lower.lower import accumulate_in
 
 from . import data_parallel, state
 from .call_key import CallKey, form

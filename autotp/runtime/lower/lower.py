@@ -8,24 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
 from autotp import compat
-from autotp.comm import symmetric
+from autotp.comm import conversions, symmetric
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.errors import InputError
+from autotp.ir.marks import mark
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.log import dump
 from autotp.passes.base import Pass, run_passes
 from autotp.passes.optimise import MEASURED, OPTIMISATIONS, Fired, Judge, RankProgram, Setting, read_switches
 
 from .measured import Measures, path_of
-from .reduced import read_reduce_dtype, reduce_in
 from .regional import Compiler
 
 EAGER, INDUCTOR = "eager", "inductor"
+WIDE = {"float32": torch.float32, "float64": torch.float64}  # types that gradients are added up in
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,37 @@ class Lowering:
         results = run_passes(program, optimisations, {name: bool(on) for name, on in self.switches.items()})
         dump("optimised", program.graph)
         return program.graph, tuple((name, changes.what) for name, changes in results)
+
+
+def read_reduce_dtype(request: Any) -> torch.dtype | None:
+    """The type that a public function's argument asks for, checked.
+
+    Raises:
+        InputError: it is none that gradients are added up in.
+    """
+    dtype: Any = WIDE.get(request, request) if isinstance(request, str) else request
+    if dtype is not None and dtype not in WIDE.values():
+        raise InputError(
+            f"reduce_dtype={request!r}: give torch.float32 or torch.float64, or None for the parameters' own."
+        )
+    return dtype
+
+
+def narrower(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether numbers of a tensor have less precision than this type."""
+    return x.is_floating_point() and x.dtype.itemsize < dtype.itemsize
+
+
+def reduce_in(graph: fx.Graph, dtype: torch.dtype) -> None:
+    """Have the conversions of parameters in one rank's graph add up gradients in this type."""
+    for node in graph.nodes:
+        source: Any = node.args[0] if mark(node).conversion is not None else None
+        val = source.meta.get("val") if isinstance(source, fx.Node) and source.op == "placeholder" else None
+        if node.target in conversions.FUNCTIONS.values() and val is not None and narrower(val, dtype):
+            node.kwargs = {**node.kwargs, "reduces": dtype}
+
+
+def accumulate_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Have a parameter's gradient be of this type, so that those of several backwards are added up in it."""
+    if parameter.requires_grad and narrower(parameter, dtype):
+        parameter.grad_dtype = dtype
