@@ -22,7 +22,7 @@ from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.lower.lower import accumulate_in
 
 from . import data_parallel, state
-from .call_key import CallKey, form
+from .call_key import CallKey, Form, form
 from .programs import CallKind, Program, readings
 from .tree import Assembler
 
@@ -121,37 +121,38 @@ def match_of(module: Any, call: Arguments) -> tuple[Program, list[int]] | None:
     return module._programs_made.find(call_form, call.whole, module._mode(), call.entry, module._changes.key())
 
 
-def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
+def install(
+    module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "", called: bool = True
+) -> Program:
     """Make a program runnable on this rank.
 
     Args:
         module: the sharded module. captured, sharded: the program of one process, and that of the ranks.
-        changes, entry: as of a program.
+        changes, entry: as of a program. called: by users; a stage is by its place, and the pipeline sums its gradients.
     """
-    source, key = module._source, module._programs_made.key()
-    places = source.places()
-    device = module._shards.place
-    judges = source.lowering.judges(source.ranks, source.tp, device)
-    graph, fired = source.lowering.program(sharded, places, device, module._plan.memory.peak, judges)
-    inputs, reads, count = readings(captured, graph, module._shards)
-    if module._plan.batch.size > 1 and source.ranks is not None:
-        data_parallel.spread(module._shards, reads, source.lowering.reduces)
-    elif source.lowering.reduces is not None:
-        for piece, _ in module._shards.pieces():
+    source, shards, key = module._source, module._shards, module._programs_made.key()
+    judges = source.lowering.judges(source.ranks, source.tp, shards.place)
+    peak = module._plan.memory.peak
+    graph, fired = source.lowering.program(sharded, source.places(), shards.place, peak, judges)
+    inputs, reads, count = readings(captured, graph, shards)
+    if called and module._plan.batch.size > 1 and source.ranks is not None:
+        data_parallel.spread(shards, reads, source.lowering.reduces)
+    elif called and source.lowering.reduces is not None:
+        for piece, _ in shards.pieces():
             accumulate_in(piece, source.lowering.reduces)
     constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
     compiler = source.lowering.compiler(graph)
     write_in_place(captured, graph)
     steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
-    assembler = Assembler(module._shards.parts, graph, reads, key, constants, compiler, source.ranks)
+    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks)
     assembler.build(inputs, one=steps)
-    call_form, _ = form(
-        source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
-    )
+    values, own = [x.node.meta.get("val") for x in captured.inputs], source.bare.get_submodule(entry)
+    call_form = form(own, values, captured.in_spec)[0] if called else Form((), ())
     random = any(map(draws, graph.nodes))
     module._carriers.learn_layouts(getattr(sharded, "states", {}))
     program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
     module._programs_made.add(program, module._order)
+    return program
 
 
 def kind_of(module: Any, call: Arguments) -> CallKind:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from autotp.capture.copies import copied
 from autotp.errors import StateError
-from autotp.ir.leaves import CONSTANT
 from autotp.passes.stages.cut import Piece
 from autotp.runtime import state
 from autotp.runtime.module import ShardedModule
-from autotp.runtime.programs import Program, readings
-from autotp.runtime.tree import Assembler
+from autotp.runtime.program_search import install
+from autotp.runtime.programs import Program
 
 ALONE = (
     "this module holds the stages of one rank of a pipeline, which needs what other ranks make: it cannot be called by "
@@ -81,18 +80,7 @@ class StagedModule(ShardedModule):
 
     def install(self, piece: Piece) -> Program:
         """Make one stage's program runnable on this rank."""
-        source, shards, key = self._source, self._shards, self._programs_made.key()
-        judges = source.lowering.judges(source.ranks, source.tp, shards.place)
-        peak = self._plan.memory.peak
-        graph, fired = source.lowering.program(piece.sharded, source.places(), shards.place, peak, judges)
-        inputs, reads, count = readings(piece.capture, graph, shards)
-        constants = {x.name: piece.capture.constants[x.name] for x in piece.capture.leaves if x.kind is CONSTANT}
-        compiler = source.lowering.compiler(graph)
-        Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
-        none: Any = None  # of a call: a stage is called by position
-        program = Program(piece.capture, piece.sharded, graph, key, none, count, False, fired, compiler)
-        self._programs_made.add(program, self._order)
-        return program
+        return install(self, piece.capture, piece.sharded, called=False)
 
     def run(self, program: Program, values: Sequence[Tensor], base: int) -> list[Any]:
         """A stage's outputs, without what it writes to buffers.
