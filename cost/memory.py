@@ -24,7 +24,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 
 from .cache import Cache
-from .objective import TRAINING, Objective
+from .objective import Objective
 from .prices import NO_PARTS, lengths, nbytes, sizer
 from .rank_memory import Memory
 from .saved_tensors import Saved, saved_by
@@ -76,41 +76,40 @@ def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: H
     return _Line(planned, sharded, objective, hints).peak()[:2]
 
 
-def kept_for_backward(
-    planned: Planned, sharded: Sharded, objective: Objective, hints: Hints
-) -> Iterator[tuple[fx.Node, float]]:
-    """Nodes of the program of one rank whose values autograd keeps, or which keep something of their own, and bytes."""
-    line = _Line(planned, sharded, objective, hints)
-    savers, extras = line.savers()
-    yield from ((node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers)
-    yield from ((line.nodes[moment], size) for moment, size in extras)
+class LineBytes(NamedTuple):
+    """Bytes by node of the program of one rank.
+
+    Attributes:
+        kept: of nodes whose values autograd keeps, or which keep something of their own.
+        working: of nodes in their order and backwards, what lives then beside what is steady or kept.
+        inputs: of each part what it reads of the rest and has a gradient.
+    """
+
+    kept: list[tuple[fx.Node, float]]
+    working: list[tuple[fx.Node, float]]
+    inputs: list[list[tuple[fx.Node, float]]]
 
 
-def working_sets(
-    planned: Planned, sharded: Sharded, objective: Objective, hints: Hints
-) -> Iterator[tuple[fx.Node, float]]:
-    """Nodes of the program of one rank, in their order and backwards, and the bytes that live then beside what is
-    steady or kept for the backward."""
-    line = _Line(planned, sharded, objective, hints)
-    for moment, size in enumerate(line.levels([life for life in line.lives() if not life.kept])):
-        yield line.nodes[moment if moment < len(line.nodes) else 2 * len(line.nodes) - 1 - moment], size
-
-
-def inputs_of(
-    planned: Planned, sharded: Sharded, hints: Hints, parts: Iterable[Collection[fx.Node]]
-) -> Iterator[list[tuple[fx.Node, float]]]:
-    """Of each part of the program of one rank what it reads of the rest and has a gradient, and its bytes on a rank.
+def line_bytes(
+    planned: Planned, sharded: Sharded, objective: Objective, hints: Hints, parts: Iterable[Collection[fx.Node]]
+) -> LineBytes:
+    """Return what the nodes of the program of one rank hold over a step.
 
     Args:
-        planned, sharded, hints: as for `measure`. parts: the nodes of each.
+        planned, sharded, objective, hints: as for `measure`. parts: nodes of the program, whose inputs are asked for.
     """
-    line = _Line(planned, sharded, TRAINING, hints)
+    line = _Line(planned, sharded, objective, hints)
+    savers, extras = line.savers() if objective.training else ({}, [])
+    kept = [(node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers]
+    kept += [(line.nodes[moment], size) for moment, size in extras]
+    both = [*line.nodes, *reversed(line.nodes)]
+    working = list(zip(both, line.levels([life for life in line.lives() if not life.kept]), strict=False))
+    inputs = []
     for nodes in parts:
-        operands = dict.fromkeys(
-            x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder"
-        )
-        values = [(x, sharded.origin[x]) for x in operands if x in sharded.origin]
-        yield [(x, line.size(v, sharded.layouts[x])) for x, v in values if v[0] in planned.grads]
+        read = (x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder")
+        values = [(x, sharded.origin[x]) for x in dict.fromkeys(read) if x in sharded.origin]
+        inputs.append([(x, line.size(v, sharded.layouts[x])) for x, v in values if v[0] in planned.grads])
+    return LineBytes(kept, working, inputs)
 
 
 def _place(node: fx.Node | None) -> str:

@@ -133,20 +133,23 @@ def collective_sends(primitive: str, nbytes: float, n: int, cluster: Cluster, st
     return Sends(call_seconds(primitive, nbytes, n, cluster, stride), collective_bytes(primitive, nbytes, n))
 
 
-def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
-    """What the replicas of a group of weights send for them: "weights" in every micro-batch, otherwise once in a step.
+def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | None = None) -> Sends:
+    """Return what the replicas of some weights send for them: "weights" in every micro-batch, else once in a step.
 
     Whole: an all-reduce of the gradients. "states": a reduce-scatter of these, and an all-gather of new weights.
     "weights": weights are gathered for the forward and for the backward, and gradients reduce-scattered.
 
     Args:
-        mesh: says how weights lie. nbytes: of the weights on a tp rank, and of their gradients. cluster: the machines.
+        mesh: says how weights lie. nbytes: of the weights on a tp rank. cluster: the machines.
+        graded: bytes of their gradients; by default as many. Without any the forward alone gathers weights.
     """
-    calls = {"": ("all_reduce",), "states": ("reduce_scatter", "all_gather")}
-    each = calls.get(mesh.shard, ("all_gather", "all_gather", "reduce_scatter"))
+    grads = nbytes if graded is None else graded
+    calls = [("reduce_scatter" if mesh.shard else "all_reduce", grads)] if grads else []
+    if mesh.shard:
+        calls = [("all_gather", nbytes)] * (2 if grads and mesh.shard == "weights" else 1) + calls
     total = Sends()
-    for call in each:
-        total = total.plus(collective_sends(call, nbytes, mesh.replicas, cluster, mesh.stride("weights")))
+    for call, size in calls:
+        total = total.plus(collective_sends(call, size, mesh.replicas, cluster, mesh.stride("weights")))
     return total
 
 

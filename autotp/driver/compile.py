@@ -41,8 +41,8 @@ from autotp.passes.shard.decide import decide
 from autotp.passes.shard.past import CacheParts, cache_parts
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
-from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe, with_regathering
+from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.describe.reasons import few_groups, without_rule
 from autotp.plans.plan import Plan
 from autotp.runtime import state
@@ -344,7 +344,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     all_notes = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else []), *odd]
     cache = None if begun is None else _cache(begun, planned, options)
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, cache)
-    plan = described(plan, planned, builder, options.batch)
+    plan = with_axis(plan, planned, sharded, builder, options.batch)
     plan = replace(with_regathering(plan, planned, sharded, builder), builder=builder)
     return Staged(plan, planned, sharded, builder)
 

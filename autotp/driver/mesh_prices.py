@@ -1,9 +1,9 @@
-"""A step on a mesh, priced from the terms of a plan's units."""
+"""A step on a mesh, priced from the costs of a plan's units."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -11,13 +11,69 @@ from typing import NamedTuple
 import numpy as np
 
 from autotp.cost import Cluster, call_seconds, collective_bytes
-from autotp.cost.meshes import Mesh, Sends, boundary_sends, bubble, context_sends, weight_sends
-from autotp.passes.stages.balance import Weight, divide, in_flight
+from autotp.cost.meshes import Attended, Mesh, Sends, boundary_sends, bubble, context_sends, weight_sends
+from autotp.cost.prices import nbytes
+from autotp.cost.units import Call, Unit, UnitCost, UnitCosts
+from autotp.ir.graph import resolve, size_hint, tensors
+from autotp.ir.parts import HeadDims
+from autotp.ir.scopes import module_path
+from autotp.passes.analysis.blocks import find_blocks
+from autotp.passes.stages.balance import divide, in_flight, units_of
+from autotp.plans.describe.describe import gathered_again
 
-from .mesh_terms import Call, Load, Terms, UnitTerms
+from .compile import Staged
+from .staging import weigh
 
 Array = np.ndarray
 SPLIT = {"": (), "states": ("states",), "weights": ("weights", "gradients", "states")}  # what is split over dp
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A model planned for a degree of tp.
+
+    Attributes:
+        units: in order. tied: weights of several units: bytes with gradient and states, and the units.
+        exposed_share: part of the communication over tp that nothing hides.
+        flops: of the whole model's forward.
+    """
+
+    tp: int
+    units: tuple[UnitCost, ...]
+    tied: tuple[tuple[float, tuple[int, ...]], ...]
+    exposed_share: float
+    flops: float
+
+
+def terms_of(staged: Staged) -> Terms:
+    """Return the terms of a plan: its units with their attentions, and what gathering again saves."""
+    plan, planned, sharded, prices = staged.plan, staged.planned, staged.sharded, staged.builder.prices
+    spans = units_of(sharded.graph.nodes) or [Unit("", 0)]
+    costs = UnitCosts(planned, sharded, prices, spans)
+    for node, size, seconds in gathered_again(planned, sharded, staged.builder):
+        load = costs.load(node)
+        load.again += seconds
+        load.gathers[Call("all_gather", size)] += 1
+        load.saved += costs.kept.get(node, 0.0) * (1 - 1 / plan.tp)
+    operators: Mapping = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
+    names = {u.name: i for i, u in enumerate(spans)}
+    for part in find_blocks(planned.program, planned.same, operators):
+        if part.heads is not None:
+            paths = [p for n in part.nodes for p in module_path(n) if p in names]
+            unit = costs.units[names[paths[0]] if paths else 0]
+            count, kv = (size_hint(n, prices.hints) for n in (part.heads.count, part.heads.kv))
+            queries, keys = (_head_bytes(staged, at) for at in (part.heads.at, part.heads.kv_at))
+            unit.attentions.append(Attended(queries, keys, count, kv))
+    totals = plan.totals
+    exposed_share = totals.exposed / totals.communication if totals.communication else 1.0
+    return Terms(plan.tp, costs.units, costs.tied, exposed_share, totals.flops)
+
+
+def _head_bytes(staged: Staged, at: HeadDims) -> float:
+    """Return the bytes of an operand with heads on a rank."""
+    (node, slot, _), planned, hint = at, staged.planned, staged.builder.prices.hint
+    source, i = resolve(planned.ops[node].slots[slot])
+    return nbytes(tensors(source)[i], hint) * planned.decisions[node].ins[slot].share(planned.tp, hint)
 
 
 class UnitSums(NamedTuple):
@@ -156,30 +212,27 @@ class Pricer:
     def starts(self, pp: int, chunks: int) -> Array:
         """Where each stage begins: the division whose slowest stage is fastest, with all kept."""
         if (pp, chunks) not in self._starts:
-            sums = self.sums(Mesh(1, 1, 1, self.terms.tp, self.example))
-            steady = self.steady["weights"] + self.steady["gradients"] + self.steady["states"]
-            seconds = sums.compute + sums.tp
-            weights = [Weight(*map(float, x)) for x in zip(seconds, steady, sums.kept_bytes, strict=True)]
-            division = divide(weights, pp, chunks)
+            division = divide(weigh(self.terms.units, self.terms.tied), pp, chunks)
             assert division is not None
             self._starts[pp, chunks] = np.cumsum([0, *division.sizes[:-1]])
         return self._starts[pp, chunks]
 
-    def _unit(self, unit: UnitTerms, mesh: Mesh) -> tuple[float, ...]:
-        """A row of `UnitSums`: tokens scale kernels, bytes and what is kept, and not what a start takes."""
+    def _unit(self, unit: UnitCost, mesh: Mesh) -> tuple[float, ...]:
+        """Return a row of `UnitSums`: tokens scale kernels, bytes and what is kept, and not what a start takes."""
         size = mesh.batch / self.example
         part, both, block = size / mesh.cp, (unit.block, unit.rest), unit.block
-        compute = sum(part * (x.forward + x.backward) + x.launches_forward + x.launches_backward for x in both)
-        backward = sum(part * x.backward + x.launches_backward for x in both)
-        calls = _total(c for x in both for c in (x.calls_forward, x.calls_backward))
+        backward = sum(part * x.backward.kernels + x.backward.launches for x in both)
+        compute = backward + sum(part * x.forward.kernels + x.forward.launches for x in both)
+        calls = _total(way.calls for x in both for way in (x.forward, x.backward))
         again, kept_bytes, working = 0.0, part * (block.kept_bytes + unit.rest.kept_bytes), part * unit.working
         if mesh.keep == "slices":
             again = part * sum(x.again for x in both)
             kept_bytes -= part * sum(x.saved for x in both)
         if mesh.keep == "inputs":
-            again = part * block.forward + block.launches_forward + self._over_tp(block.calls_forward, part)[0]
+            again = part * block.forward.kernels + block.forward.launches
+            again += self._over_tp(block.forward.calls, part)[0]
             kept_bytes, working = part * (unit.inputs + unit.rest.kept_bytes), working + part * block.kept_bytes
-        extra = {"slices": _total(x.gathers for x in both), "inputs": block.calls_forward}.get(mesh.keep, Counter())
+        extra = {"slices": _total(x.gathers for x in both), "inputs": block.forward.calls}.get(mesh.keep, Counter())
         seconds, nbytes = self._over_tp(calls, part)
         forwards = 2 if mesh.keep == "inputs" else 1
         attended = [context_sends(mesh, a, self.cluster, size, forwards) for a in unit.attentions]
@@ -193,9 +246,9 @@ class Pricer:
     def _over_tp(self, calls: Counter[Call], part: float) -> tuple[float, float]:
         """Seconds that nothing hides, and bytes, of collectives of a part of what was planned."""
         tp, seconds, total = self.terms.tp, 0.0, 0.0
-        for (primitive, nbytes), times in calls.items():
-            seconds += times * call_seconds(primitive, part * nbytes, tp, self.cluster)
-            total += times * collective_bytes(primitive, part * nbytes, tp)
+        for (primitive, size), times in calls.items():
+            seconds += times * call_seconds(primitive, part * size, tp, self.cluster)
+            total += times * collective_bytes(primitive, part * size, tp)
         return seconds * self.terms.exposed_share, total
 
     def _updates(self, mesh: Mesh, backward: Array) -> tuple[Array, Array, float]:
@@ -216,10 +269,10 @@ class Pricer:
         degree = dict.fromkeys(SPLIT["weights"], 1) | dict.fromkeys(SPLIT[mesh.shard], mesh.replicas)
         parts = [self.steady[name] / n for name, n in degree.items()]
         rank_bytes = np.add.reduceat(np.sum(parts, 0), starts)
-        for nbytes, places in self.terms.tied:
+        for size, places in self.terms.tied:
             homes = sorted({int(np.searchsorted(starts, p, side="right")) - 1 for p in places})
             for stage in homes[1:]:
-                rank_bytes[stage] += nbytes / degree["weights"]
+                rank_bytes[stage] += size / degree["weights"]
         rank_bytes = rank_bytes + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept_bytes
         gathered = float(self.steady["weights"].max()) if mesh.shard == "weights" else 0.0
         return float((rank_bytes.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
@@ -236,8 +289,3 @@ def _total(calls: Iterable[Counter[Call]]) -> Counter[Call]:
     for each in calls:
         total += each
     return total
-
-
-def saves(loads: Iterable[Load]) -> bool:
-    """Whether gathering again saves anything."""
-    return any(x.saved for x in loads)

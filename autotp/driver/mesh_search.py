@@ -11,14 +11,13 @@ from autotp.cost.prices import lengths
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
-from autotp.plans.describe.batch_axis import described
+from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
 from autotp.text import listed
 
 from .compile import Staged, plan_stages
-from .mesh_prices import Priced, Pricer, saves
-from .mesh_terms import terms_of
+from .mesh_prices import Priced, Pricer, terms_of
 from .options import Options
 
 BATCH_FACTORS = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
@@ -158,7 +157,7 @@ class _Search:
 
     def _keeps(self, tp: int) -> Sequence[str]:
         units = self.pricers[tp].terms.units
-        again = saves(x for u in units for x in (u.block, u.rest))
+        again = any(x.saved for u in units for x in (u.block, u.rest))
         return [keep for keep in KEEPS if keep != "slices" or again]
 
     def _row(self, mesh: Mesh, priced: Priced) -> MeshRow:
@@ -205,5 +204,6 @@ class _Search:
         staged, axis = self.staged[mesh.tp], Axis(mesh.dp, mesh.shard == "weights")
         why = f"of {self.devices} devices: pp={mesh.pp} x dp={mesh.dp} x tp={mesh.tp}"
         plan = staged.plan
-        plan = described(plan, staged.planned, staged.builder, axis) if mesh.pp == 1 else replace(plan, batch=axis)
+        costs = with_axis(plan, staged.planned, staged.sharded, staged.builder, axis)
+        plan = costs if mesh.pp == 1 else replace(plan, batch=axis)
         return replace(plan, notes=(*plan.notes, why))

@@ -19,9 +19,8 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.passes.decompose.losses import with_loss
-from autotp.passes.stages.balance import Staging
+from autotp.passes.stages.balance import Staging, stage_starts
 from autotp.passes.stages.cut import Piece, cut
-from autotp.passes.stages.units import stage_starts
 from autotp.plans.plan import Plan
 from autotp.runtime.interop.tool_refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering

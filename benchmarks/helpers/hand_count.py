@@ -15,15 +15,31 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autotp.cost import call_seconds, collective_bytes
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.parts import GraphPart
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.hand_written import FEED_FORWARD, splits
 from autotp.passes.shard.planner import Builder
-from autotp.plans.describe.sent import CollectiveSend, priced
 from autotp.plans.plan import Plan
 
 LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class CollectiveSend:
+    """One collective: its primitive, the whole value's bytes, and whether it runs in the backward."""
+
+    primitive: str
+    bytes: float
+    backward: bool
+
+
+def priced(sends: Sequence[CollectiveSend], builder: Builder) -> tuple[float, float]:
+    """Bytes that a rank sends by these collectives, and seconds; those of the backward only where the plan trains."""
+    counted = [s for s in sends if builder.objective.training or not s.backward]
+    nbytes = sum(collective_bytes(s.primitive, s.bytes, builder.tp) for s in counted)
+    return nbytes, sum(call_seconds(s.primitive, s.bytes, builder.tp, builder.cluster) for s in counted)
 
 
 def hand_bytes(plan: Plan) -> float:

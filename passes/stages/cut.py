@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +27,22 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import innermost, module_of, scope_path
 
-from .wires import Wire, check, passes, tensor_of
-
 MADE_AGAIN = (BUFFER, CONSTANT, INPUT, SEEDS)  # kinds of leaves of which each stage makes for itself what it reads
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value that a stage sends to the next one, each tp rank what it holds of it.
+
+    Attributes:
+        name: of the value in the program. value: its fake whole.
+        layout: how it lies over the tp ranks. graded: whether a gradient comes back.
+    """
+
+    name: str
+    value: Tensor
+    layout: Layout
+    graded: bool
 
 
 @dataclass
@@ -173,11 +186,11 @@ class _Cutter:
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether this is a conversion that each stage makes that reads it: its operand may cross, or is there."""
-        if mark(node).conversion is None or passes(self._layout(node), self._graded(node)):
+        if mark(node).conversion is None or may_flow(self._layout(node), self._graded(node)):
             return False
         source: Any = node.args[0]
         there = source in self.free or source.op == "placeholder"
-        return there or passes(self._layout(source), self._graded(source))
+        return there or may_flow(self._layout(source), self._graded(source))
 
     def _boundary(self, k: int) -> list[fx.Node]:
         """What flows from stage k to the next, in the order of the program."""
@@ -188,9 +201,9 @@ class _Cutter:
         wires = []
         for node in nodes:
             layout, graded = self._layout(node), self._graded(node)
-            crosses = layout if passes(layout, graded) or not _convertible(layout) else I
+            crosses = layout if may_flow(layout, graded) or not _convertible(layout) else I
             wires.append(Wire(node.name, tensor_of(node), crosses, graded))
-        check(wires, stage)
+        check_wires(wires, stage)
         return tuple(wires)
 
     # ---- writing the pieces ----------------------------------------------------------------------------------------
@@ -307,3 +320,42 @@ class _Writer:
         inherit(new, value, conversion=(source, target), scope=(), axis="tp", batch=None, no_grad=no_grad)
         self._note(new, node, target)
         return new
+
+
+# ---- what may flow from one stage to the next ---------------------------------------------------------------------
+
+
+def may_flow(layout: Layout, graded: bool) -> bool:
+    """Whether a value that lies so may flow between stages: what comes back must not be a sum that is still to be
+    taken, so a value with a gradient is Invariant or Shard, and no value is Partial."""
+    return layout.mark in ("I", "S") or (not graded and layout.mark == "R")
+
+
+def check_wires(wires: Iterable[Wire], stage: int) -> None:
+    """Refuse a boundary at which a sum is pending.
+
+    Raises:
+        PlanError: a value is Partial, or its gradient would be.
+    """
+    for wire in wires:
+        if not may_flow(wire.layout, wire.graded):
+            what = "is a summand" if wire.layout.mark == "P" else "has a gradient that is a summand"
+            raise PlanError(
+                f"between stages {stage} and {stage + 1} the value {wire.name} lies {wire.layout}: what a rank holds "
+                f"{what}, and sums must be taken before a value leaves its stage. Please report the model."
+            )
+
+
+def tensor_of(node: fx.Node) -> Tensor:
+    """The tensor that a node makes.
+
+    Raises:
+        PlanError: it makes none.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        raise PlanError(
+            f"{node.name}, a number that data decides, is made in one stage and read in another: only tensors flow "
+            "between stages. Use fewer stages, or tensor parallelism alone."
+        )
+    return value

@@ -21,8 +21,8 @@ from autotp.ir.program import Planned
 from autotp.ir.serial import plain, read_layout
 from autotp.passes.shard.ends import Ends
 from autotp.passes.shard.planner import Builder
+from autotp.passes.stages.balance import stage_starts, units_of
 from autotp.passes.stages.cut import cut
-from autotp.passes.stages.units import stage_starts, units_of
 from tests.helpers.plans import stages
 
 EXPERTS, WIDTH = 4, 8

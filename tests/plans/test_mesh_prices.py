@@ -9,16 +9,16 @@ import pytest
 
 from autotp.cost import Cluster, call_seconds
 from autotp.cost.meshes import Mesh, boundary_sends, weight_sends
-from autotp.driver.mesh_prices import Pricer
-from autotp.driver.mesh_terms import Load, Terms, UnitTerms
+from autotp.cost.units import Call, Direction, Load, UnitCost
+from autotp.driver.mesh_prices import Pricer, Terms
 
 H100 = Cluster.preset("h100")
 
 
-def unit(seconds: float = 1.0) -> UnitTerms:
+def unit(seconds: float = 1.0) -> UnitCost:
     """A block that computes so long forward and twice that backward, keeps 100 bytes of 10 that it reads."""
-    block = Load(forward=seconds, backward=2 * seconds, kept_bytes=100.0)
-    return UnitTerms(block, Load(), weights=2.0, gradients=2.0, states=12.0, optimizer=0.5, inputs=10.0, working=7.0)
+    block = Load(Direction(seconds), Direction(2 * seconds), seconds=3 * seconds, kept_bytes=100.0)
+    return UnitCost(block, Load(), weights=2.0, gradients=2.0, states=12.0, optimizer=0.5, inputs=10.0, working=7.0)
 
 
 def pricer(count: int = 8, tied: tuple[tuple[float, tuple[int, ...]], ...] = ()) -> Pricer:
@@ -93,8 +93,9 @@ def test_dp_waits_for_what_the_backward_does_not_hide():
 
 
 def test_cp_halves_kernels_and_what_is_sent_over_tp():
-    calls = Counter({("all_reduce", 1e6): 2})
-    units = tuple(replace(unit(), block=Load(1.0, 2.0, calls_forward=calls, kept_bytes=100.0)) for _ in range(4))
+    calls = Counter({Call("all_reduce", 1e6): 2})
+    block = Load(Direction(1.0, calls=calls), Direction(2.0), seconds=3.0, kept_bytes=100.0)
+    units = tuple(replace(unit(), block=block) for _ in range(4))
     own = Pricer(Terms(2, units, (), 0.5, 1.0), H100, 1)
     one, two = own.price(Mesh(1, 1, 1, 2)), own.price(Mesh(1, 1, 2, 2))
     assert two.times["compute"] == one.times["compute"] / 2

@@ -17,6 +17,7 @@ from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.cost.terms import Cost
+from autotp.cost.units import Works
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Size
 from autotp.ir.leaves import TABLE
@@ -25,17 +26,16 @@ from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.blocks import find_blocks
-from autotp.passes.optimise.products import ProductGroup, groups
+from autotp.passes.optimise.products import groups
 from autotp.passes.optimise.regather import too_large
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
 from autotp.text import counted
 
-from .batch_axis import lengthened
-from .layer_times import BACKWARD, Steps, layer
+from .dp_costs import lengthened
+from .layer_times import layer, timed
 from .reasons import reason, role
-from .sent import priced, sends_of
 
 
 def describe(
@@ -56,7 +56,8 @@ def describe(
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, builder, parts)
     collectives = tuple(walker.walk(sharded))
-    steps = Steps(planned, builder, parts, walker.block, lambda n: walker.place(n, sharded))
+    works = list(Works(planned, builder.prices).walk(sharded))
+    communication = sum(t for *_, work in works for t, call in work.directions if call is not None)
     cache = cache_of(planned, builder.prices.hints) or own_cache
     if cache is None:
         cache = Cache() if builder.objective.training else guessed(parts, planned, planned.program.hints)
@@ -70,12 +71,12 @@ def describe(
         parameters=parameters,
         collectives=collectives,
         blocks=_blocks(planned, parts),
-        totals=_totals(planned, builder, parameters, collectives),
+        totals=_totals(planned, builder, parameters, collectives, communication),
         memory=memory,
         decisions={n.name: d for n, d in planned.decisions.items()},
         inputs=tuple(inputs),
         notes=tuple(notes),
-        layer=layer(tuple(steps.walk(sharded))),
+        layer=layer(tuple(timed(works, parts, walker.block, lambda n: walker.place(n, sharded)))),
         states=planned.states,
         tables={n: x for n, x in tables.items() if x.sharded_dim is not None},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
@@ -235,8 +236,9 @@ SOLVED = ("seconds", "bound", "parameter_bytes", "least_parameter_bytes", "least
 
 
 def _totals(
-    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective]
-) -> Totals:
+    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
+    communication: float,
+) -> Totals:  # fmt: skip
     flops = local = 0.0
     for node in planned.ops:
         decision, whole = planned.decisions[node], builder.prices.flops(node)
@@ -245,7 +247,6 @@ def _totals(
         local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
     hand = solution.rival if solution is not None else None
-    sends = [x for c in collectives for x in sends_of(c, planned.tp)]
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),
@@ -255,7 +256,7 @@ def _totals(
         backward_bytes=sum(c.backward_bytes for c in collectives),
         **{name: getattr(solution, name, 0.0) for name in SOLVED},
         band=builder.band or 0.0,
-        communication=priced(sends, builder)[1],
+        communication=communication,
         megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
         megatron_step=hand.seconds if hand is not None else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
@@ -300,22 +301,13 @@ def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iter
     Args:
         planned: the decisions, made by `builder`. sharded: the program of all ranks.
     """
+    works = Works(planned, builder.prices)
     for group in groups(sharded.graph):
         if group.gathers:
             size = builder.prices.bytes(group.conversion.meta["val"])
-            alone = call_seconds(CALL, size, planned.tp, builder.cluster)
-            beside = _gradient_seconds(group, planned, sharded, builder) if builder.cluster.overlaps else 0.0
+            alone, beside = call_seconds(CALL, size, planned.tp, builder.cluster), 0.0
+            # The products that make the gradient of the gathered value: each takes as long as its forward.
+            products = (sharded.origin[p.node][0] for p in group.products if p.node in sharded.origin)
+            if builder.cluster.overlaps:
+                beside = sum(works.operator(product).forward for product in products)
             yield group.conversion, size, alone - hidden_seconds(alone, beside)
-
-
-def _gradient_seconds(group: ProductGroup, planned: Planned, sharded: Sharded, builder: Builder) -> float:
-    """Seconds of the products that make the gradient of the gathered value: each takes as long as its forward."""
-    return sum(
-        _forward(sharded.origin[p.node][0], planned, builder) for p in group.products if p.node in sharded.origin
-    )
-
-
-def _forward(node: fx.Node, planned: Planned, builder: Builder) -> float:
-    decision, rule, prices = planned.decisions[node], planned.rules[node], builder.prices
-    split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
-    return prices.seconds(prices.operator(planned.ops[node], decision.ins, decision.outs, split)) / (1 + BACKWARD)

@@ -17,7 +17,7 @@ from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
 from autotp.ir.op import expression
 from autotp.ir.sizes import substitute
-from autotp.passes.stages.wires import Wire
+from autotp.passes.stages.cut import Wire
 from autotp.runtime.call_key import Form, form
 
 

@@ -13,10 +13,8 @@ from autotp.driver.options import Options, Steering, required_inputs
 from autotp.driver.staging import staging
 from autotp.errors import PlanError
 from autotp.ir.layouts import I, Layout, P, R
-from autotp.passes.stages.balance import Weight, divide, in_flight
-from autotp.passes.stages.cut import cut
-from autotp.passes.stages.units import stage_starts, units_of
-from autotp.passes.stages.wires import Wire, check
+from autotp.passes.stages.balance import Weight, divide, in_flight, stage_starts, units_of
+from autotp.passes.stages.cut import Wire, check_wires, cut
 from tests.helpers.pipelines import Tower
 
 
@@ -26,9 +24,9 @@ def wire(layout: Layout, graded: bool) -> Wire:
 
 @pytest.mark.parametrize(("layout", "graded"), [(P, True), (P, False), (R, True)])
 def test_a_pending_sum_does_not_leave_its_stage(layout: Layout, graded: bool) -> None:
-    check([wire(I, True), wire(R, False)], 0)
+    check_wires([wire(I, True), wire(R, False)], 0)
     with pytest.raises(PlanError, match=r"between stages 0 and 1 the value x lies .* summand"):
-        check([wire(I, True), wire(layout, graded)], 0)
+        check_wires([wire(I, True), wire(layout, graded)], 0)
 
 
 def test_a_plan_is_cut_between_blocks() -> None:

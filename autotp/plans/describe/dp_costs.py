@@ -1,0 +1,79 @@
+"""Costs of the data-parallel axis in a plan: gradients and weights over it, group by group, and memory.
+
+What the backward is too short to hide is a part of the step. The groups are those of `autotp.runtime.data_parallel`:
+one for each repeated block, and one for what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from autotp.comm.conversions import primitive
+from autotp.cost import collective_bytes
+from autotp.cost.meshes import Mesh, Sends, weight_sends
+from autotp.cost.objective import Objective
+from autotp.cost.terms import Cost
+from autotp.cost.units import Works
+from autotp.ir.marks import mark
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import block_of
+from autotp.passes.shard.planner import Builder
+from autotp.plans.estimates import Axis, Totals
+from autotp.plans.plan import Parameter, Plan
+
+
+def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, axis: Axis) -> Plan:
+    """Return the plan with what the data-parallel axis costs: a call for each repeated block, and one for the rest.
+
+    Args:
+        plan: of one dp rank. planned, sharded, builder: what it was made from.
+        axis: the size of the data-parallel axis, and whether weights are split over it.
+    """
+    if axis.size == 1:
+        return plan
+    prices, training = builder.prices, builder.objective.training
+    trained = {x.name for x in planned.program.leaves if x.node in planned.grads and training}
+    mesh = Mesh(1, axis.size, 1, plan.tp, shard="weights" if axis.fully_shard else "")
+    groups: dict[str, list[Parameter]] = defaultdict(list)
+    for p in plan.parameters:
+        groups[block_of(p.name)].append(p)
+    sends = Sends()
+    for weights in groups.values():
+        graded = _bytes(p for p in weights if p.name in trained)
+        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded))
+    values = 0.0
+    for op in planned.ops.values():
+        if (over := mark(op.node).batch) is not None:
+            src, dst, n = over[:3]
+            size = max(prices.bytes(op.slots[0].meta["val"]), prices.bytes(op.node.meta["val"]))
+            ways = [(src, dst), (dst.dual, src.dual)] if op.node in planned.grads and training else [(src, dst)]
+            values += sum(collective_bytes(primitive(a, b) or "none", size, n) for a, b in ways)
+    # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
+    backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
+    priced = replace(axis, sent=sends.bytes, seconds=sends.seconds, values=values, backward=backward)
+    own = axis.size if axis.fully_shard else 1  # of which each rank holds and updates one part
+    less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
+    totals = replace(plan.totals, local_parameters=-(-plan.totals.local_parameters // own))
+    totals = lengthened(totals, Cost(waiting=priced.exposed, optimizer=less), builder.objective)
+    memory = plan.memory
+    if axis.fully_shard:
+        parts = {k: getattr(memory, k) / own for k in ("parameters", "gradients", "states")}
+        memory = replace(memory, **parts, working=memory.working + max(map(_bytes, groups.values()), default=0.0))
+    return replace(plan, batch=priced, totals=totals, memory=memory)
+
+
+def lengthened(totals: Totals, cost: Cost, objective: Objective) -> Totals:
+    """Return the totals with a cost that the solver does not decide over, in the step, its bound, Megatron's step."""
+    more = objective.seconds(cost)
+    steps = {k: getattr(totals, k) + more for k in ("seconds", "bound", "megatron_step") if getattr(totals, k)}
+    return replace(totals, terms=dict(Cost(**totals.terms) + cost), **steps)
+
+
+def _bytes(parameters: Iterable[Parameter]) -> float:
+    """Return the bytes of them on the fullest tp rank."""
+    return float(sum(math.prod(p.local) * getattr(torch, p.dtype).itemsize for p in parameters))

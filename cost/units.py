@@ -1,0 +1,263 @@
+"""Costs of a planned program by operator and by unit: one walk over the program of one rank.
+
+A unit is a stretch of the program that a pipeline never cuts, a repeated block with what follows it. Of each the block
+counts apart, for it may be computed again. All is of one micro-batch as large as the example inputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autotp.comm import conversions
+from autotp.ir.graph import short_name, tensors
+from autotp.ir.marks import conversion_of, mark
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import scope_path
+
+from .memory import line_bytes
+from .prices import BACKWARD, Prices
+
+
+class Call(NamedTuple):
+    """A collective over tp, and the bytes of the whole value."""
+
+    primitive: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operator or a conversion of one rank, and the seconds that it takes by the cost model.
+
+    Attributes:
+        name: of the operator ("aten.linear"), or of the conversion ("f_star").
+        forward, backward: seconds in each direction. launches: the part of them in which kernels are started.
+        forward_call, backward_call: the collective where that direction communicates.
+        change: of a conversion, the layouts; `bytes`: the whole size of its value.
+    """
+
+    name: str
+    forward: float
+    backward: float = 0.0
+    launches: float = 0.0
+    forward_call: Call | None = None
+    backward_call: Call | None = None
+    change: str = ""
+    bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def directions(self) -> tuple[tuple[float, Call | None], ...]:
+        """Seconds and collective of the forward, and of the backward."""
+        return (self.forward, self.forward_call), (self.backward, self.backward_call)
+
+
+@dataclass
+class Works:
+    """Prices of every operator and conversion of a planned program; equal ones are priced once.
+
+    Attributes:
+        planned: the decisions. prices: of operators and conversions.
+    """
+
+    planned: Planned
+    prices: Prices
+    _works: dict[Any, Work] = field(default_factory=dict)
+
+    def walk(self, sharded: Sharded) -> Iterator[tuple[fx.Node | None, fx.Node, Work]]:
+        """Give each node of the program of one rank, the captured node that it is from, and what it takes.
+
+        An operator without a tensor as its result has no node there: it comes last.
+
+        Args:
+            sharded: the program of one rank.
+        """
+        operators = dict.fromkeys(self.planned.ops)
+        for node in sharded.graph.nodes:
+            origin, i = sharded.origin.get(node, (None, 0))
+            if origin is not None and mark(node).conversion is not None:
+                yield node, origin, self.conversion(node, origin, i)
+            elif origin in operators:
+                del operators[origin]
+                yield node, origin, self.operator(origin)
+        yield from ((None, node, self.operator(node)) for node in operators)
+
+    def operator(self, node: fx.Node) -> Work:
+        """Price a captured operator."""
+        first = self.planned.same[node]
+        if first not in self._works:
+            decision, rule = self.planned.decisions[node], self.planned.rules[node]
+            split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
+            cost = self.prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)
+            seconds = self.prices.seconds(cost)
+            forward = seconds / (1 + BACKWARD) if self._trained(node) else seconds
+            launches = cost["launches"] / seconds if seconds else 0.0
+            self._works[first] = Work(short_name(node.target), forward, seconds - forward, launches)
+        return self._works[first]
+
+    def conversion(self, node: fx.Node, origin: fx.Node, i: int) -> Work:
+        """Price a conversion in the program of one rank, of result `i` of a captured node."""
+        a, b = conversion_of(node)
+        key = self.planned.same[origin], i, a, b
+        if key not in self._works:
+            size = self.prices.bytes(tensors(origin)[i])
+            ways = [(a, b, size * self.prices.narrow(origin, a, b))]
+            ways += [(b.dual, a.dual, size)] if self._trained(origin) else []
+            seconds = [self.prices.one_way(*way) or 0.0 for way in ways]
+            calls = [Call(p, n) if (p := conversions.primitive(x, y)) else None for x, y, n in ways]
+            both = (*seconds, 0.0)[:2], (*calls, None)[:2]
+            name = conversions.kind_of(a, b).name
+            self._works[key] = Work(name, *both[0], 0.0, *both[1], f"{a} -> {b}", size)
+        return self._works[key]
+
+    def _trained(self, node: fx.Node) -> bool:
+        return node in self.planned.grads and self.prices.objective.training
+
+
+@dataclass
+class Direction:
+    """A unit's part in the forward or in the backward.
+
+    Attributes:
+        kernels: seconds of kernels; `launches`: of starting them. calls: collectives over tp, and how often.
+    """
+
+    kernels: float = 0.0
+    launches: float = 0.0
+    calls: Counter[Call] = field(default_factory=Counter)
+
+
+@dataclass
+class Load:
+    """A part of a unit.
+
+    Attributes:
+        forward, backward: what it does in each direction. seconds: of both, where nothing hides a collective.
+        kept_bytes: that autograd keeps. again: seconds, and `saved` bytes, if what is gathered is gathered again, by
+            the calls `gathers`.
+    """
+
+    forward: Direction = field(default_factory=Direction)
+    backward: Direction = field(default_factory=Direction)
+    seconds: float = 0.0
+    kept_bytes: float = 0.0
+    again: float = 0.0
+    saved: float = 0.0
+    gathers: Counter[Call] = field(default_factory=Counter)
+
+    def add(self, work: Work) -> None:
+        """Count an operator or a conversion."""
+        self.seconds += work.seconds
+        for direction, (seconds, call) in zip((self.forward, self.backward), work.directions, strict=True):
+            if call is not None:
+                direction.calls[call] += 1
+            else:
+                direction.kernels += (1 - work.launches) * seconds
+                direction.launches += work.launches * seconds
+
+
+@dataclass
+class UnitCost:
+    """A unit: its block, and what is around it, such as an embedding or a head.
+
+    Attributes:
+        weights, gradients, states: bytes on a tp rank. optimizer: seconds of its step.
+        inputs: bytes that the block reads of what is before it, which flow between stages too.
+        working: bytes of the fullest moment beside what is steady or kept.
+        attentions: in it (`autotp.cost.meshes.Attended`), where meshes ask for them.
+    """
+
+    block: Load = field(default_factory=Load)
+    rest: Load = field(default_factory=Load)
+    weights: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+    optimizer: float = 0.0
+    inputs: float = 0.0
+    working: float = 0.0
+    attentions: list[Any] = field(default_factory=list)
+
+
+class Unit(NamedTuple):
+    """A stretch of a program that is never cut: a repeated block with what follows it.
+
+    Attributes:
+        name: path of the block. start: position of its first node in the graph; that of the first unit is 0, so that
+            what comes before all blocks is in it.
+    """
+
+    name: str
+    start: int
+
+
+class UnitCosts:
+    """Costs of a planned program by unit.
+
+    Attributes:
+        units: in order. tied: weights of several units: bytes with gradient and states, and the units.
+        kept: bytes by node that autograd keeps.
+    """
+
+    def __init__(self, planned: Planned, sharded: Sharded, prices: Prices, spans: Sequence[Unit]) -> None:
+        self.planned, self.sharded, self.prices = planned, sharded, prices
+        starts = [u.start for u in spans]
+        graph = enumerate(sharded.graph.nodes)
+        self._place = {n: bisect_right(starts, i) - 1 for i, n in graph if n.op != "placeholder"}
+        self.units = tuple(UnitCost() for _ in spans)
+        self._inner: list[set[fx.Node]] = [set() for _ in spans]
+        for node, at in self._place.items():
+            if spans[at].name in scope_path(node):
+                self._inner[at].add(node)
+        for node, _, work in Works(planned, prices).walk(sharded):
+            (self.load(node) if node is not None else self.units[-1].rest).add(work)
+        self.tied = tuple(self._weights())
+        self._activations()
+
+    def home(self, node: fx.Node) -> int:
+        """Return the unit of a value; of an input that of its first reader."""
+        if node in self._place:
+            return self._place[node]
+        return min((self._place[u] for u in node.users if u in self._place), default=0)
+
+    def load(self, node: fx.Node) -> Load:
+        """Return the part of a unit that a node counts in."""
+        at = self.home(node)
+        return self.units[at].block if node in self._inner[at] else self.units[at].rest
+
+    def _weights(self) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Count each weight in its first unit, and give those of several."""
+        heads = [n for n in self.sharded.graph.nodes if n.op == "placeholder"]
+        for leaf, node in zip(self.planned.program.leaves, heads, strict=True):
+            if not leaf.kind.trained or not tensors(leaf.node):
+                continue
+            cost = self.prices.weight(leaf.node.meta["val"], self.planned.decisions[leaf.node].outs[0], True)
+            own, budget = cost["parameter_bytes"], cost["budget_bytes"]
+            places = tuple(sorted({self._place[u] for u in node.users if u in self._place})) or (0,)
+            unit = self.units[places[0]]
+            unit.weights += own
+            unit.gradients += own if budget > own else 0.0
+            unit.states += max(budget - 2 * own, 0.0)
+            unit.optimizer += cost["optimizer"]
+            if len(places) > 1:
+                yield budget, places
+
+    def _activations(self) -> None:
+        """Count what autograd keeps, what works beside it, and what flows into each block."""
+        found = line_bytes(self.planned, self.sharded, self.prices.objective, self.prices.hints, self._inner)
+        self.kept = dict(found.kept)
+        for node, size in found.kept:
+            self.load(node).kept_bytes += size
+        for node, size in found.working:
+            unit = self.units[self.home(node)]
+            unit.working = max(unit.working, size)
+        for at, own in enumerate(found.inputs):
+            self.units[at].inputs = sum(size for node, size in own if self.home(node) <= at)
