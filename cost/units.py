@@ -114,9 +114,9 @@ class Works:
             ways += [(b.dual, a.dual, size)] if self._trained(origin) else []
             seconds = [self.prices.one_way(*way) or 0.0 for way in ways]
             calls = [Call(p, n) if (p := conversions.primitive(x, y)) else None for x, y, n in ways]
-            both = (*seconds, 0.0)[:2], (*calls, None)[:2]
+            (forward, backward), (there, back) = (*seconds, 0.0)[:2], (*calls, None)[:2]
             name = conversions.kind_of(a, b).name
-            self._works[key] = Work(name, *both[0], 0.0, *both[1], f"{a} -> {b}", size)
+            self._works[key] = Work(name, forward, backward, 0.0, there, back, f"{a} -> {b}", size)
         return self._works[key]
 
     def _trained(self, node: fx.Node) -> bool:

@@ -70,9 +70,9 @@ def timed(
         else:
             index, path, home = block.get(origin), module_path(origin), ()
         part = PARTS.get(parts[index].kind, REST) if index is not None else REST
-        sends = (call.primitive if call is not None else None for _, call in work.directions)
+        there, back = (call.primitive if call is not None else None for _, call in work.directions)
         module = path[-1] if path else ""
-        step = Timed(work.name, module, part, work.forward, work.backward, *sends, work.change, work.bytes)
+        step = Timed(work.name, module, part, work.forward, work.backward, there, back, work.change, work.bytes)
         yield step, _indexed(home or path)
 
 
