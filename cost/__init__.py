@@ -8,13 +8,22 @@ from autotp.cost.machines.cluster import Cluster
 if TYPE_CHECKING:
     from .collectives import call_seconds, collective_bytes, collective_seconds, mostly_start
     from .compute import node_flops, op_cost, op_seconds, peak_share, size_hint, tensor_bytes
-    from .overlap import CHOICES, LEAST, Chunks, OverlapModel, Product, best_chunks, hidden_seconds, pipeline_seconds
+    from .overlap import (
+        CHOICES,
+        LEAST_LAUNCHES,
+        Chunks,
+        OverlapModel,
+        Product,
+        best_chunks,
+        hidden_seconds,
+        pipeline_seconds,
+    )
 
 # Name -> its file, imported when the name is first used: a plan is read without torch.
 HOMES = {
     "CHOICES": "overlap",
     "Chunks": "overlap",
-    "LEAST": "overlap",
+    "LEAST_LAUNCHES": "overlap",
     "OverlapModel": "overlap",
     "Product": "overlap",
     "best_chunks": "overlap",
@@ -42,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CHOICES",
-    "LEAST",
+    "LEAST_LAUNCHES",
     "Chunks",
     "Cluster",
     "OverlapModel",

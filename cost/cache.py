@@ -1,4 +1,4 @@
-"""What a rank holds of a cache: keys and values, recurrent states, whatever a program leaves for the next call."""
+"""A rank's part of a cache: keys and values, recurrent states, whatever a program leaves for the next call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cache:
 def cache_of(
     planned: Planned, hints: Hints, times: Mapping[int, int] | None = None, plain: Collection[int] = ()
 ) -> Cache | None:
-    """What a planned program leaves for the next call; None where it carries nothing.
+    """Return what a planned program leaves for the next call; None where it carries nothing.
 
     Args:
         planned: the program with its decisions. hints: sizes for symbols.
@@ -93,7 +93,7 @@ def _entering(part: GraphPart, planned: Planned, hints: Hints) -> float:
 
 
 def _sees_all(op: Op) -> bool:
-    """Whether it is a fused attention in which every token sees every other: no mask of pairs of tokens."""
+    """Return whether it is a fused attention in which every token sees every other: no mask of pairs of tokens."""
     if getattr(op.target, "overloadpacket", None) is not aten.scaled_dot_product_attention or op.args["is_causal"]:
         return False
     mask = op.args["attn_mask"]

@@ -135,7 +135,7 @@ def call_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride
 
 
 def mostly_start(primitive: str, nbytes: float, n: int, cluster: Cluster) -> bool:
-    """Whether to send takes less than to start sending. Arguments and errors are those of `collective_seconds`."""
+    """Return whether sending takes less than its start. Arguments and errors are those of `collective_seconds`."""
     start, whole = (call_seconds(primitive, size, n, cluster) for size in (0, nbytes))
     return whole < 2 * start
 

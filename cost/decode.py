@@ -1,4 +1,4 @@
-"""What a step of decoding reads: weights, of tables the rows that are looked up, of experts those that rows need."""
+"""Bytes that a step of decoding reads: weights, of tables the rows looked up, of experts those that rows need."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def experts_read(op: Op, hint: Callable[[Size], int]) -> dict[int, float]:
 
 
 class _Reads:
-    """How much of a leaf the operators read that use it, through views of it."""
+    """Shares of leaves that the operators read which use them, through views of it."""
 
     def __init__(self, planned: Planned, hint: Callable[[Size], int]) -> None:
         self.planned, self.hint = planned, hint

@@ -212,7 +212,7 @@ class _Line:
         return list(itertools.accumulate(changes))[: 2 * n if self.training else n]
 
     def lives(self) -> Iterator[_Life]:
-        """Of every value of the forward, and of what operators keep of their own."""
+        """Give the life of every value of the forward, and of what operators keep of their own."""
         savers, extras = self.savers() if self.training else ({}, [])
         for start, size in extras:
             yield _Life(start, self._mirror(start), size, True)

@@ -58,12 +58,12 @@ class Mesh:
         return self.dp * self.cp
 
     def stride(self, axis: str) -> int:
-        """How far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
+        """Return how far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
         inner = self.tp * self.cp
         return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": inner, "pp": inner * self.dp}[axis]
 
     def spans(self, axis: str, cluster: Cluster) -> bool:
-        """Whether a group of this axis leaves the node."""
+        """Return whether a group of this axis leaves the node."""
         ranks = self.replicas if axis == "weights" else getattr(self, axis)
         return cluster.spans_nodes(ranks, self.stride(axis))
 
@@ -154,8 +154,9 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
 
 
 def boundary_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
-    """What a rank sends to its neighbours in the pipeline for a micro-batch: a value forward, its gradient backward,
-    for each of its chunks. Nothing hides it.
+    """Return what a rank sends to its neighbours in the pipeline for a micro-batch, which nothing hides.
+
+    It is a value forward and its gradient backward, for each of its chunks.
 
     Args:
         mesh: the degrees. nbytes: of the value on a rank. cluster: the machines.
@@ -182,7 +183,7 @@ class Attended(NamedTuple):
 def context_sends(
     mesh: Mesh, attention: Attended, cluster: Cluster, scale: float, forwards: int = 1
 ) -> tuple[Sends, float]:
-    """What an attention sends over cp for a micro-batch, by the cheaper of two ways, and bytes that are kept for it.
+    """Return what an attention sends over cp for a micro-batch, by the cheaper of two ways, and bytes kept for it.
 
     What is assumed: every rank has 1 / cp of the tokens of all sequences, and nothing but attention mixes tokens.
     Ulysses: queries, keys, values and results change from slices of the sequence to heads and back by all-to-alls,

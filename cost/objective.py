@@ -16,8 +16,8 @@ from .terms import TERMS, Cost
 
 NAMES = ("training", "prefill", "decode")
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1}
-PLAIN = "-plain"  # suffix: states in the parameter's own dtype, no fp32 copy of half-precision weights
-OPTIMIZERS = (*STATES, *(name + PLAIN for name in STATES))
+PLAIN_SUFFIX = "-plain"  # suffix: states in the parameter's own dtype, no fp32 copy of half-precision weights
+OPTIMIZERS = (*STATES, *(name + PLAIN_SUFFIX for name in STATES))
 FP32 = 4  # bytes
 
 
@@ -47,7 +47,7 @@ class Objective:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """What each term weighs in the seconds of a step."""
+        """Return what each term weighs in the seconds of a step."""
         return _weights(self.name)
 
     def seconds(self, cost: Cost) -> float:
@@ -56,8 +56,8 @@ class Objective:
 
     def states(self, itemsize: int) -> int:
         """Bytes of optimizer states for one element of a parameter that takes `itemsize` bytes."""
-        count = STATES[self.optimizer.removesuffix(PLAIN)]
-        if itemsize >= FP32 or self.optimizer.endswith(PLAIN):
+        count = STATES[self.optimizer.removesuffix(PLAIN_SUFFIX)]
+        if itemsize >= FP32 or self.optimizer.endswith(PLAIN_SUFFIX):
             return count * itemsize
         return (count + 1) * FP32
 
@@ -79,7 +79,7 @@ def _weights(objective: str) -> dict[str, float]:
 
 
 def trained(val: Any) -> bool:
-    """Whether a parameter gets a gradient, and with it states of the optimizer."""
+    """Return whether a parameter gets a gradient, and with it states of the optimizer."""
     return isinstance(val, Tensor) and val.requires_grad and torch.is_floating_point(val)
 
 

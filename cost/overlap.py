@@ -46,7 +46,9 @@ def best_chunks(seconds: Callable[[int], float], choices: tuple[int, ...] = CHOI
 
 
 TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
-LEAST = 10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
+LEAST_LAUNCHES = (
+    10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
+)
 
 
 class Product(NamedTuple):
@@ -79,7 +81,7 @@ class OverlapModel:
     training: bool
 
     def gathering(self, size: float, rows: int, products: Sequence[Product], forced: int = 0) -> Chunks:
-        """Of an all-gather and the products that read it: forward, in chunks.
+        """Price an all-gather and the products that read it: forward, in chunks.
 
         Args:
             size: bytes of the gathered value. rows: that a rank has of it.
@@ -98,7 +100,7 @@ class OverlapModel:
         return Chunks(chunks, seconds(1) - seconds(chunks))
 
     def dealing(self, size: float, rows: int, product: Product, forced: int = 0) -> Chunks:
-        """Of a product and the reduce-scatter after it: in chunks, forward, and the all-gather before its backward.
+        """Price a product and the reduce-scatter after it: in chunks, forward, and the all-gather before its backward.
 
         Args:
             size: bytes of the product's result. rows: that a rank gets of it.
@@ -134,5 +136,5 @@ class OverlapModel:
         return call_seconds(primitive, size / chunks, self.tp, self.cluster)
 
     def copies(self, size: float, chunks: int) -> float:
-        """What chunks are joined in costs a reading and a writing."""
+        """Return the seconds to concatenate the chunks: one read and one write."""
         return op_seconds(0.0, 2 * size, "float32", self.cluster) if chunks > 1 else 0.0

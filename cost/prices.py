@@ -112,11 +112,11 @@ class Prices:
         return self._bytes[id(val)][0]
 
     def seconds(self, cost: Cost) -> float:
-        """What a cost weighs in a step of the objective."""
+        """Return what a cost weighs in a step of the objective."""
         return self.objective.seconds(cost)
 
     def weight(self, val: Tensor, layout: Layout, counted: bool) -> Cost:
-        """What a rank's part of a leaf costs by being there, and by the optimizer's step.
+        """Return what a rank's part of a leaf costs by being there, and by the optimizer's step.
 
         Args:
             val: the whole value. layout: of the leaf.
@@ -155,7 +155,7 @@ class Prices:
         return self._read[op.node]
 
     def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
-        """What one rank's call with this factor split costs, with the activations that it saves for the backward.
+        """Return what one rank's call with this factor split costs, with activations that it saves for the backward.
 
         Args:
             op: the call, with whole shapes.
@@ -258,7 +258,7 @@ class Prices:
         return Cost(**out)
 
     def traffic(self, value: Any, a: Layout, b: Layout) -> Traffic:
-        """What a rank sends for a conversion of a value (node, result) in a step, forward and backward.
+        """Return what a rank sends for a conversion of a value (node, result) in a step, forward and backward.
 
         Args:
             value: node and number of its result.
@@ -283,7 +283,7 @@ class Prices:
         return 1.0 if wire is None else wire.itemsize / tensors(node)[0].element_size()
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
-        """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""
+        """Return whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""
         if self.sequence is None or node in self.leaves or node not in self.grads:
             return False
         if not self.sequence:
@@ -342,7 +342,7 @@ def nbytes(
 
 
 def is_free(op: Op) -> bool:
-    """Whether the operator only makes a view."""
+    """Return whether the operator only makes a view."""
     schema = getattr(op.target, "_schema", None)
     if schema is None:
         return False

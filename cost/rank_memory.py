@@ -1,4 +1,4 @@
-"""What a rank holds, as figures of a plan: `memory.py` measures them."""
+"""Memory of a rank, as figures of a plan: `memory.py` measures them."""
 
 from __future__ import annotations
 

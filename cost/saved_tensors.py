@@ -117,7 +117,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _views(op: Op) -> bool:
-    """Whether the first result is a view of the first operand, by the operator's schema."""
+    """Return whether the first result is a view of the first operand, by the operator's schema."""
     returns = getattr(getattr(op.target, "_schema", None), "returns", ())
     return bool(op.slots) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -143,7 +143,7 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
 
 
 def _dealt_attention(op: Op, grads: set[fx.Node]) -> Saved | None:
-    """What attention keeps, and results of its runs beside the whole one."""
+    """Return what attention keeps, and results of its runs beside the whole one."""
     saved = _attention(op, grads)
     result = tensors(op.node)[0]
     runs: Extra = float(result.element_size()) * _count(result.shape), len(op.slots)
@@ -166,7 +166,7 @@ SavedPart = tuple[float | Tensor, int | None]  # a value or bytes, whole; the po
 
 @dataclass
 class Keepers:
-    """Which operator answers for what is kept: of those that keep the same memory, the first in the graph.
+    """Table of the operators that answer for what is kept: of those that keep the same memory, the first in the graph.
 
     Attributes:
         ops: the calls, in the order of the graph; `same`: the equal call of the first repeated block.

@@ -77,7 +77,7 @@ def _head_bytes(staged: Staged, at: HeadDims) -> float:
 
 
 class UnitSums(NamedTuple):
-    """What each unit takes for a micro-batch: seconds, and bytes that are sent, kept, and work."""
+    """Costs of each unit for a micro-batch: seconds, and bytes that are sent, kept, and work."""
 
     compute: Array
     again: Array
@@ -92,7 +92,7 @@ class UnitSums(NamedTuple):
 
 
 class RankSums(NamedTuple):
-    """What the ranks of a pipeline take for a micro-batch.
+    """Costs of the ranks of a pipeline for a micro-batch.
 
     Attributes:
         means: seconds by part, on average over them. total: of each. backward: of each, of kernels of the backward.
@@ -142,7 +142,7 @@ class Pricer:
 
     @cached_property
     def steady(self) -> dict[str, Array]:
-        """Of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
+        """Return of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
         steady: dict[str, Array] = {}
         for name in ("weights", "gradients", "states", "optimizer"):
             steady[name] = np.array([getattr(u, name) for u in self.terms.units])
@@ -150,7 +150,7 @@ class Pricer:
 
     @cached_property
     def first(self) -> list[int]:
-        """Of every unit the first that is equal to it."""
+        """Return of every unit the first that is equal to it."""
         kinds: list[int] = []
         out = []
         for i, unit in enumerate(self.terms.units):
@@ -178,7 +178,7 @@ class Pricer:
         return Priced(step, traffic, self._memory(mesh, sums))
 
     def ranks(self, mesh: Mesh) -> RankSums:
-        """What the ranks of a pipeline take for a micro-batch."""
+        """Return what the ranks of a pipeline take for a micro-batch."""
         key = mesh.cp, mesh.batch, mesh.keep, mesh.pp, mesh.chunks
         if key not in self._ranks:
             sums, starts = self.sums(mesh), self.starts(mesh.pp, mesh.chunks)
@@ -202,7 +202,7 @@ class Pricer:
         return stages.reshape(mesh.chunks, mesh.pp).sum(0)
 
     def sums(self, mesh: Mesh) -> UnitSums:
-        """What each unit takes, with as many examples and as much of the sequence as on this mesh."""
+        """Return what each unit takes, with as many examples and as much of the sequence as on this mesh."""
         key = mesh.cp, mesh.batch, mesh.keep
         if key not in self._sums:
             rows = {i: self._unit(self.terms.units[i], mesh) for i in set(self.first)}
@@ -210,7 +210,7 @@ class Pricer:
         return self._sums[key]
 
     def starts(self, pp: int, chunks: int) -> Array:
-        """Where each stage begins: the division whose slowest stage is fastest, with all kept."""
+        """Return where each stage begins: the division whose slowest stage is fastest, with all kept."""
         if (pp, chunks) not in self._starts:
             division = divide(weigh(self.terms.units, self.terms.tied), pp, chunks)
             assert division is not None
@@ -252,7 +252,7 @@ class Pricer:
         return seconds * self.terms.exposed_share, total
 
     def _updates(self, mesh: Mesh, backward: Array) -> tuple[Array, Array, float]:
-        """Of each rank of the pipeline the seconds of waiting for dp and of the optimizer; bytes that one sends."""
+        """Return the seconds by rank of waiting for dp and of the optimizer, and the bytes that one sends."""
         key = mesh.shard, mesh.replicas
         if key not in self._sends:
             each = {size: weight_sends(mesh, float(size), self.cluster) for size in set(self.steady["weights"])}

@@ -137,7 +137,7 @@ class _Search:
         self.pricers[tp] = Pricer(terms_of(staged), self.options.cluster, self.inputs.batch)
 
     def _rank(self, priced: Priced) -> tuple[bool, float, float]:
-        """What fits before what does not; of the former the fastest, of the latter what holds least."""
+        """Return a key: what fits comes first, the fastest of it; then of the rest what holds least."""
         fits = priced.memory <= self.limit
         return not fits, priced.seconds if fits else priced.memory, priced.memory
 
@@ -151,7 +151,7 @@ class _Search:
                     yield from (replace(each, shard=shard, keep=keep) for shard in shards)
 
     def _deals(self, cp: int) -> bool:
-        """Whether a sequence can be dealt over so many ranks: two slices for each, of a length that all share."""
+        """Return whether a sequence can be dealt over so many ranks: two slices for each, of one length."""
         attended = any(u.attentions for u in next(iter(self.pricers.values())).terms.units)
         return attended and bool(self.inputs.length) and self.inputs.length % (2 * cp) == 0
 

@@ -1,4 +1,4 @@
-"""Where one plan is cut into stages: what each unit of the model costs, and the best division of them."""
+"""The cut of one plan into stages: what each unit of the model costs, and the best division of them."""
 
 from __future__ import annotations
 

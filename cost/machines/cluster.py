@@ -160,7 +160,7 @@ class Cluster:
 
     @property
     def known(self) -> bool:
-        """Whether its name says all: it is the preset of that name, unchanged."""
+        """Return whether its name says all: it is the preset of that name, unchanged."""
         return self.name in PRESETS and self == Cluster.preset(self.name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,11 +172,11 @@ class Cluster:
         return self.peak_flops.get(dtype_name.removeprefix("torch."), self.peak_flops["float32"])
 
     def per_node(self, n: int, stride: int = 1) -> int:
-        """How many of a group of `n` ranks, each `stride` after the one before, a node holds."""
+        """Return how many of a group of `n` ranks, each `stride` after the one before, a node holds."""
         return min(n, max(1, self.devices_per_node // stride))
 
     def spans_nodes(self, n: int, stride: int = 1) -> bool:
-        """Whether a group of `n` ranks, each `stride` after the one before, leaves the node."""
+        """Return whether a group of `n` ranks, each `stride` after the one before, leaves the node."""
         return n > self.per_node(n, stride)
 
 

@@ -1,4 +1,4 @@
-"""Of the plans within a band of the least seconds the plainest: the stages after the least time.
+"""Stages of solving after the least time, for the plainest plan within a band of it: the stages after the least time.
 
 With t the least seconds and `most` what a plan may take, at most (1 + band) t, in the symbols of `solve.py` and
 
@@ -36,7 +36,7 @@ LARGE = (
     8_000  # columns: a node of a larger program takes longer, and the general solver minutes (24 s a stage at 16,000)
 )
 EQUAL = 1e-9  # of the bytes: what counts as equal
-SAME = 1e-8  # of the seconds, and of S: what counts as equal at the end
+EQUAL_SECONDS = 1e-8  # of the seconds, and of S: what counts as equal at the end
 HALF = 0.5  # of a count
 SCALE = 1e3  # what an objective comes to: the solver's tolerances are absolute
 PRICES = 1.0001, 1.3, 3.0  # times what a microsecond is worth at the bound: assignments that are tried first
@@ -66,7 +66,7 @@ def plainest(program: IntegerProgram, start: Start, incumbent: np.ndarray, most:
     incumbent = search.least(counts, incumbent, HALF / one, nodes, exact)
     for cost in (time, program.dense(program.second_order)):
         scaled = cost * (SCALE / (float(cost @ incumbent) or 1.0))
-        incumbent = search.least(scaled, incumbent, SAME * SCALE, nodes, exact)
+        incumbent = search.least(scaled, incumbent, EQUAL_SECONDS * SCALE, nodes, exact)
     return incumbent
 
 

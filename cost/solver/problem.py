@@ -71,14 +71,14 @@ class Use:
 
 
 class Traffic(NamedTuple):
-    """What is sent: bytes of a rank, and the number of collectives."""
+    """Amounts that are sent: bytes of a rank, and the number of collectives."""
 
     bytes: float = 0.0
     collectives: int = 0
 
 
 def silent(value: ValueId, source: Layout, target: Layout) -> Traffic:
-    """Nothing is sent."""
+    """Return whether no bytes are sent."""
     return Traffic()
 
 
@@ -142,7 +142,7 @@ def conversions(
 
 
 def traffic(problem: Problem, choices: Sequence[int]) -> Traffic:
-    """What a rank sends under an assignment, by the conversions that its program takes.
+    """Return what a rank sends under an assignment, by the conversions that its program takes.
 
     Args:
         problem: the items. choices: the index of each one's choice.

@@ -147,7 +147,7 @@ def _most_activation(item: Item) -> float:
 
 
 def no_detour(arcs: list[Arc], readers: list[Columns], targets: list[Layout]) -> list[Row]:
-    """Nothing is converted to a layout that no consumer reads.
+    """Forbid conversions to a layout that no consumer reads.
 
     A reduce-scatter and an all-gather can be cheaper than the all-reduce between the same layouts, by rounding or on an
     odd cluster; the plan's program would not go that way, and then pays another price than the plan's.
@@ -218,7 +218,7 @@ def within(sizes: list[list[float]], knapsack: Terms, picks: list[list[int]], li
 
 
 def covers(excess: Terms, item: dict[int, int], room: float) -> list[Row]:
-    """Of choices that each take more than a part 1 / (k + 1) of the room at most k are taken, for every k.
+    """Add rows: of choices that each take over 1 / (k + 1) of the room at most k are taken, for every k.
 
     These cover inequalities follow from the knapsack for whole columns, and cut off fractional ones.
 

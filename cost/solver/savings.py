@@ -38,7 +38,7 @@ class Cap:
 
     @property
     def most(self) -> float:
-        """What it can be at most; of an item's choices one is taken."""
+        """Return what it can be at most; of an item's choices one is taken."""
         best: dict[int, float] = {}
         for (item, *_), x in self.choices.items():
             best[item] = max(best.get(item, 0.0), x)
@@ -47,7 +47,7 @@ class Cap:
 
 @dataclass(frozen=True)
 class Saving:
-    """What `count` equal instances save each.
+    """A saving of `count` equal instances.
 
     Attributes:
         name: of the cost's term.
@@ -62,7 +62,7 @@ class Saving:
     def seconds(
         self, conversion_value: Callable[[Conversion], float], choice_value: Callable[[ChoiceKey], float]
     ) -> float:
-        """What all instances save, where these say what is paid and taken."""
+        """Return what all instances save, where these say what is paid and taken."""
         one = 0.0
         for caps in self.parts:
             one += max(min(cap.value(conversion_value, choice_value) for cap in caps), 0.0)
@@ -70,7 +70,7 @@ class Saving:
 
 
 def most(caps: Sequence[Cap]) -> float:
-    """What the smallest of these can be at most."""
+    """Return what the smallest of these can be at most."""
     return min(cap.most for cap in caps)
 
 

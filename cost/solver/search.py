@@ -27,7 +27,7 @@ MOST_NODES = 500  # then the general solver takes over
 
 
 class Start(NamedTuple):
-    """Where a search of the same rows goes on from: the basis of another one, and columns that are fixed at 0."""
+    """A place from which a search of the same rows goes on: the basis of another one, and columns fixed at 0."""
 
     basis: highspy.HighsBasis | None = None
     forbidden: Sequence[int] = ()
@@ -71,7 +71,7 @@ class Search:
         return None if bound == np.inf else self._general()
 
     def reached(self) -> Start:
-        """Where another search may go on from what was solved last."""
+        """Return where another search may go on from what was solved last."""
         return self.start._replace(basis=self.highs.getBasis())
 
     def below(self, cost: np.ndarray, cutoff: float) -> tuple[float, np.ndarray | None]:
@@ -212,7 +212,7 @@ class Search:
         return int(self.integer[np.argmax(heavy if heavy.max() > INTEGRAL else away)])
 
     def _general(self, incumbent: np.ndarray | None = None) -> tuple[np.ndarray, float, float] | None:
-        """The same by HiGHS's own branch and cut, from an assignment where there is one."""
+        """Solve by HiGHS's own branch and cut, from an assignment where there is one."""
         model = self.highs.getLp()
         kinds = np.full(model.num_col_, highspy.HighsVarType.kContinuous)
         kinds[self.integer] = highspy.HighsVarType.kInteger

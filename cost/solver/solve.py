@@ -70,8 +70,8 @@ TIE = 1e-5  # of the seconds: what the second order may weigh in all
 LEAST_TIE = 1e-12  # and below it ties are not broken
 SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
 EXACT = 1e-9  # of the seconds: what counts as equal
-NEAR = 1e-5  # of a column that is 0 or 1
-LARGEST = 5  # items that the error names where nothing fits
+INTEGER_TOLERANCE = 1e-5  # of a column that is 0 or 1
+MAX_NAMED_ITEMS = 5  # items that the error names where nothing fits
 
 
 class Infeasible(PlanError):
@@ -102,11 +102,11 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> 
 
 
 def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
-    """What these column values say."""
+    """Return what these column values say."""
     choices = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
     whole = np.round(x)
     # What is not whole by a rounding error is so by the rows' tolerance.
-    seconds = total(program.microseconds, np.where(np.abs(x - whole) < NEAR, whole, x)) / MICRO
+    seconds = total(program.microseconds, np.where(np.abs(x - whole) < INTEGER_TOLERANCE, whole, x)) / MICRO
     sends = traffic(problem, choices)
     return Solution(
         choices, seconds, 0.0, 0.0,
@@ -197,7 +197,7 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
 
 
 def _budget_bytes(item: Item) -> list[float]:
-    """What each choice of an item counts against a memory budget, over all its nodes."""
+    """Return what each choice of an item counts against a memory budget, over all its nodes."""
     return [choice.budget_bytes * item.count for choice in item.choices]
 
 
@@ -215,14 +215,14 @@ def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
         parts.append((choice.budget_bytes * item.count, item))
     parts.sort(key=lambda part: -part[0])
     lines = ""
-    for size, item in parts[:LARGEST]:
+    for size, item in parts[:MAX_NAMED_ITEMS]:
         times = f" x {item.count}" if item.count > 1 else ""
         lines += f"\n  {item.label or item.name}{times}: {amount(size)}"
     return lines
 
 
 def _holds(item: Item) -> bool:
-    """Whether a choice of the item holds parameters."""
+    """Return whether a choice of the item holds parameters."""
     return any(choice.parameter_bytes for choice in item.choices)
 
 

@@ -1,4 +1,4 @@
-"""What an assignment comes to, term by term: its choices and the conversions that it pays for."""
+"""Costs of an assignment, term by term: its choices and the conversions that it pays for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cost_of(problem: Problem, choices: Sequence[int], price: Price) -> Cost:
 
 
 def saved(problem: Problem, choices: Sequence[int], arcs: Collection[Conversion]) -> Iterator[Cost]:
-    """What each saving comes to.
+    """Return what each saving comes to.
 
     Args:
         problem: with its savings. choices: index of each item's choice. arcs: the conversions that are paid for.
@@ -47,7 +47,7 @@ def steps_of(problem: Problem, use: Use, choices: Sequence[int]) -> list[tuple[L
 
 
 def _produced(problem: Problem, value: ValueId, choices: Sequence[int]) -> Layout:
-    """How the item that makes a value leaves it."""
+    """Return how the item that makes a value leaves it."""
     for item, k in zip(problem.items, choices, strict=True):
         if value in item.outs:
             return item.choices[k].outs[item.outs.index(value)]

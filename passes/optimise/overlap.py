@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from autotp.cost import LEAST, Chunks, OverlapModel, hidden_seconds, node_flops, size_hint, tensor_bytes
+from autotp.cost import LEAST_LAUNCHES, Chunks, OverlapModel, hidden_seconds, node_flops, size_hint, tensor_bytes
 from autotp.cost import Product as ProductSizes
 from autotp.ir.specs import ShardSpec
 from autotp.passes.base import Changes
@@ -40,7 +40,7 @@ class Overlap(Optimisation):
     measurable: ClassVar[bool] = True
     sends: ClassVar[bool] = True
     chunks: int = 0
-    least: float = LEAST
+    least: float = LEAST_LAUNCHES
 
     def idle(self, program: RankProgram) -> str:
         """There is nothing to overlap in one process, and on CPUs nothing to gain."""

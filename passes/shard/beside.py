@@ -1,4 +1,4 @@
-"""What a rank's program saves of the sum of its calls: communication under products, all-reduces that are sent as one.
+"""Savings of a rank's program on the sum of its calls: communication under products, all-reduces that are sent as one.
 
 The solver sees what `passes/optimise/overlap.py` and `passes/optimise/bucket.py` do afterwards, by the same formulas
 (`autotp.cost.overlap`): f and g under the gradients of the weights, g and g* in chunks, and the gradients of a block's
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.cost import LEAST, OverlapModel, Product, call_seconds, hidden_seconds, mostly_start
+from autotp.cost import LEAST_LAUNCHES, OverlapModel, Product, call_seconds, hidden_seconds, mostly_start
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Problem, Use, ValueId
 from autotp.cost.solver.savings import Cap, ChoiceKey, Conversion, Saving, most
@@ -51,10 +51,10 @@ class Savings:
             self.by_value[use.value].append(use)
         prices = self.prices
         self.model = OverlapModel(prices.tp, prices.cluster, prices.objective.training)
-        self.least = LEAST * prices.cluster.launch_overhead
+        self.least = LEAST_LAUNCHES * prices.cluster.launch_overhead
 
     def all(self) -> list[Saving]:
-        """What there is to save: nothing on one rank, or over an axis with prices of its own."""
+        """Return what there is to save: nothing on one rank, or over an axis with prices of its own."""
         if self.prices.tp == 1 or self.prices.surcharge is not None:
             return []
         beside = [*self._hidden()] if self.prices.cluster.overlaps else []
@@ -69,7 +69,7 @@ class Savings:
                 yield Saving("hidden", tuple(parts), use.count)
 
     def _read(self, k: int, use: Use) -> Iterator[tuple[Cap, ...]]:
-        """Of f and g before products: backward under the gradients of their weights, g in chunks forward."""
+        """Give the caps of f and g before products: backward under their weights' gradients, g in chunks forward."""
         readers = self._products(use)
         if not readers:
             return
@@ -96,7 +96,7 @@ class Savings:
         yield Cap(chunks), *(Cap(choices=dict.fromkeys(self._whole(i, split=True), forward)) for i, _ in readers)
 
     def _dealt(self, k: int, use: Use) -> Iterator[tuple[Cap, ...]]:
-        """Of g* after a product that nothing else reads: in chunks."""
+        """Give the caps of g* after a product that nothing else reads: in chunks."""
         producer = self._maker(use.value)
         if producer is None:
             return
@@ -130,7 +130,7 @@ class Savings:
         return out if len(nodes) == len(use.consumers) else []
 
     def _flattens(self, node: fx.Node) -> bool:
-        """Whether it views rows of several dimensions as those of a matrix, or back."""
+        """Return whether it views rows of several dimensions as those of a matrix, or back."""
         if getattr(node.target, "overloadpacket", None) not in VIEWS:
             return False
         before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
@@ -167,14 +167,14 @@ class Savings:
         return [(i, c.ins, c.outs) for c in fits]
 
     def _layouts(self, use: Use) -> list[Layout]:
-        """What a value may be produced in or read in."""
+        """Return what a value may be produced in or read in."""
         i, k = self.makers[use.value]
         outputs = [c.outs[k] for c in self.problem.items[i].choices]
         inputs = [c.ins[slot] for j, slot in use.consumers for c in self.problem.items[j].choices]
         return list(dict.fromkeys([*outputs, *inputs]))
 
     def _in_chunks(self, value: ValueId, layout: Layout) -> bool:
-        """Whether a layout deals out one run of rows, so that they can go in chunks."""
+        """Return whether a layout deals out one run of rows, so that they can go in chunks."""
         if not isinstance(layout, Shard) or layout.sharded_dim is None:
             return False
         last = tensors(value[0])[value[1]].ndim - 1  # type: ignore[index]

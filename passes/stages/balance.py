@@ -1,4 +1,4 @@
-"""Where a model may be cut, before each of its repeated blocks, and how many of these units each stage gets."""
+"""Units of a model, which is cut before its repeated blocks, and how many of them each stage gets."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
 
 
 def _alike(a: str, b: str, operators: Mapping[str, Counter[Any]]) -> bool:
-    """Whether these are neighbours in one list, with much the same operators: what all blocks share, such as a mask,
-    may be made in the first of them."""
+    """Return whether these are neighbours in one list, with much the same operators.
+
+    What all blocks share, such as a mask, may be made in the first of them.
+    """
     common = (operators[a] & operators[b]).total()
     return (
         INDEXED.sub("", a) == INDEXED.sub("", b)
@@ -78,7 +80,7 @@ def stage_starts(units: list[Unit], sizes: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Weight:
-    """What a unit costs a rank.
+    """Costs of a unit on a rank.
 
     Attributes:
         seconds: of its forward and backward, for one micro-batch.
@@ -120,8 +122,10 @@ class Staging:
 
 
 def in_flight(stage: int, ranks: int, chunks: int) -> int:
-    """How many micro-batches a stage holds activations of at most in a 1F1B schedule (with `chunks` stages a rank in
-    the interleaved one, where a rank's are dealt out evenly: Narayanan et al. 2021)."""
+    """Return how many micro-batches a stage holds activations of at most in a 1F1B schedule.
+
+    With `chunks` stages a rank it is the interleaved one, where a rank's are dealt out evenly (Narayanan et al. 2021).
+    """
     ahead = ranks - stage % ranks
     if chunks == 1:
         return ahead
@@ -149,7 +153,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
 
     @cache
     def best(a: int, stage: int) -> tuple[float, float, tuple[int, ...]] | None:
-        """Of the units from `a` on, over this stage and those after it: the worst seconds and bytes, and the sizes."""
+        """Divide the units from `a` on over this stage and the next: the worst seconds and bytes, and the sizes."""
         remaining = stages - stage
         cheapest = None
         # Each stage behind gets a unit at least: of 5 units for 3 stages the first may have 3.

@@ -120,7 +120,7 @@ class _Cutter:
     # ---- where each node runs --------------------------------------------------------------------------------------
 
     def _free(self) -> set[fx.Node]:
-        """What needs no weights and does not draw: each stage makes what it reads of it."""
+        """Return what needs no weights and does not draw: each stage makes what it reads of it."""
         free: set[fx.Node] = set()
         for node in self.order:
             if node.op == "placeholder":
@@ -185,7 +185,7 @@ class _Cutter:
         return here
 
     def _moves(self, node: fx.Node) -> bool:
-        """Whether this is a conversion that each stage makes that reads it: its operand may cross, or is there."""
+        """Return whether each stage that reads this conversion makes it: its operand may cross, or is there."""
         if mark(node).conversion is None or may_flow(self._layout(node), self._graded(node)):
             return False
         source: Any = node.args[0]
@@ -193,7 +193,7 @@ class _Cutter:
         return there or may_flow(self._layout(source), self._graded(source))
 
     def _boundary(self, k: int) -> list[fx.Node]:
-        """What flows from stage k to the next, in the order of the program."""
+        """Return what flows from stage k to the next, in the order of the program."""
         crossing = [n for n, stages in self.read.items() if self.at[n] <= k < max(stages)]
         return sorted(crossing, key=self.order.__getitem__)
 
@@ -238,7 +238,7 @@ class _Cutter:
 
 
 def _convertible(layout: Layout) -> bool:
-    """Whether an Invariant value can stand for it at a boundary."""
+    """Return whether an Invariant value can stand for it at a boundary."""
     return layout.mark in ("R", "P") and layout.to_runtime().reduction == "sum"
 
 
@@ -275,7 +275,7 @@ class _Writer:
         return leaves
 
     def leave(self, node: Any, wire: Wire | None) -> Any:
-        """What the stage gives for this value; over a wire in the layout that this has."""
+        """Return what the stage gives for this value; over a wire in the layout that this has."""
         if wire is None or not isinstance(node, fx.Node):
             return self.env[node] if isinstance(node, fx.Node) else node
         new = self.env[node]
@@ -326,8 +326,10 @@ class _Writer:
 
 
 def may_flow(layout: Layout, graded: bool) -> bool:
-    """Whether a value that lies so may flow between stages: what comes back must not be a sum that is still to be
-    taken, so a value with a gradient is Invariant or Shard, and no value is Partial."""
+    """Return whether a value in this layout may flow between stages: what comes back must not be a pending sum.
+
+    So a value with a gradient is Invariant or Shard, and no value is Partial.
+    """
     return layout.mark in ("I", "S") or (not graded and layout.mark == "R")
 
 

@@ -171,7 +171,7 @@ def test_equal_plans_are_told_apart(leaves, monkeypatch):
     lean, full = source(activation_bytes=8.0), source(S, activation_bytes=9.0)
     quick, slow = source(seconds=98.0 * (1 - 1e-5)), source(S, seconds=98.0)
     assert first_of(lean, full, leaves) and first_of(quick, slow, leaves)
-    monkeypatch.setattr(stages, "SAME", 1.0)
+    monkeypatch.setattr(stages, "EQUAL_SECONDS", 1.0)
     assert not first_of(lean, full, leaves), "the negative control: where all counts as equal"
 
 
