@@ -80,12 +80,12 @@ class LineBytes(NamedTuple):
     """Bytes by node of the program of one rank.
 
     Attributes:
-        kept: of nodes whose values autograd keeps, or which keep something of their own.
+        savings: of nodes whose values autograd keeps, or which keep something of their own.
         working: of nodes in their order and backwards, what lives then beside what is steady or kept.
         inputs: of each part what it reads of the rest and has a gradient.
     """
 
-    kept: list[tuple[fx.Node, float]]
+    savings: list[tuple[fx.Node, float]]
     working: list[tuple[fx.Node, float]]
     inputs: list[list[tuple[fx.Node, float]]]
 
@@ -100,8 +100,8 @@ def line_bytes(
     """
     line = _Line(planned, sharded, objective, hints)
     savers, extras = line.savers() if objective.training else ({}, [])
-    kept = [(node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers]
-    kept += [(line.nodes[moment], size) for moment, size in extras]
+    savings = [(node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers]
+    savings += [(line.nodes[moment], size) for moment, size in extras]
     both = [*line.nodes, *reversed(line.nodes)]
     working = list(zip(both, line.levels([life for life in line.lives() if not life.kept]), strict=False))
     inputs = []
@@ -109,7 +109,7 @@ def line_bytes(
         read = (x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder")
         values = [(x, sharded.origin[x]) for x in dict.fromkeys(read) if x in sharded.origin]
         inputs.append([(x, line.size(v, sharded.layouts[x])) for x, v in values if v[0] in planned.grads])
-    return LineBytes(kept, working, inputs)
+    return LineBytes(savings, working, inputs)
 
 
 def _place(node: fx.Node | None) -> str:

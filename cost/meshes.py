@@ -144,9 +144,11 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
         graded: bytes of their gradients; by default as many. Without any the forward alone gathers weights.
     """
     grads = nbytes if graded is None else graded
-    calls = [("reduce_scatter" if mesh.shard else "all_reduce", grads)] if grads else []
+    reduction = "reduce_scatter" if mesh.shard else "all_reduce"
+    calls = [(reduction, grads)] if grads else []
     if mesh.shard:
-        calls = [("all_gather", nbytes)] * (2 if grads and mesh.shard == "weights" else 1) + calls
+        gathers = 1 + bool(grads and mesh.shard == "weights")
+        calls = [("all_gather", nbytes)] * gathers + calls
     total = Sends()
     for call, size in calls:
         total = total.plus(collective_sends(call, size, mesh.replicas, cluster, mesh.stride("weights")))

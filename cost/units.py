@@ -16,6 +16,7 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.ir.graph import short_name, tensors
+from autotp.ir.layouts import Layout
 from autotp.ir.marks import conversion_of, mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import scope_path
@@ -105,19 +106,24 @@ class Works:
         return self._works[first]
 
     def conversion(self, node: fx.Node, origin: fx.Node, i: int) -> Work:
-        """Price a conversion in the program of one rank, of result `i` of a captured node."""
+        """Price a conversion.
+
+        Args:
+            node: in the program of one rank. origin: the captured node whose result `i` it converts.
+        """
         a, b = conversion_of(node)
         key = self.planned.same[origin], i, a, b
         if key not in self._works:
             size = self.prices.bytes(tensors(origin)[i])
-            ways = [(a, b, size * self.prices.narrow(origin, a, b))]
-            ways += [(b.dual, a.dual, size)] if self._trained(origin) else []
-            seconds = [self.prices.one_way(*way) or 0.0 for way in ways]
-            calls = [Call(p, n) if (p := conversions.primitive(x, y)) else None for x, y, n in ways]
-            (forward, backward), (there, back) = (*seconds, 0.0)[:2], (*calls, None)[:2]
+            forward, there = self._one_way(a, b, size * self.prices.narrow(origin, a, b))
+            backward, back = self._one_way(b.dual, a.dual, size) if self._trained(origin) else (0.0, None)
             name = conversions.kind_of(a, b).name
             self._works[key] = Work(name, forward, backward, 0.0, there, back, f"{a} -> {b}", size)
         return self._works[key]
+
+    def _one_way(self, a: Layout, b: Layout, nbytes: float) -> tuple[float, Call | None]:
+        name = conversions.primitive(a, b)
+        return self.prices.one_way(a, b, nbytes) or 0.0, Call(name, nbytes) if name else None
 
     def _trained(self, node: fx.Node) -> bool:
         return node in self.planned.grads and self.prices.objective.training
@@ -204,7 +210,7 @@ class UnitCosts:
 
     Attributes:
         units: in order. tied: weights of several units: bytes with gradient and states, and the units.
-        kept: bytes by node that autograd keeps.
+        saved_bytes: that autograd keeps, by node.
     """
 
     def __init__(self, planned: Planned, sharded: Sharded, prices: Prices, spans: Sequence[Unit]) -> None:
@@ -252,12 +258,12 @@ class UnitCosts:
 
     def _activations(self) -> None:
         """Count what autograd keeps, what works beside it, and what flows into each block."""
-        found = line_bytes(self.planned, self.sharded, self.prices.objective, self.prices.hints, self._inner)
-        self.kept = dict(found.kept)
-        for node, size in found.kept:
+        line = line_bytes(self.planned, self.sharded, self.prices.objective, self.prices.hints, self._inner)
+        self.saved_bytes = dict(line.savings)
+        for node, size in line.savings:
             self.load(node).kept_bytes += size
-        for node, size in found.working:
+        for node, size in line.working:
             unit = self.units[self.home(node)]
             unit.working = max(unit.working, size)
-        for at, own in enumerate(found.inputs):
+        for at, own in enumerate(line.inputs):
             self.units[at].inputs = sum(size for node, size in own if self.home(node) <= at)

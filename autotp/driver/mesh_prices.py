@@ -54,7 +54,7 @@ def terms_of(staged: Staged) -> Terms:
         load = costs.load(node)
         load.again += seconds
         load.gathers[Call("all_gather", size)] += 1
-        load.saved += costs.kept.get(node, 0.0) * (1 - 1 / plan.tp)
+        load.saved += costs.saved_bytes.get(node, 0.0) * (1 - 1 / plan.tp)
     operators: Mapping = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
     names = {u.name: i for i, u in enumerate(spans)}
     for part in find_blocks(planned.program, planned.same, operators):

@@ -73,6 +73,8 @@ def weigh(units: Sequence[UnitCost], tied: Sequence[tuple[float, tuple[int, ...]
     for size, places in tied:
         for at in places[1:]:
             steady[at] += size
-    both = [(u.block, u.rest) for u in units]
-    seconds, kept = ([getattr(a, x) + getattr(b, x) for a, b in both] for x in ("seconds", "kept_bytes"))
-    return [Weight(*each) for each in zip(seconds, steady, kept, strict=True)]
+    weights = []
+    for unit, nbytes in zip(units, steady, strict=True):
+        seconds = unit.block.seconds + unit.rest.seconds
+        weights.append(Weight(seconds, nbytes, unit.block.kept_bytes + unit.rest.kept_bytes))
+    return weights

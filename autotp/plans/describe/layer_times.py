@@ -36,7 +36,9 @@ def layer(steps: Sequence[Placed]) -> Layer:
         kinds[INDEXED.sub("", path), tuple(step.name for step in own if not step.converts)].append(path)
     repeated = []
     for paths in kinds.values():
-        times = [tuple((step.name, step.forward, step.backward) for step in inside[path]) for path in paths]
+        times = []
+        for path in paths:
+            times.append(tuple((step.name, step.forward, step.backward) for step in inside[path]))
         common, alike = Counter(times).most_common(1)[0]
         total = sum(step.seconds for path in paths for step in inside[path])
         repeated += [(alike > 1, total, alike, paths[times.index(common)], paths)] if len(paths) > 1 else []
@@ -70,7 +72,7 @@ def timed(
         else:
             index, path, home = block.get(origin), module_path(origin), ()
         part = PARTS.get(parts[index].kind, REST) if index is not None else REST
-        there, back = (call.primitive if call is not None else None for _, call in work.directions)
+        there, back = (getattr(call, "primitive", None) for _, call in work.directions)
         module = path[-1] if path else ""
         step = Timed(work.name, module, part, work.forward, work.backward, there, back, work.change, work.bytes)
         yield step, _indexed(home or path)
