@@ -34,7 +34,7 @@ from autotp.driver.options import (
 )  # fmt: skip
 from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
-from autotp.passes.decompose.losses import with_loss
+from autotp.passes.decompose.loss_sums import with_loss
 from autotp.plans.choices import MeshChoice, Sweep
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan

@@ -10,8 +10,7 @@ from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, placed_outputs, resolve, shape_of, tensors
 from autotp.ir.op import Op, aten, sizes, symbols_of
-from autotp.ir.parts import GraphPart
-from autotp.ir.program import Planned
+from autotp.ir.program import GraphPart, Planned
 
 from .prices import lengths, nbytes, sizer
 

@@ -16,8 +16,7 @@ from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
-from autotp.ir.program import Parts, Past
-from autotp.ir.wire import ARITHMETIC, argmax_share, sent_as
+from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
 
 from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost, peak_share
 from .objective import TRAINING, Objective

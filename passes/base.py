@@ -1,4 +1,4 @@
-"""What a pass is, and what happens between passes: checks, counts and times, dumps (`AUTOTP_LOG`).
+"""The base class of passes, and the steps between passes: checks, counts and times, dumps (`AUTOTP_LOG`).
 
 A pass rewrites one kind of program in place and says what it changed. This is a whole one:
 
@@ -35,7 +35,7 @@ from .schema import enabled, verify
 
 
 class HasGraph(Protocol):
-    """What passes rewrite: some record of a graph and of what is known of it."""
+    """Program that passes rewrite: some record of a graph and of what is known of it."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -46,7 +46,7 @@ P = TypeVar("P", bound=HasGraph)
 
 @dataclass(frozen=True)
 class Changes:
-    """What a pass changed: in how many places, and in words; without places, why there are none."""
+    """Changes of a pass: in how many places, and in words; without places, why there are none."""
 
     count: int
     what: str = ""
@@ -63,7 +63,8 @@ class Pass(Generic[P]):
     priced: ClassVar[bool] = False  # whether a program that was planned before may come to it
 
     def idle(self, program: P) -> str:
-        """Why it has nothing to do for this program unless it is asked for by name; empty where it runs by itself."""
+        """Say why it has nothing to do for this program unless it is asked for by name; empty where it runs by
+        itself."""
         return ""
 
     def run(self, program: P) -> Changes:

@@ -1,4 +1,4 @@
-"""What a program must say of itself between passes: `verify` reads the marks and layouts that each stage has to write.
+"""Verification between passes: `verify` reads the marks and layouts that each stage has to write.
 
 It runs after every pass and rewrite where `AUTOTP_VERIFY=1` is set, as in all tests, so a mark that a pass forgot is an
 error that names the pass and the node. Otherwise it does not run: it takes some percent of planning.
@@ -33,7 +33,7 @@ ADVICE = {
 
 
 class Fault(NamedTuple):
-    """What is wrong with one field of one node's mark."""
+    """Fault of one field of one node's mark."""
 
     node: fx.Node
     field: str
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 
 
 def enabled() -> bool:
-    """Whether programs are verified between passes."""
+    """Say whether programs are verified between passes."""
     return os.environ.get("AUTOTP_VERIFY", "0") not in ("", "0")
 
 
@@ -74,7 +74,7 @@ def verify(program: Capture | Sharded | fx.Graph, step: str, **marks: Any) -> No
 
 
 def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
-    """What is wrong in a captured program, of the whole batch or of one data-parallel rank."""
+    """Faults of a captured program, of the whole batch or of one data-parallel rank."""
     calls = [n for n in program.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
     stated = any(mark(n).no_grad is not None for n in calls)  # from the first canonical form on
     for node in calls:
@@ -95,7 +95,7 @@ def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
 
 
 def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
-    """What is wrong in the program of all ranks: marks, and whether each value lies as it was decided."""
+    """Faults of the program of all ranks: of marks, and of values that do not lie as was decided."""
     for node in program.graph.nodes:
         own = mark(node)
         yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "tp")
@@ -114,7 +114,7 @@ def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
 
 
 def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Fault]:
-    """Whether an operator's result lies as it was decided, and so do the operands that its call reads directly."""
+    """Say whether an operator's result lies as it was decided, and so do the operands that its call reads directly."""
     maker, index = program.origin[node]
     decision = planned.decisions[maker]
     if program.layouts[node] != decision.outs[index]:
@@ -134,7 +134,7 @@ def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Faul
 
 
 def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fault]:
-    """What is wrong in one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
+    """Faults of one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
     for node in graph.nodes:
         own = mark(node)
         yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "tp")
@@ -149,7 +149,7 @@ def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fau
 
 
 def converts(node: fx.Node) -> bool:
-    """Whether this calls a conversion; the table may have grown since this file was imported."""
+    """Say whether this calls a conversion; the table may have grown since this file was imported."""
     return node.target in (*conversions.FUNCTIONS.values(), *symmetric.FORMS.values(), *one_shot.FORMS.values())
 
 
@@ -185,6 +185,6 @@ def _conversion_text(own: Mark) -> str:
 
 @cache
 def _takes_rank(target: Any) -> bool:
-    """Whether a function has an argument for its rank."""
+    """Say whether a function has an argument for its rank."""
     code = getattr(target, "__code__", None)
     return code is not None and "rank" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

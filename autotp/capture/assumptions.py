@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 
+from .capture_errors import the_users
 from .export import Attempt, forwarding
-from .messages import the_users
 from .selfcheck import Trial
 
 # Raises CaptureError; returns a trial on inputs that show it, for the capture itself
@@ -71,7 +71,8 @@ def every_index(attempt: Attempt, beyond: int = 0) -> tuple[str, AssumptionProof
 
 
 def all_but_the_last(attempt: Attempt) -> tuple[str, AssumptionProof]:
-    """Likewise where the model itself fails on the last: a class for tokens without an expert, which no call hits."""
+    """Loops over all indices but the last, on which the model itself fails: a class for tokens without an expert,
+    which no call hits."""
     note, proof = every_index(attempt, beyond=1)
     return f"{note} but the last, on which the model itself fails", proof
 
@@ -96,7 +97,7 @@ def _prove_every_index(trial: Trial, beyond: int) -> Trial:
 
 
 def alike(tensor: Tensor, dims: int) -> Tensor:
-    """The same along the first `dims` dimensions: equal tokens have equal experts."""
+    """Make a tensor equal along the first `dims` dimensions: equal tokens have equal experts."""
     for d in range(min(dims, tensor.ndim)):
         tensor = tensor.narrow(d, 0, min(1, tensor.shape[d])).expand(tensor.shape)
     return tensor
@@ -211,7 +212,7 @@ def _missing(signature: inspect.Signature, args: Any, kwargs: Any) -> Missing:
 
 
 def _with_ones(signature: inspect.Signature, missing: Missing, args: Any, kwargs: Any) -> Inputs:
-    """The same call with the missing masks."""
+    """Fill in the missing masks of a call."""
     bound = signature.bind(*args, **kwargs)
     for name, (like, dims) in missing.items():
         masked = bound.arguments[like]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones, no_skips
+from .capture_errors import kinds_of, line_of_error
 from .export import Attempt
-from .messages import kinds_of, line_of_error
 from .repeated_blocks import CannotRepeat
 
 

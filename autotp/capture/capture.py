@@ -26,10 +26,9 @@ from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
 
 from .attempts import ATTEMPTS, Change, Failure, attempt_errors, worth_trying
+from .capture_errors import HiddenState, capture_error, refuse_hidden_state
 from .copies import copied
 from .export import Attempt, GradModeAnswers, lengths
-from .messages import capture_error
-from .refusals import HiddenState, refuse_hidden_state
 from .repeated_blocks import Repeats
 from .request import GRAD
 from .selfcheck import Trial
@@ -181,7 +180,7 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _read(program: torch.export.ExportedProgram, training: bool, writes: Mapping[int, str | int]) -> Capture:
-    """What torch.export gave, as a record of ours.
+    """Convert an ExportedProgram to a Capture.
 
     Args:
         training: whether the model was in training mode.
@@ -231,7 +230,8 @@ def _symbols(leaves: Sequence[Leaf]) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
 
 
 def _carried(program: torch.export.ExportedProgram, capture: Capture) -> dict[int, str]:
-    """Which outputs become states: those that the outputs' description says, and what is written over a state."""
+    """Find the outputs that become states: those that the outputs' description says, and what is written over a
+    state."""
     specs = program.graph_signature.output_specs
     outputs = [i for i, spec in enumerate(specs) if spec.kind.name == "USER_OUTPUT"]
     states = states_of(program.call_spec.out_spec)  # type: ignore[arg-type]
@@ -253,7 +253,8 @@ def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
-    """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
+    """Read what the forward writes to: position of the output -> name of the buffer, or place among the input
+    tensors."""
     tensors = [x.node.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
     mutations: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):

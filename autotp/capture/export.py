@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from autotp import compat
-from autotp.capture.subclasses.calls import subclass_calls
 from autotp.ir.carried import Carried
 from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
 
-from .exported import EXPORTED, Exported
-from .functions import functions_kept, read_functions
-from .plain_types import files_of, plain_values
-from .refusals import Stores, attributes_written, refuse_gradients, refuse_hooks, unvalidated
+from .autograd_functions import functions_kept, read_functions
+from .capture_errors import Stores, attributes_written, refuse_gradients, refuse_hooks, unvalidated
+from .export_passes import EXPORTED, Exported
+from .plain_values import files_of, plain_values, subclass_calls
 from .repeated_blocks import Repeats
 from .request import GRAD, INFERENCE
 from .state_objects import carries, carrying, forwarding, is_number
@@ -90,7 +89,7 @@ class GradModeAnswers:
 
 @dataclass
 class Attempt:
-    """What one export is of; the changes of `attempts` alter it.
+    """Arguments and options of one export; the changes of `attempts` alter it.
 
     Attributes:
         bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
@@ -161,7 +160,7 @@ class Attempt:
         return exported
 
     def state_tensors(self) -> list[Tensor]:
-        """What the call before left, of objects and of arguments that the user names."""
+        """List what the call before left, of objects and of arguments that the user names."""
         arguments = inspect.signature(self.bare.forward).bind(*self.args, **self.kwargs).arguments
         states = [arguments.get(name) for name in self.states]
         tensors = [x for x in compat.tree_leaves(states) if isinstance(x, Tensor)]
@@ -192,7 +191,7 @@ def _dims(value: Any) -> Any:
 
 
 def _dims_of_short(value: Any) -> Any:
-    """Likewise where a state's length is 1, but for all other sizes of 1, and of 0."""
+    """Free the dimensions where a state's length is 1, but for all other sizes of 1, and of 0."""
     if isinstance(value, Carried):
         return _varying(value, [_lengths_of_short(t) for t in value.tensors])
     dims = _dims(value)
@@ -202,7 +201,7 @@ def _dims_of_short(value: Any) -> Any:
 
 
 def _varying(value: Carried, dims: list[dict[int, Any]]) -> list[dict[int, Any]]:
-    """Of the dimensions of an object's tensors those that are not numbers for ever."""
+    """Select of the dimensions of an object's tensors those that are not numbers for ever."""
     varying = []
     for tensor, name, own in zip(value.tensors, value.shape.names, dims, strict=True):
         varying.append({d: x for d, x in own.items() if not is_number(name, d, tensor.shape[d])})
@@ -256,7 +255,7 @@ def _records(bare: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restored(bare: nn.Module) -> Iterator[None]:
-    """What a trace leaves in attributes of modules is gone afterwards: the next attempt is to meet the model as it is.
+    """Context after which attributes of modules are as before a trace: the next attempt is to meet the model as it is.
 
     Torch puts back those that an object has itself, and not those that its class had for it.
     """

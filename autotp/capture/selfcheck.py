@@ -20,8 +20,7 @@ from autotp.ir.leaves import BUFFER, CONSTANT, TABLE
 from autotp.proof.differences import Rounding, differences, largest, loss, rounding_of
 from autotp.proof.run import run
 
-from .copies import copied
-from .made_real import made_real
+from .copies import copied, made_real
 
 MAX_WEIGHT_BYTES = 10**9  # bytes of weights up to which a capture is compared without being asked to
 OUTPUT, STATE, GRADIENT = "output ", "", "the gradient of "

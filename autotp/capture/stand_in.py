@@ -18,9 +18,8 @@ from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 
 from .copies import copied
-from .cut import cut, cuts, narrowed
-from .same_graph import differs
 from .selfcheck import MAX_WEIGHT_BYTES, Trial, bytes_of, on_meta
+from .small_model import cut, cuts, differs, narrowed
 
 MAX_REAL_NUMBERS = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
 MAX_STAND_IN_NUMBERS = 1 << 26  # numbers in all weights of a stand-in

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
-from autotp.ir.runs import Runs
-from autotp.ir.specs import INVARIANT, REPLICATED, Spec
-from autotp.ir.wire import packed, unpacked
+from autotp.ir.program import packed, unpacked
+from autotp.ir.specs import INVARIANT, REPLICATED, Runs, Spec
 
 from . import collectives
 from .collectives import Exchange, Primitive

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from autotp import compat
-from autotp.capture.cut import cut, cuts
+from autotp.capture.repeated_blocks import kinds, path_of, place_in
 from autotp.capture.request import Mode, mode_of
-from autotp.capture.stacks import kinds, path_of, place_in
+from autotp.capture.small_model import cut, cuts
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs, is_transformers, with_cache
 from autotp.ir.carried import Returned

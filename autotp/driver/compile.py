@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.capture.capture import aliases, capture, skeleton
-from autotp.capture.copies import with_histories
-from autotp.capture.model_key import Untold, model_key
-from autotp.capture.rank0 import capture_once
-from autotp.capture.refusals import refuse_unsaid
+from autotp.capture.capture_errors import refuse_unsaid
+from autotp.capture.copies import plain_weights, with_histories
+from autotp.capture.rank0 import Untold, capture_once, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
-from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
@@ -40,7 +38,7 @@ from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.past import CacheParts, cache_parts
 from autotp.passes.shard.planner import Builder
-from autotp.passes.shard.ranks import ShardedProgram
+from autotp.passes.shard.rewrite import ShardedProgram
 from autotp.plans.describe.describe import describe, with_regathering
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.describe.reasons import few_groups, without_rule

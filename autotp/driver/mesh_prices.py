@@ -15,7 +15,7 @@ from autotp.cost.meshes import Attended, Mesh, Sends, boundary_sends, bubble, co
 from autotp.cost.prices import nbytes
 from autotp.cost.units import Call, Unit, UnitCost, UnitCosts
 from autotp.ir.graph import resolve, size_hint, tensors
-from autotp.ir.parts import HeadDims
+from autotp.ir.program import HeadDims
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.stages.balance import divide, in_flight, units_of

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 import torch
 from torch import nn
 
-from autotp.capture.refusals import refuse_scripted
+from autotp.capture.capture_errors import refuse_scripted
 from autotp.comm.ranks import Ranks, check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autotp.capture.exported import EXPORTED, Exported
+from autotp.capture.export_passes import EXPORTED, Exported
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
@@ -19,11 +19,11 @@ from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.canonicalise.rank_order import RankOrder
 from autotp.passes.decompose.counter_random import CountedRandom
-from autotp.passes.decompose.float8 import Float8Products
-from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
+from autotp.passes.decompose.float8_products import Float8Products
+from autotp.passes.decompose.loss_sums import DecomposeLosses, LossAlone
 from autotp.passes.optimise import RankProgram
 from autotp.passes.shard.batch_program import BatchAxis
-from autotp.passes.shard.ranks import ShardedProgram, ShardOperators, Specialise
+from autotp.passes.shard.rewrite import ShardedProgram, ShardOperators, Specialise
 from autotp.passes.shard.sequence_program import SequenceAxis
 
 

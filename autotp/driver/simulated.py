@@ -19,8 +19,7 @@ from autotp.capture.request import CaptureRequest, mode_of
 from autotp.capture.state_objects import entering
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
-from autotp.ir.copying import copy_graph
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, copy_graph
 from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS
 from autotp.ir.program import MeshPlace, Sharded

@@ -18,7 +18,7 @@ from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
-from autotp.passes.decompose.losses import with_loss
+from autotp.passes.decompose.loss_sums import with_loss
 from autotp.passes.stages.balance import Staging, stage_starts
 from autotp.passes.stages.cut import Piece, cut
 from autotp.plans.plan import Plan

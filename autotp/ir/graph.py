@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,21 +14,138 @@ from torch import Tensor, fx
 
 from autotp import compat
 
-from .copying import copy_graph
-from .layouts import Size
 from .leaves import LeafKind
 from .marks import mark, write
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
-from .size_bounds import SizeBounds
-from .sizes import substitute
+from .sizes import Size, substitute
+
+Place = tuple[int, int]  # a tensor's place among the inputs that are tensors, and the dimension
+MAX_ELEMENTS = 2**62  # elements in a dimension whose symbol has no range
+
+
+@dataclass(frozen=True)
+class SizeBounds:
+    """The sizes that a program takes.
+
+    Attributes:
+        symbols: where each symbol is read: the first dimension that is this symbol alone.
+        sizes: every other dimension, and what it has to be.
+        ranges: least and greatest value of each symbol. guards: relations that hold between symbols.
+    """
+
+    symbols: Mapping[sympy.Symbol, Place]
+    sizes: Sequence[tuple[Place, Size]]
+    ranges: Mapping[sympy.Symbol, tuple[int, int]]
+    guards: Sequence[sympy.Basic]
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], ranges: Mapping[sympy.Symbol, tuple[int, int]], guards: Sequence[sympy.Basic]
+    ) -> SizeBounds:
+        """Args:
+        tensors: the (fake) tensors among the inputs, in order.
+        ranges, guards: as in `Capture`.
+        """
+        dimensions = [((i, d), expression(n)) for i, value in enumerate(tensors) for d, n in enumerate(value.shape)]
+        symbols: dict[sympy.Symbol, Place] = {}
+        for place, size in dimensions:
+            if isinstance(size, sympy.Symbol):
+                symbols.setdefault(size, place)
+        first = set(symbols.values())
+        others = [(place, size) for place, size in dimensions if place not in first]
+        # A size in symbols that no dimension gives by itself may be any; so may what is said of such symbols.
+        derived = [
+            (place, size) for place, size in others if isinstance(size, int) or size.free_symbols <= symbols.keys()
+        ]
+        within = {s: ranges.get(s, (0, MAX_ELEMENTS)) for s in symbols}
+        return cls(symbols, derived, within, [g for g in guards if g.free_symbols <= symbols.keys()])
+
+    def broken(self, shapes: Sequence[Sequence[int]], names: Sequence[str]) -> str | None:
+        """Say why these shapes do not fit, in words; None where they do.
+
+        Args:
+            shapes: of the tensors among the inputs, each with as many dimensions as was captured.
+            names: of these inputs.
+        """
+        values = {symbol: int(shapes[i][d]) for symbol, (i, d) in self.symbols.items()}
+        for (i, d), size in self.sizes:
+            if (size if isinstance(size, int) else int(substitute(size, values))) != shapes[i][d]:
+                return f"input {names[i]!r} has size {shapes[i][d]} in dimension {d}, captured with {size}"
+        for symbol, (low, high) in self.ranges.items():
+            if not low <= values[symbol] <= high:
+                return f"size {values[symbol]} is outside the captured range [{low}, {high}]"
+        broken = next((g for g in self.guards if substitute(g, values) == sympy.false), None)
+        return None if broken is None else f"the captured program needs {broken}"
+
+    def code(self) -> tuple[list[Place], Callable[..., bool]] | None:
+        """Places of sizes, and a function of the sizes there: whether they fit. None where that cannot be written."""
+        tests: list[Any] = [s >= low for s, (low, _) in self.ranges.items()]
+        tests += [s <= high for s, (_, high) in self.ranges.items()]
+        tests += self.guards
+        code = compat.size_code(list(self.symbols), tests, [size for _, size in self.sizes])
+        if code is None:
+            return None
+        return [*self.symbols.values(), *(place for place, _ in self.sizes)], code
+
+
+# ---- copies of graphs ------------------------------------------------------------------------------------------------
+
+# Copies of graphs: all of one, some of its nodes, into another or once more into itself.
+
+
+def copy_graph(
+    nodes: Iterable[fx.Node], env: MutableMapping[fx.Node, Any] | None = None, graph: fx.Graph | None = None
+) -> tuple[fx.Graph, MutableMapping[fx.Node, Any]]:
+    """Copy nodes in this order, with their names where these are free, and their meta data.
+
+    Args:
+        nodes: each after those of them that it reads; `graph.nodes` for all, with the output.
+        env: what copies read in place of a node, which is extended by the copies. A node that is there already is not
+            copied.
+        graph: what is written to, at its insertion point; by default a new graph. What copies read in the same graph
+            and is not in `env` is read as it is.
+
+    Returns:
+        That graph, and `env`.
+    """
+    env = {} if env is None else env
+    to = fx.Graph() if graph is None else graph
+
+    def read(node: fx.Node) -> Any:
+        return node if node not in env and node.graph is to else env[node]
+
+    for node in nodes:
+        if node not in env:
+            env[node] = copy_node(node, to, read)
+    return to, env
+
+
+def copy_node(node: fx.Node, graph: fx.Graph, operand: Callable[[fx.Node], Any], name: str = "") -> fx.Node:
+    """Copy one node.
+
+    Args:
+        node: what is copied.
+        graph: what is written to, at its insertion point.
+        operand: what the copy reads in place of each node that the original reads, asked from the first to the last.
+        name: of the copy, by default the node's own.
+    """
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)
+    target = name if name and node.op == "placeholder" else node.target
+    new = graph.create_node(node.op, target, args, kwargs, name or node.name, node.type)
+    new.meta = dict(node.meta)
+    return new
+
+
+# ---- graph -----------------------------------------------------------------------------------------------------------
+
 
 Value = tuple[fx.Node, int]  # a node and which of its results
 CUTS = (aten.detach.default, aten.detach_.default)
 
 
 class Conditions(Protocol):
-    """What a capture decided by the values of its inputs (`autotp.capture.conditions`)."""
+    """Conditions that a capture decided by the values of its inputs (`autotp.capture.export_passes`)."""
 
     def broken(self, values: Sequence[Any]) -> str | None:
         """The condition that these flat inputs break, in words, or None."""
@@ -76,12 +193,12 @@ class Capture:
 
     @property
     def inputs(self) -> list[Leaf]:
-        """What a call passes, in its order: inputs and states."""
+        """Leaves that a call passes, in its order: inputs and states."""
         return [leaf for leaf in self.leaves if leaf.kind.passed]
 
     @property
     def has_states(self) -> bool:
-        """Whether a call takes or gives states."""
+        """Say whether a call takes or gives states."""
         return bool(self.carried) or any(leaf.kind.carried for leaf in self.leaves)
 
     def becomes(self, position: int) -> str | None:
@@ -121,7 +238,7 @@ class Capture:
         return None if broken is None else f"the captured program needs {broken}"
 
     def size_bounds(self) -> SizeBounds:
-        """What the program asks of the sizes of the tensors among its inputs."""
+        """Conditions of the program on the sizes of the tensors among its inputs."""
         tensors = [leaf.node.meta["val"] for leaf in self.inputs if _is_tensor(leaf)]
         return SizeBounds.of(tensors, self.ranges, self.guards)
 
@@ -156,7 +273,7 @@ class Capture:
 
 
 def described(node: fx.Node, arguments: Any) -> str:
-    """What a node computes from these arguments, and what shapes it gives: the same text on every rank."""
+    """Describe what a node computes from these arguments, and what shapes it gives: the same text on every rank."""
     text = str(arguments)
     if "device(" in text:  # which is another on each
         text = str(compat.tree_map(on_meta, arguments))
@@ -247,7 +364,7 @@ def resolve(node: fx.Node) -> Value:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers in this call; dropout outside training does not."""
+    """Say whether the operator draws random numbers in this call; dropout outside training does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     args = Op.of(node).args
@@ -256,7 +373,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def floating(val: Any) -> bool:
-    """Whether a value (or any of several) can carry a gradient."""
+    """Say whether a value (or any of several) can carry a gradient."""
     return any(v.is_floating_point() or v.is_complex() for v in tensors_in(val))
 
 

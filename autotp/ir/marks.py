@@ -1,4 +1,4 @@
-"""What passes write on the nodes of a graph: one record a node, beside torch's own `val` and `nn_module_stack`.
+"""Marks that passes write on the nodes of a graph: one record a node, beside torch's own `val` and `nn_module_stack`.
 
 `mark` reads it, `write` and `inherit` write it; `copying.copy_graph` carries it along. What each stage must have
 written is checked by `autotp.passes.schema`.
@@ -35,7 +35,7 @@ class BatchConversion(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What one call keeps for its backward, and whose memory its results are.
+    """Memory that one call keeps for its backward, and whose memory its results are.
 
     Attributes:
         slots, results: positions of the operands and results that are kept.
@@ -52,10 +52,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class Mark:
-    """What passes say of one node. None means that nobody has said it."""
+    """Marks of passes on one node. None means that nobody has said it."""
 
     no_grad: bool | None = None
-    """Whether the call stands under `torch.no_grad`, so that its result carries no gradient."""
+    """True where the call stands under `torch.no_grad`, so that its result carries no gradient."""
 
     batch: BatchConversion | None = None
     """The conversion over a mesh axis beside tp that the call is."""
@@ -83,7 +83,7 @@ NOTHING = Mark()
 
 
 def mark(node: fx.Node) -> Mark:
-    """What is written on a node."""
+    """Read what is written on a node."""
     return node.meta.get(KEY, NOTHING)
 
 

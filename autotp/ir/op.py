@@ -18,7 +18,7 @@ EXPERTS = "experts"  # the label of a loop over experts
 
 @dataclass(frozen=True)
 class Carry:
-    """Where a slot carries a factor: dimension `dim` holds the loop `repeat` times, `unit` elements a step.
+    """Place of a factor in a slot: dimension `dim` holds the loop `repeat` times, `unit` elements a step.
 
     With `piece`, the dimension holds only that piece of a loop that is cut up (`Factor.pieces`). With `groups`, the
     loop runs over groups, the dimension holds their rows, sorted by group, and operand slot `groups` where each ends.
@@ -55,7 +55,7 @@ class Factor:
 
     @property
     def contracts(self) -> bool:
-        """Whether some result lacks the loop: split, that result is partial."""
+        """Say whether some result lacks the loop: split, that result is partial."""
         return any(c is None and i not in self.alike for i, c in enumerate(self.outs))
 
 
@@ -145,5 +145,5 @@ class Op:
 
 
 def is_tensor(item: Any) -> bool:
-    """Whether an argument of a node is a node with a tensor value."""
+    """Say whether an argument of a node is a node with a tensor value."""
     return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)

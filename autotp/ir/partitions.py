@@ -1,22 +1,148 @@
-"""How one dimension is dealt to the ranks: partitions, whose elements are known, and groups, which the data decides."""
+"""Distributions of one dimension over the ranks: partitions, whose elements are known, and groups, which the data
+decides."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .distributions import Distribution, Segment
 from .sizes import Size, chunk, divide, read_size, simplify, write_size
 
 if TYPE_CHECKING:
-    from .runs import Runs
+    from .specs import Runs
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` units of `unit` consecutive elements; whole units are dealt to the ranks by `chunk`.
+
+    With `reverse` the last rank owns the first chunk. Such a segment is dealt evenly.
+    """
+
+    count: Size
+    unit: Size = 1
+    reverse: bool = False
+
+    @property
+    def length(self) -> Size:
+        return simplify(self.count * self.unit)
+
+
+class Distribution:
+    """Base of the ways in which a loop, or a dimension that carries it, is dealt to the ranks.
+
+    A kind answers for itself what depends on it; what a kind does not say is impossible with it.
+
+    Attributes:
+        by_data: whether only the data says which elements a rank owns; a parameter cannot lie so.
+        field: a key of its JSON that no other kind has.
+    """
+
+    by_data: ClassVar[bool] = False
+    field: ClassVar[str]
+
+    @property
+    def length(self) -> Size:
+        """Elements of the dimension."""
+        raise NotImplementedError(f"{type(self).__name__}.length")
+
+    @property
+    def static(self) -> bool:
+        """Say whether no size in it is a symbol."""
+        return False
+
+    @property
+    def pieces(self) -> Size:
+        """Number of runs of the dimension that are dealt separately, as those of a fused weight."""
+        return 1
+
+    @property
+    def unit(self) -> Size | None:
+        """Elements that stay together, where that is one number."""
+        return None
+
+    def even(self, tp: int) -> bool:
+        """Say whether every rank certainly stores the same number of elements."""
+        raise NotImplementedError(f"{type(self).__name__}.even")
+
+    def full(self, tp: int) -> bool:
+        """Say whether every rank certainly owns something."""
+        raise NotImplementedError(f"{type(self).__name__}.full")
+
+    def is_plain(self, tp: int) -> bool:
+        """Say whether it is the split that DTensor's `Shard` means."""
+        return False
+
+    def lift(self, repeat: Size, unit: Size, tp: int) -> Distribution | None:
+        """Distribution of a dimension which holds this loop `repeat` times, `unit` elements a step; None: there is
+        none."""
+        return self if repeat == unit == 1 else None
+
+    def lower(self, repeat: Size, unit: Size, tp: int) -> Distribution | None:
+        """The inverse of `lift`, or None where this cuts through a unit."""
+        return self if repeat == unit == 1 else None
+
+    def cut(self, lengths: Sequence[Size], tp: int) -> Sequence[Distribution] | None:
+        """Distributions of consecutive pieces, or None where a boundary falls inside a part, or where it falls is
+        not known."""
+        return None
+
+    def runs(self) -> Sequence[Segment] | None:
+        """Its segments one after the other, to be joined with others; None where it cannot be."""
+        return None
+
+    def by_groups(self, ends: int) -> Distribution | None:
+        """Distribution of the rows of groups which are dealt so; `ends` as in `Groups`. None where rows cannot
+        follow."""
+        return None
+
+    def local(self, rank: int, tp: int) -> int:
+        """Elements that `rank` owns, where `static`."""
+        raise NotImplementedError(f"{type(self).__name__}.local")
+
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        """Largest part that one rank stores; `hint` gives a number for every size."""
+        return 1.0
+
+    def small(self, tp: int) -> Self:
+        """Make the same kind of distribution with a few elements."""
+        return self
+
+    def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
+        """Key that candidates are ordered by: even before uneven, few runs before many, a plain split before a
+        repeated."""
+        return (not self.even(tp), 1, False, str(self))
+
+    def penalty(self, tp: int) -> int:
+        """Points that break ties between equal costs."""
+        return 0
+
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+        """The form that calls of a rank's program take, each size mapped by `size`."""
+        raise NotImplementedError(f"{type(self).__name__}.to_runtime")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` reads."""
+        raise NotImplementedError(f"{type(self).__name__}.to_json")
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the data are no distribution of this kind.
+        """
+        raise NotImplementedError(f"{cls.__name__}.from_json")
+
+
+# ---- the kinds -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Partition(Distribution):
-    """How one dimension is dealt: a run of segments, the run repeated `repeat` times.
+    """Partition of one dimension: a run of segments, the run repeated `repeat` times.
 
     `((N, 1),)` is a plain split, `((q, d), (k, d), (v, d))` a fused q/k/v in whole heads, `((6, 8),)` six heads of
     8. A rank owns its chunk of every segment of every repetition. Make one with `Partition.of`, which brings equal
@@ -65,11 +191,11 @@ class Partition(Distribution):
         return self == Partition.plain(self.length, tp)
 
     def even(self, tp: int) -> bool:
-        """Whether every rank certainly owns the same number of elements."""
+        """Say whether every rank certainly owns the same number of elements."""
         return all(isinstance(s.count, int) and s.count % tp == 0 for s in self.segments)
 
     def full(self, tp: int) -> bool:
-        """Whether every rank certainly owns something: the last one owns least."""
+        """Say whether every rank certainly owns something: the last one owns least."""
         return any(isinstance(s.count, int) and chunk(s.count, tp - 1, tp)[1] > 0 for s in self.segments)
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
@@ -153,7 +279,7 @@ class Partition(Distribution):
         return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
 
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
-        from .runs import Runs  # noqa: PLC0415  a plan is read without torch
+        from .specs import Runs  # noqa: PLC0415  a plan is read without torch
 
         back = {False: (), True: (True,)}
         return Runs(size(self.repeat), tuple((size(s.count), size(s.unit), *back[s.reverse]) for s in self.segments))
@@ -171,7 +297,7 @@ class Partition(Distribution):
 
 
 def _coarsest(segment: Segment, tp: int) -> Segment:
-    """The same shares in the largest units: as many as divide rank 0's share and the whole."""
+    """Write the same shares in the largest units: as many as divide rank 0's share and the whole."""
     if not isinstance(segment.count, int):
         return segment
     units = math.gcd(segment.count, -(-segment.count // tp))
@@ -180,7 +306,7 @@ def _coarsest(segment: Segment, tp: int) -> Segment:
 
 @dataclass(frozen=True)
 class Groups(Distribution):
-    """How rows that are sorted by group are dealt: a rank owns the rows of its groups, as many as the data says.
+    """Distribution of rows that are sorted by group: a rank owns the rows of its groups, as many as the data says.
 
     Every rank keeps all rows in their places. Those of other ranks' groups hold nothing that may be read, and their
     gradients are zero: so row by row operators run as they are, and only a sum over the rows needs them masked.
@@ -203,7 +329,7 @@ class Groups(Distribution):
         return self.of.full(tp)
 
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
-        """That of the groups."""
+        """Convert the groups."""
         return self.of.to_runtime(size)
 
     def to_json(self) -> dict[str, Any]:

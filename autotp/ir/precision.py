@@ -39,7 +39,7 @@ class Precision:
 
     @classmethod
     def read(cls, choice: Any) -> Precision | None:
-        """What a public function's argument asks for; None for the model's own.
+        """Read what a public function's argument asks for; None for the model's own.
 
         Raises:
             InputError: it is not known.
@@ -56,7 +56,7 @@ class Precision:
         )
 
     def takes(self, weight: str, n: int, k: int) -> bool:
-        """Whether the product by a weight [n, k] of this name is large enough, and not left out."""
+        """Say whether the product by a weight [n, k] of this name is large enough, and not left out."""
         if n % ALIGNED or k % ALIGNED or any(fnmatchcase(weight, p) for p in self.skip):
             return False
         if self.smallest is not None:

@@ -1,16 +1,17 @@
-"""What the stages hand on: the planned capture, the program of the ranks, the solver's answer."""
+"""Records that the stages hand on: the planned capture, the program of the ranks, the solver's answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from .decisions import Decision
 from .graph import Capture, Value, tensors
-from .layouts import Layout
+from .layouts import I, Layout, R, Size
 from .op import Op, Rule
 
 # By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
@@ -80,7 +81,7 @@ class Sharded:
     states: dict[str, Layout] = field(default_factory=dict)
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
-        """How the output at this position lies, and the (fake) whole value."""
+        """Layout of the output at this position, and the (fake) whole value."""
         output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
         output_node = output.args[0][position]  # type: ignore[index]
         node, index = self.origin[output_node]  # type: ignore[index]
@@ -113,3 +114,94 @@ class Solution:
     collectives: int = 0
     rival: Solution | None = None
     terms: Mapping[str, float] = field(default_factory=dict)
+
+
+# ---- named parts -----------------------------------------------------------------------------------------------------
+
+# The named parts of a model: attention with its heads, feed-forward, embedding, head.
+
+# An operator, one of its operand slots, and the dimensions of that operand that hold the heads.
+HeadDims = tuple[fx.Node, int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts of an attention, widths of a query's and a value's head, and where query and kv heads are seen."""
+
+    count: Size
+    kv: Size
+    width: Size
+    value: Size
+    at: HeadDims
+    kv_at: HeadDims
+
+
+@dataclass(frozen=True)
+class GraphPart:
+    """A part of the graph.
+
+    Attributes:
+        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "adapter", "other".
+        detail: what it is in words.
+        nodes: its operators, in the order of the graph.
+        module: the innermost module that holds those with parameters.
+        parameters: leaves that it reads.
+        first: the equal part in the first of the repeated blocks; itself where there is none.
+        heads: of an attention.
+    """
+
+    kind: str
+    detail: str
+    nodes: tuple[fx.Node, ...]
+    module: str
+    parameters: tuple[fx.Node, ...]
+    first: int
+    heads: Heads | None = None
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------
+
+# What is sent of a value in place of all its bytes: its numbers in a narrower type, or the largest of each row.
+
+NARROW: dict[str, torch.dtype] = {"autotp.float8_cast.default": torch.float8_e4m3fn}
+ARITHMETIC: dict[str, str] = {  # operators whose products are of another type than their results
+    "autotp.float8_linear.default": "float8_e4m3fn",
+    "autotp.float8_rows.default": "float8_e4m3fn",
+    "autotp.float8_rows_hp.default": "float8_e4m3fn",
+    "autotp.float8_delayed.default": "float8_e4m3fn",
+}
+GATHERS = ("all_gather", "all_to_all")  # primitives that add nothing up: sums of such numbers are none
+
+
+def sent_as(target: Any, primitive: str | None) -> torch.dtype | None:
+    """The type in which a primitive sends what an operator gives; None for its own."""
+    return NARROW.get(str(target)) if primitive in GATHERS else None
+
+
+def packed(x: Tensor, wire: torch.dtype | None) -> Tensor:
+    """The numbers as bytes of `wire`, which every backend carries."""
+    return x if wire is None else x.to(wire).view(torch.uint8)
+
+
+def unpacked(x: Tensor, wire: torch.dtype | None, dtype: torch.dtype) -> Tensor:
+    """Restore what `packed` was given, in this type."""
+    return x if wire is None else x.view(wire).to(dtype)
+
+
+PAIR = 16  # bytes of a value and its place, two numbers of 64 bits: what a rank sends of a row for an argmax
+
+
+def argmax_share(node: fx.Node, src: Layout, dst: Layout, tp: int) -> float | None:
+    """The part of a value's bytes that greedy `generate()` sends for it, whose ranks exchange the largest of each row.
+
+    Args:
+        node: of the value. src, dst: the layouts before and after a gather. tp: ranks, of which each has a pair a row.
+
+    Returns: None where the value is read by other operators, or is not split in columns: it is gathered.
+    """
+    value = next(iter(tensors(node)), None)
+    if value is None or not value.dtype.is_floating_point or any(user.op != "output" for user in node.users):
+        return None
+    if dst not in (I, R) or src.sharded_dim != value.ndim - 1 or not isinstance(value.shape[-1], int):
+        return None
+    return min(1.0, PAIR * tp / (value.shape[-1] * value.element_size()))

@@ -33,7 +33,7 @@ def moved_to(node: fx.Node) -> tuple[str, ...]:
 
 
 def is_region(path: str) -> bool:
-    """Whether this level of a path is a region."""
+    """Say whether this level of a path is a region."""
     return MARK in path
 
 

@@ -1,16 +1,20 @@
 """Layouts at run time: one NamedTuple for each kind, with what a rank does with a tensor that lies so.
 
 They are literal arguments in a torch.fx graph, and Dynamo traces their methods. The numbers are those of the layout
-as ints or `torch.SymInt`. Uneven shares are padded **per segment** to the largest share, rank 0's. As `torch.chunk`
-leaves only trailing shares short, padding then sits at the end of each joined segment, and the even algorithm followed
-by one cut serves the uneven case too.
+as ints or `torch.SymInt`. The last element of each tuple is the kind's mark, so that `==` is right. `whole`: every rank
+holds the whole value. `sharded_dim`: the dimension of which a rank holds a slice. `split` cuts a whole into what each
+rank holds, where summands are pseudo-random, drawn with a seed; `recombine` undoes it.
+
+Uneven shares are padded **per segment** to the largest share, rank 0's. As `torch.chunk` leaves only trailing shares
+short, padding then sits at the end of each joined segment, and the even algorithm followed by one cut serves the uneven
+case too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,55 +22,8 @@ from torch import Tensor
 from autotp.errors import PlanError
 
 from . import windows
+from .sizes import chunk
 from .windows import Segments
-
-
-class Spec(Protocol):
-    """What every layout at run time has; the last element of the tuple is the kind's mark, so that `==` is right.
-
-    A kind that conversions take slices of has also those methods of `ShardSpec` that `comm.conversions` calls for it.
-
-    Attributes:
-        whole: whether every rank holds the whole value.
-        dim: the dimension that is dealt out; None: there is none.
-        sharded_dim: the same where a rank holds a slice of it; None where it holds all dimensions whole.
-        reduction: how the ranks' tensors become the value where they are summands or candidates.
-    """
-
-    @property
-    def mark(self) -> str: ...
-    @property
-    def whole(self) -> bool: ...
-    @property
-    def dim(self) -> int | None: ...
-    @property
-    def sharded_dim(self) -> int | None: ...
-    @property
-    def reduction(self) -> str: ...
-    @property
-    def dual(self) -> Spec:
-        """The layout of the gradient."""
-        ...
-
-    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """What `rank` owns of the whole `x`."""
-        ...
-
-    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """What of `rank`'s tensor may be read."""
-        ...
-
-    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
-        """What each rank holds of the whole `x`.
-
-        Partial summands (or candidates) are pseudo-random, drawn with `seed`, so that an operator that is not linear
-        shows.
-        """
-        ...
-
-    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
-        """The whole value from what each rank holds, in rank order."""
-        ...
 
 
 class InvariantSpec(NamedTuple):
@@ -282,6 +239,50 @@ class GroupedSpec(NamedTuple):
         return reduce(torch.add, [self.take(x, rank, len(xs)) for rank, x in enumerate(xs)])
 
 
+Spec = InvariantSpec | ReplicateSpec | ReplicateMaxSpec | PartialSpec | ShardSpec | GroupedSpec
 INVARIANT: Spec = InvariantSpec()
 REPLICATED: Spec = ReplicateSpec()
 SUMMANDS: Spec = PartialSpec()
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+# How a dimension is dealt, as a call of a rank's program takes it; whom the units of a dimension belong to.
+
+
+class Runs(NamedTuple):
+    """A dimension that is `repeat` runs of `segments`, as in `windows`; a rank owns its chunk of every segment.
+
+    The run-time form of `partitions.Partition`. Numbers are ints, `torch.SymInt` while a program is traced, and while
+    one is written the nodes that compute them.
+    """
+
+    repeat: int
+    segments: Segments
+
+    @property
+    def length(self) -> int:
+        """Elements of the whole dimension."""
+        return self.repeat * sum(windows.lengths(self.segments))
+
+    def local(self, rank: int, tp: int) -> int:
+        """Elements that `rank` owns."""
+        return self.repeat * sum(length for _, length in windows.shares(self.segments, rank, tp))
+
+    def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
+        """The (offset, length) runs that `rank` owns, in order; in elements.
+
+        Example:
+            >>> Runs(1, ((4, 2), (2, 1))).spans(1, 2)
+            [(4, 4), (9, 1)]
+        """
+        out, at = [], 0
+        for _ in range(self.repeat):
+            for count, unit, *back in self.segments:
+                start, number = chunk(count, tp - 1 - rank if back else rank, tp)
+                out.append((at + start * unit, number * unit))
+                at += count * unit
+        return out
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from autotp.ir import windows
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 
 
 def attention_mask(

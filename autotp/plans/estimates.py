@@ -27,7 +27,7 @@ class Totals:
         parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
         least_seconds: of the fastest plan; this one takes at most `band`, a share of it, longer to send less.
-        megatron_step, megatron_bytes: seconds of a step of Megatron's plan (`autotp.passes.shard.hand_written`), and
+        megatron_step, megatron_bytes: seconds of a step of Megatron's plan (`autotp.passes.shard.decide`), and
             the bytes that a rank sends in it; 0 where the model is not one that it is written for.
         weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that

@@ -18,10 +18,9 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from autotp.errors import PlanError
-from autotp.ir.decisions import Decision
+from autotp.ir.decisions import Decision, plain, read_layout, read_loop
 from autotp.ir.files import parse_json, read_text
 from autotp.ir.layouts import Distribution, Layout
-from autotp.ir.serial import plain, read_layout, read_loop
 
 from .estimates import ALONE, Axis
 from .plan import Plan

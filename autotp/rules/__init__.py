@@ -6,7 +6,7 @@ from . import (
     bags,
     experts,
     factories,
-    float8,
+    float8_rules,
     images,
     lookup,
     losses,
@@ -23,6 +23,6 @@ from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "bags", "experts", "factories", "float8", "images", "lookup", "losses", "matmul", "matrices", "pointwise",
+    "bags", "experts", "factories", "float8_rules", "images", "lookup", "losses", "matmul", "matrices", "pointwise",
     "random", "recurrent", "reductions", "updates", "views",
 ]  # fmt: skip

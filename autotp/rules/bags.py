@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 
 from .core import rule
 from .lookup import local_index

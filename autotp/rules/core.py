@@ -1,4 +1,4 @@
-"""What an operator rule is: the operator's factors (independent loops), said per operand slot and per result.
+"""Definition of an operator rule: the operator's factors (independent loops), said per operand slot and per result.
 
 Splitting a factor over the ranks means: operands that carry it are sharded there, operands that lack it are
 replicated, results that carry it are sharded, results that lack it (the factor is contracted) are partial. Rules never
@@ -68,7 +68,7 @@ def function_of(target: Any) -> RuleFunction | None:
 
 
 def _summable(op: Op, slots: Iterable[int]) -> bool:
-    """Whether these operands can be sums over the ranks, and the results with them: truth values cannot."""
+    """Say whether these operands can be sums over the ranks, and the results with them: truth values cannot."""
     results = op.node.meta.get("val")
     results = results if isinstance(results, list | tuple) else (results,)
     values = [op.slots[s].meta["val"] for s in slots]

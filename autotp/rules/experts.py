@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotp.ir.layouts import divide
 from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 
 from .core import rule
 

@@ -77,7 +77,8 @@ def _group_count(op: Op, local: ShardCall) -> Any:
 @rule(aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
 @rule(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
 def positions(op: Op) -> Rule:
-    """What comes before the one, two or three dimensions of positions is free; all but maxima are linear."""
+    """Rule of positions: what comes before the one, two or three dimensions of positions is free; all but maxima are
+    linear."""
     name = op.target.overloadpacket.__name__
     space = "_" * next(n for n in (1, 2, 3) if f"{n}d" in name)
     results = ",".join([f"...{space}"] * len(op.outs))

@@ -1,4 +1,4 @@
-"""What a rule sees while its operator is rewritten for the shards of one rank."""
+"""Context of a rule while its operator is rewritten for the shards of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotp.errors import PlanError
 from autotp.ir.layouts import Distribution, Layout, Size
 from autotp.ir.marks import write
 from autotp.ir.op import Factor, Op, Rule, expression
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -60,7 +60,7 @@ class Sizes:
         return self.node_of[size]
 
     def share(self, partition: Distribution) -> Any:
-        """What every rank owns of a symbolic partition, where it is known to be the same for all."""
+        """Share of every rank in a symbolic partition, where it is known to be the same for all."""
         return None if self.equal is None else self.equal(self, partition)
 
     def _compute(self, size: sympy.Expr) -> fx.Node:
@@ -97,12 +97,12 @@ class ShardCall:
 
     @property
     def split(self) -> bool:
-        """Whether some operand or result is sharded."""
+        """Say whether some operand or result is sharded."""
         return any(x.sharded_dim is not None for x in (*self.ins, *self.outs))
 
     @property
     def contracted(self) -> bool:
-        """Whether the split loop is one that a result lacks."""
+        """Say whether the split loop is one that a result lacks."""
         return self.factor is not None and any(c is None for c in self.factor.outs)
 
     @property
@@ -163,7 +163,7 @@ class ShardCall:
         return op.target, positional, {a.name: args[a.name] for a in arguments if a.kwarg_only}
 
     def unchanged(self, op: Op) -> LocalCall:
-        """The same call on this rank's operands."""
+        """Make the same call on this rank's operands."""
         return self.call(op, self.arguments(op))
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 
 from .core import dim_labels, loops, masked, rule, with_factors
 
@@ -75,7 +75,7 @@ def index_select(op: Op) -> Rule:
 
 @rule(aten.repeat_interleave.self_Tensor)
 def repeats(op: Op) -> Rule:
-    """How often each element comes is data, so their dimension stays whole."""
+    """Rule of repeats: how often each element comes is data, so their dimension stays whole."""
     if op.args["dim"] is None:
         return Rule()
     labels = dim_labels(len(op.ins[0]), {op.dim()})

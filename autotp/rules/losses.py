@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, aten
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 from autotp.kernels.operators import OPS
 
 from .core import einsum, rule

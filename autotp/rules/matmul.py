@@ -163,7 +163,7 @@ def attention(op: Op) -> Rule:
 
 
 def dealt(op: Op) -> Rule:
-    """That of causal attention whose queries are dealt over another axis already."""
+    """Rule of causal attention whose queries are dealt over another axis already."""
     return attention(replace(op, args={"dropout_p": 0.0, "is_causal": True}))
 
 

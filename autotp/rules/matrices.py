@@ -11,7 +11,7 @@ from .core import einsum, loops, rule
 @rule(aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default, aten.linalg_qr.default)
 @rule(aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_householder_product.default)
 def matrices(op: Op) -> Rule:
-    """Of many matrices each is on its own."""
+    """Rule of many matrices, each on its own."""
     batch = len(op.ins[0]) - 2
     terms = [f"...{'_' * (len(shape) - batch)}" for shape in (*op.ins, *op.outs)]
     return einsum(op, f"{','.join(terms[: len(op.ins)])}->{','.join(terms[len(op.ins) :])}", empty=False)
@@ -19,7 +19,7 @@ def matrices(op: Op) -> Rule:
 
 @rule(aten.linalg_solve.default)
 def solved(op: Op) -> Rule:
-    """Of many systems each is on its own, and so is each right side of one; linear in these."""
+    """Rule of many systems: each is on its own, and so is each right side of one; linear in these."""
     if len(op.ins[0]) != len(op.ins[1]):
         return Rule()
     sides = "...__,..._n->..._n" if op.args["left"] else "...__,...n_->...n_"

@@ -41,7 +41,7 @@ def _linear(op: Op) -> tuple[frozenset[int], ...]:
 
 
 def _rounds(op: Op, slot: int = 0) -> bool:
-    """Whether a cast loses digits: a sum of rounded summands is another number than the rounded sum."""
+    """Say whether a cast loses digits: a sum of rounded summands is another number than the rounded sum."""
     source, goal = op.slots[slot].meta["val"].dtype.to_real(), op.node.meta["val"].dtype.to_real()
     if min(source.itemsize, goal.itemsize) == 1 and source.is_floating_point:  # which torch promotes to nothing
         return source != goal and goal.itemsize <= source.itemsize

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autotp.ir.op import Op, Rule
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 from autotp.kernels.operators import OPS
 
 from .core import loops, rule
@@ -43,6 +43,6 @@ def _local_part(op: Op, local: ShardCall) -> Any:
 
 
 def coordinates(like: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:
-    """Where this rank's elements of a dealt dimension are in the whole."""
+    """Places in the whole of this rank's elements of a dealt dimension."""
     parts = [torch.arange(start, start + n, device=like.device) for start, n in runs.spans(rank, tp)]
     return torch.cat(parts)

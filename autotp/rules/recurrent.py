@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 
 from .core import einsum, rule
 

@@ -73,7 +73,7 @@ def _local_mean(op: Op, local: ShardCall):
 
 @rule(aten.amax, aten.max.default)
 def largest(op: Op) -> Rule:
-    """Of the parts, and then of those."""
+    """Maximum of the parts, and then of those."""
     labels, out = _labels(op)
     base = loops(op, [labels], [out], empty=False)
     return replace(base, factors=tuple(replace(f, reduction="max") for f in base.factors))
@@ -99,7 +99,7 @@ def whole_reduction(op: Op) -> Rule:
 
 @rule(aten.quantile.scalar, aten.nanquantile.scalar)
 def quantile(op: Op) -> Rule:
-    """As other statistics, but that there is none of no numbers."""
+    """Rule of a statistic, but that there is none of no numbers."""
     return replace(whole_reduction(op), empty=False)
 
 

@@ -31,7 +31,7 @@ def _alike(op: Op) -> list[Label]:
 
 @rule(aten.scatter_reduce.two)
 def scatter_reduce(op: Op) -> Rule:
-    """As `scatter`, but that no reduction, of sums or of others, is done in parts."""
+    """Rule of `scatter`, but that no reduction, of sums or of others, is done in parts."""
     labels = _alike(op)
     return loops(op, [labels] * 3, [labels])
 
@@ -47,7 +47,7 @@ def index_add(op: Op) -> Rule:
 
 @rule(aten.index_reduce.default)
 def index_reduce(op: Op) -> Rule:
-    """As `index_add`, but that no reduction is done in parts."""
+    """Rule of `index_add`, but that no reduction is done in parts."""
     labels = dim_labels(len(op.ins[0]), {op.dim()})
     return loops(op, [labels, [None], labels], [labels])
 
@@ -84,7 +84,8 @@ def _masked_put(op: Op) -> Rule:
 
 @rule(aten.masked_scatter.default)
 def masked_scatter(op: Op) -> Rule:
-    """Which element goes where is data; a last dimension that the mask does not tell apart moves in whole rows."""
+    """Rule of masks: which element goes where is data; a last dimension that the mask does not tell apart moves in
+    whole rows."""
     value, mask, source = op.ins
     rows = mask[-1:] == (1,) and value[-1:] == source[-1:]
     terms = ["_" * len(s) for s in (value, source)]

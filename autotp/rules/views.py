@@ -65,7 +65,7 @@ def _less(left: Size, right: Size) -> bool:
 
 
 def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | None]:
-    """Where each loop lies in its dimension: the loops outside it repeat it, those inside are its unit."""
+    """Places of loops in their dimension: the loops outside it repeat it, those inside are its unit."""
     out: list[Carry | None] = []
     for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
         repeat = _product(n for n, d in zip(sizes[:k], dims[:k], strict=True) if d == dim)
@@ -97,7 +97,8 @@ def reshape(op: Op) -> Rule:
 
 
 def local_shape(op: Op, local: ShardCall):
-    """The same view of a shard, with local sizes. Always a reshape: what a conversion made may have other strides."""
+    """Make the same view of a shard, with local sizes. Always a reshape: what a conversion made may have other
+    strides."""
     if not local.split:
         target, args, kwargs = local.unchanged(op)
         return aten.reshape.default if target is aten.view.default else target, args, kwargs
@@ -126,7 +127,7 @@ def _local_expand(op: Op, local: ShardCall):
     aten.adjoint, aten.mT, aten.mH,
 )  # fmt: skip
 def permute(op: Op) -> Rule:
-    """The same dimensions in another order."""
+    """Rule of dimensions in another order."""
     n = len(op.ins[0])
     order = list(range(n))
     if "dims" in op.args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from autotp.capture.subclasses.weights import parts_of
+from autotp.capture.copies import parts_of
 from autotp.errors import StateError
 
 from .revision import CONTAINERS, HOOKS, Revision, attributes_of, contents, counted, hooks_of, words_of

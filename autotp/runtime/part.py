@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.capture.subclasses.weights import plain_class
+from autotp.capture.copies import plain_class
 from autotp.errors import StateError
 from autotp.runtime.generation.generate_methods import while_generating
 from autotp.runtime.interop.methods import ABSENT, AbsentError, in_place_of

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.capture.model_key import Untold, model_key
+from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, SizeBounds
 from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS
 from autotp.ir.precision import LATEST
 from autotp.ir.program import MeshPlace, Sharded
-from autotp.ir.size_bounds import SizeBounds
 from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired

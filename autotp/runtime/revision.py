@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.capture.model_key import Untold, words
+from autotp.capture.rank0 import Untold, words
 from autotp.capture.request import TRAINING, Mode, mode_with, parameters_of, shortened
 from autotp.runtime.interop import data_writes
 from autotp.runtime.interop.data_writes import DataWrites

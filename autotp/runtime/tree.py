@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.comm.ranks import Ranks
-from autotp.ir.copying import copy_node
+from autotp.ir.graph import copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.passes.analysis.flows import flows

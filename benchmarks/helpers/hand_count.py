@@ -17,9 +17,9 @@ from torch import fx
 
 from autotp.cost import call_seconds, collective_bytes
 from autotp.ir.graph import resolve, tensors
-from autotp.ir.parts import GraphPart
+from autotp.ir.program import GraphPart
 from autotp.passes.analysis.blocks import find_blocks
-from autotp.passes.shard.hand_written import FEED_FORWARD, splits
+from autotp.passes.shard.decide import FEED_FORWARD, splits
 from autotp.passes.shard.planner import Builder
 from autotp.plans.plan import Plan
 

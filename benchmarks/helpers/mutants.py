@@ -9,8 +9,7 @@ from typing import Any
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.ir.copying import copy_graph
-from autotp.ir.graph import size_hint, tensors
+from autotp.ir.graph import copy_graph, size_hint, tensors
 from autotp.ir.layouts import Groups, Partition, Shard
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes

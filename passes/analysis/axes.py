@@ -9,7 +9,7 @@ from torch import fx
 
 from autotp.ir.graph import Capture, tensors
 from autotp.ir.op import Op, Rule
-from autotp.ir.parts import GraphPart
+from autotp.ir.program import GraphPart
 
 from .blocks import find_blocks
 from .dataflow import Dataflow
@@ -71,7 +71,7 @@ def find_axes(program: Capture, operators: Mapping[fx.Node, tuple[Op, Rule | Non
 
 
 def _vocabulary(flow: Dataflow, parts: Iterable[GraphPart]) -> set[object]:
-    """How many rows a token embedding has: as many as the head has columns.
+    """Rows that a token embedding has: as many as the head has columns.
 
     Positions and token types are embedded too: a BERT has tables of 30522, 512 and 2 rows. Without a head it is the
     largest table.

@@ -16,12 +16,11 @@ from autotp import compat
 from autotp.ir.graph import Capture, short_name
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Op, Rule, Shape
-from autotp.ir.parts import GraphPart, HeadDims, Heads
+from autotp.ir.program import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 from autotp.text import counted
 
-from .adapters import LOOKUPS
-from .dataflow import Dataflow, Root, names
+from .dataflow import LOOKUPS, Dataflow, Root, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
@@ -250,7 +249,8 @@ class _Finder:
             self._claim("norm", f"{short_name(statistic.target)} and scale", nodes)
 
     def _measures(self, node: fx.Node) -> bool:
-        """Whether it is the largest value of something, as a scale is made of, and no part of the model by itself."""
+        """Say whether it is the largest value of something, as a scale is made of, and no part of the model by
+        itself."""
         rule = self.flow.rules[node]
         return rule is not None and any(f.reduction == "max" for f in rule.factors)
 
@@ -271,7 +271,7 @@ class _Finder:
 
 
 def _all_meet(sides: Iterable[Iterable[Root]], nodes: set[fx.Node]) -> bool:
-    """Whether each of these sides is made of some of the nodes."""
+    """Say whether each of these sides is made of some of the nodes."""
     return all(names(side) & nodes for side in sides)
 
 

@@ -1,4 +1,4 @@
-"""What flows into a module and out of it, and how it lies over the ranks."""
+"""Values at the boundaries of modules, and their layouts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Flow:
 
     @property
     def whole(self) -> bool:
-        """Whether it is shown without a collective."""
+        """Say whether it is shown without a collective."""
         return _whole(self.layout)
 
 
 def flows(nodes: Sequence[fx.Node], parameters: Set[fx.Node]) -> list[Flow]:
-    """Of the values that flow there."""
+    """Describe the values that flow there."""
     origins = list(map(_origin, nodes))
     layouts = [mark(n).layout or I for n in nodes]
     firsts: dict[fx.Node, int] = {}
@@ -48,7 +48,7 @@ def flows(nodes: Sequence[fx.Node], parameters: Set[fx.Node]) -> list[Flow]:
 
 
 def _whole(layout: Layout) -> bool:
-    """Whether a value is shown without a collective."""
+    """Say whether a value is shown without a collective."""
     return layout.mark in "IR"
 
 

@@ -9,17 +9,15 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from autotp.ir.copying import copy_graph
-from autotp.ir.graph import Capture, differentiable
+from autotp.ir.graph import Capture, copy_graph, differentiable
 from autotp.ir.marks import mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Changes, Pass
 
-from .complex_scatters import ComplexScatters
 from .composites import Composites
 from .drop_examples import DropExamples
 from .running_statistics import RunningStatistics
-from .strides import LayOut, Reshape
+from .strides import ComplexScatters, LayOut, Reshape
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp import compat
-from autotp.ir.copying import copy_graph
-from autotp.ir.graph import Capture, differentiable
+from autotp.ir.graph import Capture, copy_graph, differentiable
 from autotp.ir.marks import inherit, mark
 from autotp.ir.op import is_tensor
 from autotp.kernels.functions import apply, functions_as
@@ -86,7 +85,8 @@ def _replace(node: fx.Node, body: fx.Graph) -> None:
 
 
 def _traced(node: fx.Node) -> tuple[fx.Graph, list[Any]]:
-    """What the operator is made of, as a graph of its tensors, and the functions with a backward of their own in it."""
+    """Trace what the operator is made of, as a graph of its tensors, and the functions with a backward of their own
+    in it."""
     target: Any = node.target
     operands = [n for n in node.all_input_nodes if is_tensor(n)]
     functions: list[Any] = []

@@ -12,7 +12,7 @@ from autotp.ir.graph import Capture
 from autotp.ir.op import Op, aten, is_tensor
 from autotp.passes.base import Changes, Pass
 
-PLAIN: dict[Any, Any] = {
+FACTORIES: dict[Any, Any] = {
     aten.new_zeros.default: aten.zeros.default,
     aten.new_ones.default: aten.ones.default,
     aten.new_full.default: aten.full.default,
@@ -40,11 +40,11 @@ class DropExamples(Pass[Capture]):
         return Changes(count, "operators do not read the example of a dtype or shape")
 
     def _rewrite_new(self, node: fx.Node) -> bool:
-        if node.target not in PLAIN:
+        if node.target not in FACTORIES:
             return False
         val, (_, *sizes) = node.meta["val"], node.args
         node.kwargs = {**node.kwargs, "dtype": val.dtype, "device": val.device}
-        node.args, node.target = tuple(sizes), PLAIN[node.target]
+        node.args, node.target = tuple(sizes), FACTORIES[node.target]
         return True
 
     def _cast(self, node: fx.Node) -> bool:

@@ -48,7 +48,7 @@ def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
 
 
 def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
-    """What each buffer that is written to holds in the end becomes a further output: as yet the buffer itself, or what
+    """Make the last value of each buffer that is written to a further output: as yet the buffer itself, or what
     the export copies into it last."""
     output, order = graph.output_node(), {n: i for i, n in enumerate(graph.nodes)}
     final: dict[fx.Node, fx.Node] = {}
@@ -80,7 +80,7 @@ def _lower(graph: fx.Graph, positions: dict[int, str]) -> None:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the operator writes to an operand."""
+    """Say whether the operator writes to an operand."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
@@ -115,7 +115,7 @@ def drop_inert_dropouts(graph: fx.Graph) -> None:
 
 
 class _Memory:
-    """Which values of a graph share memory, while in-place operators are rewritten."""
+    """Memory that values of a graph share, while in-place operators are rewritten."""
 
     def __init__(self, graph: fx.Graph, state: Set[str]) -> None:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
@@ -178,7 +178,7 @@ class _Memory:
         return value
 
     def _renew(self, target: fx.Node, write: fx.Node, value: fx.Node) -> None:
-        """What lay in the target's memory and comes later lies in new memory, that only this write fills."""
+        """Move what lay in the target's memory and comes later to new memory, that only this write fills."""
         for later in (n for n, i in self.order.items() if i >= self.order[write] and self.of[n] & self.of[target]):
             self.of[later] = {*(self.of[later] - self.of[target]), id(value)}
 
@@ -196,20 +196,20 @@ class _Memory:
         return [n for n, i in self.order.items() if i < at and n is not target and self.of[n] & self.of[target]]
 
     def _later(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
-        """Those of the names that are read after the write."""
+        """List those of the names that are read after the write."""
         at = self.order[write]
         last_read = {n: max(map(self.order.__getitem__, n.users), default=-1) for n in self._names(target, write)}
         return [n for n, last in last_read.items() if last > at]
 
     def _leaf(self, target: fx.Node, write: fx.Node) -> bool:
-        """Whether an input or a weight has the memory of `target`, but for a buffer itself."""
+        """Say whether an input or a weight has the memory of `target`, but for a buffer itself."""
         leaves = [n for n in [*self._names(target, write), target] if n.op in ("placeholder", "get_attr")]
         if target.op == "placeholder":  # one buffer may have several names
             leaves = [n for n in leaves if n.name not in self.state]
         return bool(leaves)
 
     def _read_later(self, target: fx.Node, write: fx.Node) -> bool:
-        """Whether a leaf has the memory of `target`, or another of its names is read later."""
+        """Say whether a leaf has the memory of `target`, or another of its names is read later."""
         return self._leaf(target, write) or bool(self._later(target, write))
 
 

@@ -33,7 +33,7 @@ def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
 
 @dataclass
 class _Flow:
-    """Which values of a graph carry a gradient.
+    """The values of a graph that carry a gradient.
 
     Attributes:
         carries: those values. places: memory of what carries one. cut: values that share such memory, detached.

@@ -16,8 +16,7 @@ from typing import ClassVar
 from torch import fx
 
 from autotp.comm.ranks import Ranks, broadcast
-from autotp.ir.copying import copy_node
-from autotp.ir.graph import Capture, described, draws
+from autotp.ir.graph import Capture, copy_node, described, draws
 from autotp.passes.base import Changes, Pass
 
 NodeRow = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from autotp.errors import InputError
 
-from .base import Alternative, Judge, Optimisation, RankProgram, Setting, Value, Verdict
-from .bucket import Bucket
 from .cached_attention import CachedAttention
+from .gradient_bucket import Bucket
 from .kernels import Kernels
-from .overlap import Overlap
+from .optimisation import Alternative, Judge, Optimisation, RankProgram, Setting, Value, Verdict
+from .overlap_products import Overlap
 from .regather import Regather
 from .symmetric_memory import MicroPipeline, OneShot
 

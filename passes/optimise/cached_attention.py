@@ -17,9 +17,9 @@ from autotp.ir.scopes import scope_path
 from autotp.kernels.attention import attend, attention_mask, cached_attention
 from autotp.passes.base import Changes
 
-from .base import Optimisation, RankProgram
+from .expressions import calls, closed, put, value_of
 from .masks import MaskFamily, recognise
-from .matching import calls, closed, put, value_of
+from .optimisation import Optimisation, RankProgram
 
 SDPA = aten.scaled_dot_product_attention.default
 GROWN, WRITES = (aten.cat,), (aten.index_copy, aten.index_put)

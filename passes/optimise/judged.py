@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from autotp.cost import size_hint
-from autotp.ir.copying import copy_graph
+from autotp.ir.graph import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.op import is_tensor
 from autotp.ir.program import MeshPlace
 
-from .base import Alternative, Judge, Optimisation, RankProgram, Value, Verdict
+from .optimisation import Alternative, Judge, Optimisation, RankProgram, Value, Verdict
 
 ALONE = Verdict(False, "it cannot be run by itself")
 

@@ -13,10 +13,9 @@ from torch import fx
 from autotp.kernels.common import available
 from autotp.passes.base import Changes
 
-from .base import Optimisation, RankProgram
-from .bias_gelu import bias_then_gelu
 from .judged import Judged, Rewrite, retarget
-from .norms import norm, norm_of_sum
+from .kernel_patterns import bias_then_gelu, norm, norm_of_sum
+from .optimisation import Optimisation, RankProgram
 from .vocabulary import look_up, sum_in_one_pass
 
 OPS: Any = torch.ops.autotp

@@ -14,7 +14,7 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
 
-from .matching import calls, erase, one_region
+from .expressions import calls, erase, one_region
 
 # Operator -> (kind, names of its input, weight and bias); what else it takes must be as by default.
 FORMS: dict[Any, tuple[str, str, str, str]] = {

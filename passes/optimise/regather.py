@@ -17,7 +17,7 @@ from autotp.cost.objective import Objective
 from autotp.passes.base import Changes
 from autotp.text import amount
 
-from .base import Optimisation, RankProgram
+from .optimisation import Optimisation, RankProgram
 from .products import fuse, groups, movable, over_tp
 
 REGATHER = 7  # position of `regather` among the arguments of `grouped`

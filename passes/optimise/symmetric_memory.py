@@ -11,8 +11,8 @@ from autotp.comm.conversions import g
 from autotp.cost import tensor_bytes
 from autotp.passes.base import Changes
 
-from .base import Optimisation, RankProgram
 from .judged import Judged, Rewrite, retarget
+from .optimisation import Optimisation, RankProgram
 from .products import dealt, groups, over_tp
 
 

@@ -18,8 +18,8 @@ from autotp.ir.specs import PartialSpec
 from autotp.kernels.common import DTYPES, WIDE
 from autotp.rules.lookup import vocabulary_embedding
 
+from .expressions import CASTS, call_in_place, calls, erase, value_of
 from .judged import Rewrite
-from .matching import CASTS, call_in_place, calls, erase, value_of
 
 OPS: Any = torch.ops.autotp
 MAX = "max"

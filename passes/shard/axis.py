@@ -1,4 +1,4 @@
-"""What planning and rewriting ask of the mesh axis that they are for, and the answers of tensor parallelism.
+"""Rules and writers of a mesh axis, for planning and rewriting: those of tensor parallelism.
 
 Planner and rewriter are the same for every axis; what a leaf may be, what an output must be and what gathering costs
 are answers of an object that is handed in. Those of the batch axis are in `batch_axis.py`, those of a rule's proof in
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -28,73 +28,44 @@ Partitions = Callable[[fx.Node, int], Iterable[Distribution]]  # of a dimension 
 Seed = tuple[fx.Node, int, Partition]  # a leaf, a dimension of it, and how that may be dealt
 
 
-class AxisRules(Protocol):
-    """What the planner asks of an axis. None leaves it to the planner: whatever the operators' rules allow."""
+class AxisRules:
+    """Answers of an axis to the planner; by default those of tensor parallelism, where all is the planner's choice."""
+
+    ignores_states: bool = False  # states are inputs and outputs like others, whose layouts need not be the same
 
     @property
     def surcharge(self) -> Surcharge | None:
-        """What the axis adds to the prices of operators and conversions."""
-        ...
-
-    @property
-    def ignores_states(self) -> bool:
-        """Whether states are inputs and outputs like others, whose layouts need not be the same."""
-        ...
+        """Additions of the axis to the prices of operators and conversions."""
+        return None
 
     def decides(self, node: fx.Node) -> bool:
-        """Whether this operator has a choice; one that has none is copied."""
-        ...
+        """Say whether this operator has a choice; one that has none is copied."""
+        return True
 
     def rule(self, op: Op) -> Rule | None:
-        """What may be split of an operator."""
-        ...
+        """Read what may be split of an operator."""
+        return rule_of(op)
 
     def fills(self, loop: Distribution, ranks: int) -> bool:
-        """Whether every rank certainly owns something of a loop that is dealt so."""
-        ...
+        """Say whether every rank certainly owns something of a loop that is dealt so."""
+        return loop.full(ranks)
 
     def seeds(self, leaves: Iterable[Leaf], ranks: int) -> list[Seed] | None:
-        """The partitions that everything else follows from; None: of all dimensions of leaves and views."""
-        ...
+        """Give the partitions that everything else follows from; None: of all dimensions of leaves and views."""
+        return None
 
     def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> Layout | None:
-        """The one layout that a leaf may have, which carries a gradient or not; None: any that its kind may."""
-        ...
+        """Give the one layout that a leaf may have, which carries a gradient or not; None: any that its kind may."""
+        return None
 
     def outputs(
         self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions
     ) -> tuple[Layout, ...] | None:
-        """The layouts of the program's tensor outputs; None: whole, or as they are pinned."""
-        ...
-
-
-@dataclass(frozen=True)
-class TensorRules:
-    """Over the tp ranks every operator has a choice, and nothing is settled beforehand."""
-
-    surcharge: Surcharge | None = None
-    ignores_states: bool = False
-
-    def decides(self, node: fx.Node) -> bool:
-        return True
-
-    def rule(self, op: Op) -> Rule | None:
-        return rule_of(op)
-
-    def fills(self, loop: Distribution, ranks: int) -> bool:
-        return loop.full(ranks)
-
-    def seeds(self, leaves: Iterable[Leaf], ranks: int) -> None:
-        return None
-
-    def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> None:
-        return None
-
-    def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> None:
+        """Give the layouts of the program's tensor outputs; None: whole, or as they are pinned."""
         return None
 
 
-TENSOR = TensorRules()
+TENSOR = AxisRules()
 
 
 class Result(NamedTuple):
@@ -105,49 +76,35 @@ class Result(NamedTuple):
     layout: Layout | None = None
 
 
-class AxisWriter(Protocol):
-    """What the rewriter asks of an axis."""
+class AxisWriter:
+    """Answers of an axis to the rewriter."""
 
-    @property
-    def rereads(self) -> bool:
-        """Whether sizes that the program reads off its inputs are computed anew, as inputs are slices."""
-        ...
+    rereads: bool = False  # sizes that the program reads off its inputs are computed anew, as inputs are slices
 
     def sizes(self, graph: fx.Graph) -> Sizes:
-        """What computes sizes in the new graph."""
-        ...
-
-    def results(self, planned: Planned) -> list[Result]:
-        """The program's outputs in order."""
-        ...
-
-    def emitted(self, node: fx.Node, new: Iterable[fx.Node]) -> None:
-        """Called with the nodes that were written for one operator."""
-        ...
-
-    def leave(self, graph: fx.Graph, planned: Planned, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What the new graph returns, where the results have these values."""
-        ...
-
-
-@dataclass(frozen=True)
-class TensorWriter:
-    """Outputs leave the tp ranks whole; with `sharded` as they are made, where DTensor has a word for that."""
-
-    sharded: bool = False
-    rereads: bool = False
-
-    def sizes(self, graph: fx.Graph) -> Sizes:
+        """Make what computes sizes in the new graph."""
         return Sizes(graph, {})
 
     def results(self, planned: Planned) -> list[Result]:
-        return results(planned, lambda position, x: self._layout(planned, position, x))
+        """List the program's outputs in order."""
+        raise NotImplementedError
 
     def emitted(self, node: fx.Node, new: Iterable[fx.Node]) -> None:
-        """Nodes without a module are run where they stand."""
+        """Mark the nodes that were written for one operator; those without a module are run where they stand."""
 
     def leave(self, graph: fx.Graph, planned: Planned, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Give what the new graph returns, where the results have these values."""
         return tuple(values)
+
+
+@dataclass(frozen=True)
+class TensorWriter(AxisWriter):
+    """Outputs leave the tp ranks whole; with `sharded` as they are made, where DTensor has a word for that."""
+
+    sharded: bool = False
+
+    def results(self, planned: Planned) -> list[Result]:
+        return results(planned, lambda position, x: self._layout(planned, position, x))
 
     def _layout(self, planned: Planned, position: int, x: fx.Node) -> Layout:
         node, index = resolve(x)

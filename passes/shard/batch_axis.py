@@ -23,7 +23,7 @@ from autotp.ir.specs import ShardSpec
 from autotp.rules.core import loops, rule_of, with_factors
 from autotp.rules.local import ShardCall, Sizes
 
-from .axis import Partitions, Result, Seed, results
+from .axis import AxisRules, AxisWriter, Partitions, Result, Seed, results
 
 INNER = "inner"  # the loop of a conversion over parts of which each tp rank has one
 WHOLE = 1e-6  # seconds a byte: work is done on the whole batch only where no rule says how to do it on a slice
@@ -50,7 +50,7 @@ def _has(val: Tensor, symbol: sympy.Symbol) -> bool:
 
 
 @dataclass(frozen=True)
-class BatchRules:
+class BatchRules(AxisRules):
     """The batch axis: inputs come as slices, weights are whole, outputs stay as they are made."""
 
     batch: sympy.Symbol
@@ -80,7 +80,7 @@ class BatchRules:
         return I if leaf.kind.passed and graded else R
 
     def sliced(self, leaf: Leaf) -> bool:
-        """Whether the leaf comes as a slice of the batch."""
+        """Say whether the leaf comes as a slice of the batch."""
         return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
@@ -127,7 +127,7 @@ def batch_sizes(graph: fx.Graph, batch: sympy.Symbol, dp: int) -> Sizes:
 
 
 @dataclass(frozen=True)
-class BatchWriter:
+class BatchWriter(AxisWriter):
     """Writes the program of a dp rank, whose inputs are slices, and whose outputs lie as `layouts` says."""
 
     batch: sympy.Symbol
@@ -142,7 +142,7 @@ class BatchWriter:
         return results(planned, lambda position, x: self.layouts[resolve(x)])
 
     def emitted(self, node: fx.Node, new: Iterable[fx.Node]) -> None:
-        """What a rule writes before the operator's own call belongs to the same module."""
+        """Put what a rule writes before the operator's own call into the same module."""
         for each in new:
             if each.target not in conversions.FUNCTIONS.values():
                 each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))

@@ -31,7 +31,7 @@ from autotp.ir.op import expression, sizes
 from autotp.ir.program import Planned
 from autotp.ir.sizes import substitute
 from autotp.passes.base import Changes, Pass
-from autotp.passes.decompose.losses import take_sums_apart
+from autotp.passes.decompose.loss_sums import take_sums_apart
 from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 

@@ -1,6 +1,6 @@
 """Savings of a rank's program on the sum of its calls: communication under products, all-reduces that are sent as one.
 
-The solver sees what `passes/optimise/overlap.py` and `passes/optimise/bucket.py` do afterwards, by the same formulas
+The solver sees what `overlap_products.py` and `gradient_bucket.py` of optimise do afterwards, by the same formulas
 (`autotp.cost.overlap`): f and g under the gradients of the weights, g and g* in chunks, and the gradients of a block's
 whole parameters in one call.
 """

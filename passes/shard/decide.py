@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
-from autotp.cost.solver.problem import Problem
+from autotp.cost.solver.problem import Choice, Problem
 from autotp.cost.solver.solve import Infeasible, solve
 from autotp.cost.solver.spent import cost_of
-from autotp.ir.program import Decision, Planned, Solution
+from autotp.ir.program import Decision, GraphPart, Planned, Solution
+from autotp.passes.analysis.axes import PortDims, find_axes
+from autotp.passes.analysis.blocks import find_blocks
 
-from .hand_written import rivals
+from .axis import TENSOR
 from .planner import Builder
 from .states import decided
 
@@ -69,3 +72,120 @@ def _relaxations(builder: Builder) -> Iterator[None]:
         if cached:
             prices.cached = set()
             yield
+
+
+# ---- Megatron's plans ------------------------------------------------------------------------------------------------
+
+# Megatron's plans for a model, as the choices of the decision problem that they rule out.
+#
+# Shoeybi et al. 2019: attention by heads, feed-forward blocks by columns and then rows, embedding and head by the
+# vocabulary. Experts lie on ranks by expert, or each is split by columns and then rows: two plans. What a plan leaves
+# open, such as sequence parallelism, is the solver's choice.
+
+AXES = ("heads", "mlp", "vocab")  # what it splits
+FEED_FORWARD = ("mlp", "experts")
+COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks
+STACKED = 3  # dimensions of a weight that holds all experts: experts, what is summed over, columns
+
+RuledOut = frozenset[tuple[int, int]]
+
+
+def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tuple[RuledOut, ...]:
+    """List what each of Megatron's plans rules out: (item, choice).
+
+    Args:
+        builder: made the problem. problem: its items. heads: the node of each item, of the first ones.
+
+    Returns:
+        None of them where Megatron has no plan: see `splits`; where equal blocks were told apart by a user's pins; or
+        where the plan is that of another program.
+    """
+    if builder.tp == 1 or builder.band is None or builder.pinned or builder.axis is not TENSOR:
+        return ()
+    operators = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
+    parts = find_blocks(builder.program, builder.same, operators)
+    if not splits(builder, parts):
+        return ()
+    axes = find_axes(builder.program, operators)
+    always = [port for axis in AXES for port in axes[axis]]
+    index = {n: i for i, n in enumerate(heads)}
+    ways = []
+    for ports in _experts(builder, parts):
+        ruled_out = _ruled_out(builder, problem, index, [*always, *ports])
+        if ruled_out is not None:
+            ways.append(ruled_out)
+    return tuple(dict.fromkeys(ways))
+
+
+def splits(builder: Builder, parts: Sequence[GraphPart]) -> bool:
+    """Say whether Megatron has a plan: tp divides the heads, and attention and feed-forward blocks are most of the
+    model.
+
+    Args:
+        builder: of the graph. parts: of it. Adapters are no part of Megatron's plan.
+    """
+    counts = [part.heads.count for part in parts if part.heads is not None]
+    even = all(isinstance(n, int) and n % builder.tp == 0 for n in counts)
+    adapters = any(part.kind == "adapter" for part in parts)
+    return bool(counts) and even and not adapters and covered(builder, parts) >= COVERED
+
+
+def covered(builder: Builder, parts: Sequence[GraphPart]) -> float:
+    """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
+    leaves = [x.node for x in builder.program.leaves if x.kind.trained]
+    sizes = {n: torch.Size(n.meta["val"].shape).numel() for n in leaves if n.meta["val"].ndim > 1}
+
+    def elements(kinds: Sequence[str]) -> int:
+        """Elements of the matrices that parts of these kinds read, each once."""
+        weights = {n for part in parts if part.kind in kinds for n in part.parameters}
+        return sum(sizes.get(n, 0) for n in weights)
+
+    return elements(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - elements(("embedding", "head")), 1)
+
+
+def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[PortDims]]:
+    """List what the plans split of experts: their number, or within each the columns first and last what is summed
+    over."""
+    by_expert: list[PortDims] = []
+    within: list[PortDims] = []
+    for part in parts:
+        nodes = part.nodes if part.kind == "experts" else ()
+        stacked = [port for n in nodes for port in _stacked(builder, n)]
+        by_expert += [port._replace(dims=(0,)) for port in stacked]
+        within += [port for port in stacked if port.node is stacked[-1].node]
+    return [by_expert, within] if by_expert else [[]]
+
+
+def _stacked(builder: Builder, node: fx.Node) -> list[PortDims]:
+    """The weight of all experts that an operator multiplies by, with the dimension that it sums over."""
+    op, rule = builder.ops.get(node), builder.rules.get(node)
+    if op is None or rule is None:
+        return []
+    sums = [f.ins for f in rule.factors if f.outs.count(None) == len(f.outs)]
+    ports = []
+    for i, s in enumerate(op.slots):
+        if s not in builder.prices.weights or len(op.ins[i]) != STACKED:
+            continue
+        # By expert the result may be summands too; the experts' own dimension is not what a product sums over.
+        dims = tuple(c.dim for ins in sums if (c := ins[i]) is not None and c.dim)
+        ports += [PortDims(node, "in", i, dims)] if dims else []
+    return ports
+
+
+def _ruled_out(
+    builder: Builder, problem: Problem, index: Mapping[fx.Node, int], ports: Iterable[PortDims]
+) -> RuledOut | None:
+    """The choices that do not split all these dimensions; None where an item has no other."""
+    out: dict[int, set[int]] = {}
+    for port in ports:
+        i = index[builder.same[port.node]]
+        choices = problem.items[i].choices
+        out.setdefault(i, set()).update(k for k, c in enumerate(choices) if _layout(c, port) not in port.dims)
+        if len(out[i]) == len(choices):
+            return None
+    return frozenset((i, k) for i, ruled_out in out.items() for k in ruled_out)
+
+
+def _layout(choice: Choice, port: PortDims) -> int | None:
+    """The dimension that a choice splits at a port."""
+    return (choice.ins if port.side == "in" else choice.outs)[port.slot].sharded_dim

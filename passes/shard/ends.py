@@ -1,4 +1,4 @@
-"""Where the groups end by which rows are dealt: a number in a layout, a value in the graph."""
+"""The ends of groups by which rows are dealt: a number in a layout, a value in the graph."""
 
 from __future__ import annotations
 

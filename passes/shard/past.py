@@ -1,4 +1,4 @@
-"""What a step of decoding reads of earlier tokens, in a program of whole sequences that is priced for one new token.
+"""Reads of earlier tokens in a step of decoding, in a program of whole sequences that is priced for one new token.
 
 Such a program carries no cache. Which values the model keeps is known from its own call that begins a cache
 (`cache_parts`); where it is not, they are taken to be what enters an attention. What is computed from them is as long
@@ -68,7 +68,8 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
 
 
 def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Hashable, Any]) -> Value | None:
-    """What a state keeps: the first value behind it, through what only moves, that the other program computes too."""
+    """Find what a state keeps: the first value behind it, through what only moves, that the other program computes
+    too."""
     todo, visited = [state], {state}
     while todo:
         value = todo.pop(0)
@@ -127,7 +128,7 @@ def past_of(
     program: Capture, calls: Sequence[fx.Node], ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None],
     parts: CacheParts | None,
 ) -> Past:  # fmt: skip
-    """What the operators of a program read of earlier tokens.
+    """Find what the operators of a program read of earlier tokens.
 
     Args:
         program: of whole sequences. calls: its operators, in order; `ops`, `rules`: of each.

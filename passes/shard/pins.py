@@ -37,7 +37,7 @@ Port = tuple[str, int]  # "in" or "out", and the number of the operand or result
 
 @dataclass(frozen=True)
 class Ask:
-    """What one pin asks of one operand, result or parameter.
+    """Demand of one pin on one operand, result or parameter.
 
     Attributes:
         key: the pin's key; `what`: the value in words.
@@ -52,7 +52,7 @@ class Ask:
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        """What equal blocks must have in common of it."""
+        """The part of it that equal blocks must have in common."""
         return self.key, self.dims, self.split
 
     def fits(self, layout: Layout) -> bool:
@@ -83,7 +83,7 @@ class Pinned:
     sequence: bool | None = None
 
     def marks(self, leaves: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
-        """What tells pinned nodes from their equals in other blocks."""
+        """Mark pinned nodes, to tell them from their equals in other blocks."""
         marks: dict[fx.Node, str] = {}
         for n, ports in self.ports.items():
             pairs = []
@@ -129,7 +129,7 @@ def read_pins(pins: Any) -> dict[str, int | None]:
 
 
 def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None]) -> Pinned:
-    """Where the pins lie in a captured graph; of several that fit one parameter or module, the first counts.
+    """Find the pins in a captured graph; of several that fit one parameter or module, the first counts.
 
     Args:
         program: the capture. pins: dimension, or None for whole, by the name or pattern that the user gave.
@@ -247,7 +247,7 @@ class _Finder:
 def placed_apart(
     leaves: Mapping[fx.Node, Leaf], placed: Mapping[str, Layout], alike: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, str]:
-    """What tells equal blocks that a plan placed differently, such as one that its own program did not read."""
+    """Marks of equal blocks that a plan placed differently, such as one that its own program did not read."""
     marks = {n: repr(placed[x.name]) for n, x in leaves.items() if x.name in placed}
     differ = any(marks.get(alike[n]) != layout for n, layout in marks.items())
     return marks if differ else {}
@@ -298,6 +298,6 @@ def check_neighbours(problem: Problem, nodes: list[fx.Node], asks: Mapping[int, 
 
 
 def _meet(problem: Problem, value: ValueId, produced: Iterable[Layout], targets: Iterable[Layout]) -> bool:
-    """Whether some layout in which a value is produced is, or converts to, one that is wanted."""
+    """Say whether some layout in which a value is produced is, or converts to, one that is wanted."""
     pairs = itertools.product(produced, targets)
     return any(a == b or problem.convert(value, a, b) is not None for a, b in pairs)

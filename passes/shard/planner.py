@@ -143,7 +143,8 @@ class Builder:
         return self._leaf(node, count) if node in self.leaves else self._call(node, slots[node], count)
 
     def goals(self) -> tuple[Layout, ...]:
-        """How the graph's outputs leave it: as the axis wants; otherwise whole, but where the user pinned them."""
+        """Layouts in which the graph's outputs leave it: as the axis wants; otherwise whole, but where the user
+        pinned them."""
         settled = self.axis.outputs(self.program, self.grads, self.tp, self._partitions)
         if settled is not None:
             return settled
@@ -157,7 +158,7 @@ class Builder:
         return tuple(out)
 
     def _partitions(self, node: fx.Node, dim: int) -> list[Distribution]:
-        """What a dimension of a value may have."""
+        """List the partitions that a dimension of a value may have."""
         return self.candidates.of.get((self.value(node), dim), [])
 
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
@@ -231,7 +232,8 @@ class Builder:
         return Choice.of(ins, outs, cost, self.prices.seconds(cost), penalty([*ins, *outs], self.tp))
 
     def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
-        """What pins leave of a parameter's layouts: those of an earlier plan, or what the user's pin asks for."""
+        """Select of a parameter's layouts what pins leave: those of an earlier plan, or what the user's pin asks
+        for."""
         name = self.leaves[node].name
         if name in self.pinned:
             return [self.pinned[name]]
@@ -263,7 +265,7 @@ class Builder:
         return Item(node.name, pinned_choices, operands, results, count, f"activations of {where(node)}")
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
-        """Whether rows dealt by group are so where it is known already where the groups end."""
+        """Say whether rows dealt by group are so where it is known already where the groups end."""
         numbers = {x.groups.ends for side in layouts for x in side if x.groups is not None}
         firsts = [self.ends[k][0][0] for k in numbers]
         return all(self.order[first.name] < self.order[node.name] for first in firsts)
@@ -313,5 +315,5 @@ def _planned(node: fx.Node) -> bool:
 
 
 def _size_of(node: fx.Node, states: set[fx.Node]) -> bool:
-    """Whether it is the size of a state in a dimension that no rank splits, so that any rank's part has it."""
+    """Say whether it is the size of a state in a dimension that no rank splits, so that any rank's part has it."""
     return node.target is compat.sym_size and node.args[0] in states

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -16,14 +17,14 @@ from autotp import compat
 from autotp.comm import conversions as convert
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
-from autotp.ir.copying import copy_graph, copy_node
-from autotp.ir.graph import Value, resolve, tensors
+from autotp.ir.graph import Value, copy_graph, copy_node, resolve, tensors
 from autotp.ir.layouts import Groups, Layout, R
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, expression
-from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
+from autotp.ir.program import Decision, MeshPlace, Planned, Sharded, sent_as
 from autotp.ir.scopes import innermost, scope_path
-from autotp.ir.wire import sent_as
+from autotp.passes.base import Changes, Pass
+from autotp.passes.optimise import RankProgram
 from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall
 
@@ -132,7 +133,7 @@ class Rewriter:
         return self.converted(resolve(operand), layout, consumer)
 
     def converted(self, value: Value, layout: Layout, consumer: fx.Node) -> fx.Node:
-        """The same of a value that is no node of its own."""
+        """Convert a value that is no node of its own."""
         if (value, layout) not in self.node_of:
             source = next(a for a, b in self.routes[value] if b == layout)
             before = self.converted(value, source, consumer)
@@ -157,7 +158,8 @@ class Rewriter:
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
-        """Where the groups end by which this operator's operands or results are dealt: of its own block, in a fold."""
+        """Find the ends of the groups by which this operator's operands or results are dealt: of its own block, in a
+        fold."""
         ends: dict[fx.Node, None] = {}
         # An operator over groups reads their ends itself.
         if decision.factor is not None:
@@ -240,3 +242,55 @@ def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
             new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
     verify(graph, "specialise")
     return graph
+
+
+# ---- as passes -------------------------------------------------------------------------------------------------------
+
+# The program of all ranks, and from it that of one, as passes.
+
+
+@dataclass
+class ShardedProgram:
+    """A planned program, and what its decisions make of it.
+
+    Attributes:
+        planned: the graph with its decisions.
+        price: `price(value, a, b)` gives a conversion's seconds.
+        sharded: the program of all ranks; until there is one, of a rank that has everything.
+    """
+
+    planned: Planned
+    price: Callable[..., Any]
+    sharded: Sharded | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.planned.program.graph if self.sharded is None else self.sharded.graph
+
+
+@dataclass(frozen=True)
+class ShardOperators(Pass[ShardedProgram]):
+    """Every operator on a rank's part of its operands, with the conversions between layouts.
+
+    Attributes:
+        outputs: "sharded" leaves outputs as they are made, where that is a plain shard or a summand.
+    """
+
+    name: ClassVar[str] = "shard-operators"
+    outputs: str = "full"
+
+    def run(self, program: ShardedProgram) -> Changes:
+        program.sharded = rewrite(program.planned, program.price, self.outputs)
+        targets = set(convert.FUNCTIONS.values())
+        return Changes(sum(n.target in targets for n in program.graph.nodes), "conversions between layouts")
+
+
+@dataclass(frozen=True)
+class Specialise(Pass[RankProgram]):
+    """The calls that depend on the rank get its place on each mesh axis."""
+
+    name: ClassVar[str] = "specialise"
+
+    def run(self, program: RankProgram) -> Changes:
+        program.graph = specialise(Sharded(program.graph), program.axes)
+        return Changes(sum("rank" in n.kwargs for n in program.graph.nodes), "calls know their rank")

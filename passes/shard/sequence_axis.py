@@ -59,7 +59,7 @@ class Tokenwise:
 
 
 def has(shape: Iterable[Size], symbol: sympy.Symbol) -> bool:
-    """Whether a size of the shape is made of this symbol."""
+    """Say whether a size of the shape is made of this symbol."""
     return any(symbol in getattr(n, "free_symbols", ()) for n in shape)
 
 
@@ -103,7 +103,7 @@ class SequenceRules(BatchRules):
         return replace(rule, factors=tuple(f for f in rule.factors if not self._cuts_weight(op, f)))
 
     def _cuts_weight(self, op: Op, factor: Factor) -> bool:
-        """Whether the loop runs over a matrix of weights, and not over tokens."""
+        """Say whether the loop runs over a matrix of weights, and not over tokens."""
         if has([factor.size], self.batch):
             return False
         mine = [c for x, c in zip(op.slots, factor.ins, strict=True) if c is not None and resolve(x)[0] in self.weights]

@@ -23,7 +23,7 @@ from autotp.ir.marks import mark
 from autotp.ir.op import Op
 from autotp.ir.program import Planned
 from autotp.passes.base import Changes, Pass
-from autotp.passes.decompose.losses import take_sums_apart
+from autotp.passes.decompose.loss_sums import take_sums_apart
 from autotp.passes.optimise.masks import causal
 from autotp.text import listed
 
@@ -62,7 +62,7 @@ class SequenceAxis(Pass[Capture]):
 
 @dataclass(frozen=True)
 class Dealt:
-    """How what a call passes and gives is dealt over cp, with the sizes of whole sequences.
+    """Layouts over cp of what a call passes and gives, with the sizes of whole sequences.
 
     Attributes:
         inputs: those that come in parts. outputs: all tensors, in order. notes: of it, in words.
@@ -169,7 +169,7 @@ def _one_sequence(program: Capture) -> sympy.Symbol:
 
 
 def _notes(program: Capture) -> list[str]:
-    """Which values change hands, for the plan's notes."""
+    """List the values that change hands, for the plan's notes."""
     over = [(n, mark(n).batch) for n in program.graph.nodes]
     dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in over if b is not None]
     gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]

@@ -179,12 +179,12 @@ class States:
         return nodes | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
 
     def marks(self) -> dict[fx.Node, str]:
-        """What tells states that lie differently from their equals in other blocks."""
+        """Mark states that lie differently from their equals in other blocks."""
         return {node: repr(self.fixed[name]) for name, node in self.leaves.items() if name in self.fixed}
 
 
 def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[int]) -> dict[str, Layout]:
-    """How each state lies by the solver's choices: Replicate, or Shard."""
+    """Give the layout of each state by the solver's choices: Replicate, or Shard."""
     place = {id(item): i for i, item in enumerate(problem.items)}
     layouts: dict[str, Layout] = {}
     for item, names in items:
@@ -195,7 +195,7 @@ def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[in
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether an operator only moves what it is given."""
+    """Say whether an operator only moves what it is given."""
     return node.op == "call_function" and short_name(node.target).removeprefix("aten.").split(".")[0] in MOVES
 
 

@@ -12,8 +12,8 @@ from autotp.ir.op import Carry, Factor, Rule, Shape
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
 OPAQUE = Rule(summed=False)  # what is known of an operator of somebody else's: its backward may be anything
-MOST = 5  # candidate partitions for one dimension of one value
-MOST_JOINED = 16  # combinations of pieces: five candidates for each of q, k and v would be 125
+MAX_PARTITIONS = 5  # candidate partitions for one dimension of one value
+MAX_COMBINATIONS = 16  # combinations of pieces: five candidates for each of q, k and v would be 125
 Dim = tuple[ValueId, int]
 
 
@@ -49,12 +49,12 @@ class Candidates:
             return
         partitions = self.of[dim]
         if partition not in partitions:
-            ranked = sorted([*partitions, partition], key=lambda p: p.simplicity(self.tp))[:MOST]
+            ranked = sorted([*partitions, partition], key=lambda p: p.simplicity(self.tp))[:MAX_PARTITIONS]
             self.grew |= partition in ranked
             self.of[dim] = ranked
 
     def full(self, loop: Distribution) -> bool:
-        """Whether every rank certainly owns something of a loop that is dealt so."""
+        """Say whether every rank certainly owns something of a loop that is dealt so."""
         return loop.full(self.tp) if self.fills is None else self.fills(loop, self.tp)
 
     def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Distribution]:
@@ -80,7 +80,7 @@ class Candidates:
         # A loop that is cut up, as a concatenation of q, k and v, is known once each of its pieces is.
         if factor.pieces and set(pieces) == {i for i, n in enumerate(factor.pieces) if n != 0}:
             each = [pieces[i] for i in sorted(pieces)]
-            for combination in itertools.islice(itertools.product(*each), MOST_JOINED):
+            for combination in itertools.islice(itertools.product(*each), MAX_COMBINATIONS):
                 joined = Partition.join(combination, self.tp)
                 if joined is not None:
                     whole[joined] = None
@@ -106,7 +106,7 @@ class Candidates:
                         self.add((value, carry.dim), partition)
 
     def arrives(self, factor: Factor, loop: Distribution, ins: list[frozenset[ValueId]]) -> bool:
-        """Whether some operand may be split by these groups."""
+        """Say whether some operand may be split by these groups."""
         carried = [(carry, values) for carry, values in zip(factor.ins, ins, strict=True) if carry is not None]
         return any(loop in self.of.get((v, carry.dim), ()) for carry, values in carried for v in values)
 

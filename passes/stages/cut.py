@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.comm import conversions
 from autotp.errors import PlanError
-from autotp.ir.copying import copy_node
-from autotp.ir.graph import Capture, Leaf, draws
+from autotp.ir.graph import Capture, Leaf, copy_node, draws
 from autotp.ir.layouts import I, Layout
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, SEEDS
 from autotp.ir.marks import inherit, mark, write

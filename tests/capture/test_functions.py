@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp
 from autotp.errors import CaptureError
 from autotp.kernels.functions import CALLS
-from autotp.rules import functions as rules
+from autotp.rules import function_rules as rules
 from tests.helpers import functions as f
 
 X = torch.randn(4, 3, f.WIDTH, generator=torch.Generator().manual_seed(0))
@@ -134,7 +134,7 @@ def test_the_guards_of_the_rule_are_needed(monkeypatch):
         return not autotp.verify(f.Uses(lambda m, x: kind.apply(x)), 2, X)
 
     with monkeypatch.context() as patch:
-        patch.setattr("autotp.capture.functions.linear_backward", lambda *_: True)
+        patch.setattr("autotp.capture.autograd_functions.linear_backward", lambda *_: True)
         assert differs(f.Clipped)
     with monkeypatch.context() as patch:
         patch.setattr(rules, "SHAPED", (*rules.SHAPED, torch.ops.aten.div))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp
 from autotp.capture import rank0 as packing
 from autotp.capture.capture import skeleton
-from autotp.capture.model_key import Untold, model_key
+from autotp.capture.rank0 import Untold, model_key
 from autotp.driver import compile as pipeline
 from autotp.inputs import Inputs
 from tests.helpers.errors import error_of

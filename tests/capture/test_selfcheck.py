@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.capture import selfcheck, stand_in
-from autotp.capture.messages import WAYS_OUT
+from autotp.capture.capture_errors import WAYS_OUT
 from autotp.capture.selfcheck import Trial
 from autotp.driver.compile import capture_model
 from autotp.errors import CaptureError, InputError

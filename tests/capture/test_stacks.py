@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.capture import exported, repeated_blocks
+from autotp.capture import export_passes, repeated_blocks
 from autotp.driver.compile import capture_model
 from autotp.inputs import normalise
 from autotp.ir.graph import short_name
@@ -179,7 +179,7 @@ def test_blocks_that_cannot_stand_for_each_other_are_traced_one_by_one(kind, mon
 
 GUARDS = {
     "unread": (repeated_blocks, "unread", lambda stack: nullcontext()),
-    "writes": (exported, "refuse_writes", lambda graph: None),
+    "writes": (export_passes, "refuse_writes", lambda graph: None),
 }
 
 

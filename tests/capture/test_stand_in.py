@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
-from autotp.capture import cut, selfcheck, stand_in
-from autotp.capture.cut import cuts, narrowed
-from autotp.capture.same_graph import differs
+from autotp.capture import selfcheck, small_model, stand_in
+from autotp.capture.small_model import cuts, differs, narrowed
 from autotp.capture.stand_in import StandIn, trial_of
 from autotp.driver.compile import _small, capture_model
 from autotp.errors import CaptureError
@@ -64,8 +63,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Every model is too large; in one way also with few blocks."""
     monkeypatch.setattr(stand_in, "MAX_REAL_NUMBERS", 0)
     if request.param == "narrow":
-        monkeypatch.setattr(cut, "NARROW", 16)
-        monkeypatch.setattr(cut, "LEAST", 8)
+        monkeypatch.setattr(small_model, "NARROW_WIDTH", 16)
+        monkeypatch.setattr(small_model, "MIN_WIDTH", 8)
         monkeypatch.setattr(stand_in, "MAX_STAND_IN_NUMBERS", 6000)  # with two blocks of full width it has 8900 numbers
     yield request.param
 
@@ -103,7 +102,7 @@ def test_large_weights_have_a_stand_in_too(monkeypatch):
         told(Deep(wrong=True))
     assert "compared" not in told(model, check=True)  # the model itself is
     model = uneven(model)
-    monkeypatch.setattr(cut, "LEAST", 128)
+    monkeypatch.setattr(small_model, "MIN_WIDTH", 128)
     assert "compared" not in told(model)  # the model itself, as there is memory for it
     with pytest.raises(CaptureError, match="self-check: the captured graph is not the model"):
         told(uneven(Deep(wrong=True)))
@@ -166,8 +165,8 @@ def test_which_blocks_are_kept():
 
 
 def test_a_narrow_model_is_of_the_same_modules_and_flags(monkeypatch):
-    monkeypatch.setattr(cut, "NARROW", 16)
-    monkeypatch.setattr(cut, "LEAST", 8)
+    monkeypatch.setattr(small_model, "NARROW_WIDTH", 16)
+    monkeypatch.setattr(small_model, "MIN_WIDTH", 8)
     model: Any = empty().eval()
     model.head.train()
     model.blocks[1].up.weight.requires_grad_(False)
@@ -190,7 +189,7 @@ def test_the_shapes_of_llama_405b_have_a_stand_in(monkeypatch):
         model = LlamaForCausalLM(config)
     small = next(stand_in._smaller(model))
     assert small.ratio == 128 and stand_in._count(small.model) < stand_in.MAX_STAND_IN_NUMBERS
-    monkeypatch.setattr(cut, "RATIOS", cut.RATIOS[1:])
+    monkeypatch.setattr(small_model, "RATIOS", small_model.RATIOS[1:])
     assert not list(stand_in._smaller(model))
 
 

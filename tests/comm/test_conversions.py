@@ -16,8 +16,7 @@ from autotp.comm.conversions import KINDS, ConversionKind, kind_of, local_size, 
 from autotp.compat import FakeTensorMode
 from autotp.errors import PlanError
 from autotp.ir.layouts import I, P, Partial, Partition, R, Segment, Shard
-from autotp.ir.runs import Runs
-from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, GroupedSpec, PartialSpec, ShardSpec, Spec
+from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, GroupedSpec, PartialSpec, Runs, ShardSpec, Spec
 from tests.helpers.processes.pool import Pool
 
 MAXIMA = PartialSpec("max")

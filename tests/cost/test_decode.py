@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.cost import Cluster, call_seconds, collective_bytes
 from autotp.cost.decode_limit import DecodeLimit
-from autotp.ir.wire import PAIR
+from autotp.ir.program import PAIR
 from tests.helpers.models import BATCH, DECODER, HIDDEN, LENGTH, VOCABULARY, inputs_of, transformer
 
 H100 = Cluster.preset("h100")

@@ -14,7 +14,7 @@ from autotp.api import plan as make_plan
 from autotp.cost import Cluster
 from autotp.driver.sweep import sweep
 from autotp.errors import PlanError
-from autotp.ir.wire import PAIR
+from autotp.ir.program import PAIR
 from tests.helpers.models import build, inputs_of, transformer
 from tests.helpers.plans import staged
 

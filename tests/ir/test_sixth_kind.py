@@ -20,8 +20,7 @@ from autotp.comm.conversions import ConversionKind
 from autotp.errors import PlanError
 from autotp.ir import layouts
 from autotp.ir.layouts import Distribution, Layout, Partition, Shard, Size
-from autotp.ir.runs import Runs
-from autotp.ir.specs import ShardSpec, Spec
+from autotp.ir.specs import Runs, ShardSpec, Spec
 from tests.helpers.compare import mesh_of
 from tests.helpers.processes.pool import Pool
 

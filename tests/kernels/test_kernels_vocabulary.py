@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard
 
 import autotp
 from autotp.errors import InputError
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
-from autotp.passes.decompose.losses import DecomposeLosses
+from autotp.passes.decompose.loss_sums import DecomposeLosses
 from autotp.passes.optimise import vocabulary
 from autotp.rules.lookup import vocabulary_embedding
 from tests.helpers.cases.kernel_compile import compiling

@@ -20,7 +20,7 @@ from autotp.ir.graph import Capture, Leaf
 from autotp.ir.layouts import I, Layout, P, Partition, Shard
 from autotp.ir.op import Op, aten
 from autotp.ir.program import Planned
-from autotp.passes.shard.axis import TENSOR, TensorRules, TensorWriter
+from autotp.passes.shard.axis import TENSOR, AxisRules, TensorWriter
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import Rewriter
@@ -55,7 +55,7 @@ def weights(plan: Planned) -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Whole(TensorRules):
+class Whole(AxisRules):
     """An axis on which the second weight must be whole."""
 
     def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> Layout | None:  # type: ignore[override]
@@ -63,7 +63,7 @@ class Whole(TensorRules):
 
 
 @dataclass(frozen=True)
-class Rows(TensorRules):
+class Rows(AxisRules):
     """An axis on which outputs leave split by columns."""
 
     def outputs(self, program: Capture, grads: Any, ranks: int, partitions: Any) -> tuple[Layout, ...]:  # type: ignore[override]
@@ -79,6 +79,14 @@ class Dear:
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
         return 0.0
+
+
+class Priced(AxisRules):
+    """An axis with prices of its own."""
+
+    @property
+    def surcharge(self) -> Dear:  # type: ignore[override]
+        return Dear()
 
 
 def test_what_a_leaf_may_be_is_asked(captured):
@@ -98,7 +106,7 @@ def test_what_an_output_must_be_is_asked(captured):
 
 def test_what_the_axis_costs_is_asked(captured):
     assert any(P in d.outs for d in planned(captured)[1].decisions.values())
-    assert not any(P in d.outs for d in planned(captured, TensorRules(Dear()))[1].decisions.values())
+    assert not any(P in d.outs for d in planned(captured, Priced())[1].decisions.values())
 
 
 class Noted(TensorWriter):

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autotp.ir.copying import copy_graph
+from autotp.ir.graph import copy_graph
 from autotp.ir.op import aten
 from autotp.kernels.attention import attend, attention_mask, cached_attention, decomposed
-from autotp.passes.optimise.base import RankProgram
 from autotp.passes.optimise.cached_attention import SDPA, CachedAttention
 from autotp.passes.optimise.masks import recognise
+from autotp.passes.optimise.optimisation import RankProgram
 
 HEADS, KV, SIZE, WINDOW = 4, 2, 4, 4
 EXACT = 1e-12

@@ -15,7 +15,7 @@ from autotp.driver.compile import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import Capture
 from autotp.ir.leaves import SEEDS
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds

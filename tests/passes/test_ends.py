@@ -16,9 +16,9 @@ from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
+from autotp.ir.decisions import plain, read_layout
 from autotp.ir.layouts import Grouped, Groups, Partition
 from autotp.ir.program import Planned
-from autotp.ir.serial import plain, read_layout
 from autotp.passes.shard.ends import Ends
 from autotp.passes.shard.planner import Builder
 from autotp.passes.stages.balance import stage_starts, units_of

@@ -19,9 +19,9 @@ from autotp.ir.graph import short_name
 from autotp.ir.marks import inherit, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace
-from autotp.passes.optimise import kernels, matching, norms
-from autotp.passes.optimise.base import RankProgram, Setting
+from autotp.passes.optimise import expressions, kernel_patterns, kernels
 from autotp.passes.optimise.judged import Rewrite
+from autotp.passes.optimise.optimisation import RankProgram, Setting
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
 
@@ -237,7 +237,7 @@ ROWS = layouts.Partition.plain(8, 2)
 )
 def test_only_whole_rows_that_may_be_read(layout, dtype, found):
     graph, node = expression(layout, dtype)
-    rewrite = norms.norm(node)
+    rewrite = kernel_patterns.norm(node)
     assert (rewrite is not None and rewrite.put(*rewrite.arguments) is not None) == found
     graph.lint()
 
@@ -247,13 +247,13 @@ def test_products_in_either_order():
     x, y, size = (graph.placeholder(name) for name in ("x", "y", "size"))
     x.meta["val"] = y.meta["val"] = X
     sigmoid = graph.call_function(aten.sigmoid.default, (x,))
-    silu = matching.Call(aten.mul, (matching.Name("x"), matching.Call(aten.sigmoid, (matching.Name("x"),))))
+    silu = expressions.Call(aten.mul, (expressions.Name("x"), expressions.Call(aten.sigmoid, (expressions.Name("x"),))))
     for args, found in (((x, sigmoid), True), ((sigmoid, x), True), ((y, sigmoid), False), ((sigmoid, 2.0), False)):
         node = graph.call_function(aten.mul.Tensor, args)
-        assert (matching.find(silu, node) is not None) == found
+        assert (expressions.find(silu, node) is not None) == found
         graph.erase_node(node)
     scaled = graph.call_function(aten.mul.Tensor, (x, size))
-    assert matching.find(matching.Call(aten.mul, (matching.Name("x"), matching.Name("y"))), scaled) is None
+    assert expressions.find(expressions.Call(aten.mul, (expressions.Name("x"), expressions.Name("y"))), scaled) is None
 
 
 # ---- that nothing but rounding changes -------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_products_in_either_order():
 
 def written_wrong(node: fx.Node) -> Rewrite | None:
     """The pattern of norms with another eps."""
-    rewrite = norms.norm(node)
+    rewrite = kernel_patterns.norm(node)
     if rewrite is None:
         return None
     target, args, *rest = rewrite.arguments

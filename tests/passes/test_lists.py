@@ -12,7 +12,7 @@ import autotp
 from autotp.driver.compile import capture_model
 from autotp.inputs import Inputs
 from autotp.passes.analysis import fold as folding
-from autotp.passes.analysis.lists import items
+from autotp.passes.analysis.fold import items
 
 WIDTH = 8
 X = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotp.ir.runs import Runs
+from autotp.ir.specs import Runs
 from autotp.rules.lookup import vocabulary_embedding
 
 ROWS = Runs(1, ((3, 1),))  # three rows over four ranks: the last one has none

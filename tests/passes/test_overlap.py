@@ -13,7 +13,7 @@ from torch import Tensor
 import autotp
 from autotp.comm import collectives, overlapped
 from autotp.passes import optimise
-from autotp.passes.optimise.overlap import Overlap
+from autotp.passes.optimise.overlap_products import Overlap
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import redrawn
 from tests.helpers.overlapped import Plain, called, calls_of, made

@@ -21,7 +21,7 @@ from autotp.ir.marks import NOTHING, Mark, conversion_of, inherit, mark, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Planned, Sharded
 from autotp.passes.base import Changes, Pass, run_passes
-from autotp.passes.optimise.base import Optimisation, RankProgram, Setting
+from autotp.passes.optimise.optimisation import Optimisation, RankProgram, Setting
 from autotp.passes.schema import captured, converts, verify
 from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.decide import decide

@@ -3,7 +3,7 @@
 import pytest
 
 from autotp.ir.layouts import Grouped, Groups, I, P, Partition, R, Segment, Shard
-from autotp.passes.shard.strategies import MOST, Candidates, penalty
+from autotp.passes.shard.strategies import MAX_PARTITIONS, Candidates, penalty
 
 TP = 2
 PLAIN = Partition.plain(8, TP)
@@ -38,10 +38,10 @@ def test_even_comes_before_few_segments_and_those_before_a_run():
 
 def test_the_simplest_stay_candidates():
     candidates = Candidates(TP)
-    many = [Partition((Segment(2, i), Segment(2, 1))) for i in range(2, 2 + MOST)]
+    many = [Partition((Segment(2, i), Segment(2, 1))) for i in range(2, 2 + MAX_PARTITIONS)]
     for partition in [*many, PLAIN]:
         candidates.add(("x", 0), partition)
-    assert candidates.of["x", 0][0] == PLAIN and len(candidates.of["x", 0]) == MOST
+    assert candidates.of["x", 0][0] == PLAIN and len(candidates.of["x", 0]) == MAX_PARTITIONS
     before = list(candidates.of["x", 0])
     candidates.grew = False
     candidates.add(("x", 0), UNEVEN)  # the negative control: what is not among the simplest is no change

@@ -15,7 +15,7 @@ import autotp
 from autotp.errors import InputError
 from autotp.ir.graph import Capture
 from autotp.passes.base import run_passes
-from autotp.passes.decompose.losses import DecomposeLosses
+from autotp.passes.decompose.loss_sums import DecomposeLosses
 from autotp.rules import losses as rule
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.heads import CLASSES, COLUMNS, EXAMPLES, WIDTH, Head, captured, values

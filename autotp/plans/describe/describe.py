@@ -22,8 +22,7 @@ from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Size
 from autotp.ir.leaves import TABLE
 from autotp.ir.marks import conversion_of, mark
-from autotp.ir.parts import GraphPart, HeadDims
-from autotp.ir.program import Planned, Sharded
+from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.optimise.products import groups

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autotp.cost.units import Work
-from autotp.ir.parts import GraphPart
+from autotp.ir.program import GraphPart
 from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.fold import INDEXED
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autotp.capture.subclasses.weights import plain_state
+from autotp.capture.copies import plain_state
 from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
 from autotp.ir.files import opened

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from autotp.comm.symmetric import Fused
-from autotp.ir.copying import copy_graph
+from autotp.ir.graph import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
 from autotp.runtime.generation.in_place import WRITES, worded

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm.conversions import KEEPS
-from autotp.ir.copying import copy_node
+from autotp.ir.graph import copy_node
 from autotp.ir.scopes import block_of, is_region, module_of
 from autotp.log import log
 from autotp.runtime.generation.in_place import METHODS, WRITES, worded

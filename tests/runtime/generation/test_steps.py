@@ -14,7 +14,7 @@ from autotp.capture.capture import capture, skeleton
 from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.ir.carried import describe
-from autotp.ir.size_bounds import SizeBounds
+from autotp.ir.graph import SizeBounds
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.in_place import WRITES, write_in_place
 from autotp.runtime.programs import Program

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
+from autotp.capture.copies import plain_weights
 from autotp.capture.request import CaptureRequest
-from autotp.capture.subclasses.weights import plain_weights
 from autotp.driver.compile import apply_plan, capture_model, solve_plan
 from autotp.driver.options import Options, Steering
 from autotp.errors import CaptureError, StateError

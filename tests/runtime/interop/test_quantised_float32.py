@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotp.capture.subclasses.weights import plain_weights
+from autotp.capture.copies import plain_weights
 from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs

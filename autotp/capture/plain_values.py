@@ -4,6 +4,7 @@ are computed from symbolic sizes (`is_causal=length > 1`), for which torch's att
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableSet
 from contextlib import ExitStack, contextmanager
@@ -12,16 +13,20 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autotp import compat
+
+from .copies import RECIPES
+from .state_objects import forwarding
 
 
 class _Answers(type):
     """Makes classes that stand for their base, one of Python's own; `answer` says what a call gives."""
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `answer` of the class gives."""
+        """Call `answer` of the class."""
         return cls.answer(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -39,7 +44,7 @@ class PlainType(type, metaclass=_Answers):
 
     @staticmethod
     def answer(*args: Any, **kwargs: Any) -> Any:
-        """What `type` does, but for fake tensors."""
+        """Do what `type` does, but for fake tensors."""
         if len(args) == 1 and not kwargs and isinstance(args[0], compat.FakeTensor):
             return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return type(*args, **kwargs)
@@ -85,7 +90,7 @@ STANDING = {"type": PlainType, "set": PlainSet}
 
 
 def files_of(model: nn.Module) -> list[dict[str, Any]]:
-    """What the files of a model's classes name, but for torch's own."""
+    """List the globals of the files of a model's classes, but for torch's own."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     names = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
@@ -120,4 +125,63 @@ def plain_values(model: nn.Module) -> Iterator[None]:
             others = {name: flagged for name, value in file.items() if value is attention}
             others |= {name: standing for name, standing in STANDING.items() if name not in file}
             stack.enter_context(mock.patch.dict(file, others))
+        yield
+
+
+# ---- calls of tensor subclasses --------------------------------------------------------------------------------------
+
+# What tensor subclasses do within a forward is traced as if the forward did it.
+#
+# Torch's exporter records calls by a mode that is off while it handles one, and a subclass handles a call of a
+# function inside of that: a `no_grad` there would be lost.
+
+NO_HANDLER = "Unable to cast NotImplemented"  # torch, of a subclass that no mode of a trace takes
+
+
+class _Handling(TorchFunctionMode):
+    """Calls a subclass's own handler itself, so that modes see what that calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handled: list[Any] = []  # calls that are being handled: a subclass may leave one to torch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wraps = [kind for kind in types if hasattr(kind, "__tensor_flatten__")]
+        call = func, [id(x) for x in args]
+        if not wraps or not inspect.ismethod(wraps[0].__torch_function__) or call in self.handled:
+            return self._by_torch(func, types, args, kwargs)
+        self.handled.append(call)
+        try:
+            with self:
+                return wraps[0].__torch_function__(func, types, args, kwargs)
+        finally:
+            self.handled.pop()
+
+    def _by_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Leave a call to torch; where a subclass handles it below autograd, which a trace does not get to, to that."""
+        kinds: list[Any] = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            overload = compat.overload_of(func, args, kwargs) if kinds and NO_HANDLER in str(error) else None
+            if overload is None:
+                raise
+        with self:
+            return kinds[0].__torch_dispatch__(overload, types, args, kwargs)
+
+
+@contextmanager
+def subclass_calls(bare: nn.Module) -> Iterator[None]:
+    """Within this context a trace of the module sees what tensor subclasses do, where weights of it are such."""
+    own = bare.forward
+    if not any(RECIPES in vars(module) for module in bare.modules()):
+        yield
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Handling():
+            return own(*args, **kwargs)
+
+    with forwarding(bare, forward, inspect.signature(own)):
         yield

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -53,12 +53,7 @@ class Verdict(NamedTuple):
     why: str
 
 
-class Judge(Protocol):
-    """A table of measurements, which measures what is not in it yet."""
-
-    def __call__(self, alternative: Alternative) -> Verdict:
-        """Say whether it is used. A collective call."""
-        ...
+Judge = Callable[[Alternative], Verdict]  # reads a table of measurements, and extends it: a collective call
 
 
 @dataclass(frozen=True)

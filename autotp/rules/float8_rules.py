@@ -14,7 +14,7 @@ from .reductions import largest
 
 @rule(OPS.float8_amax.default)
 def float8_amax(op: Op) -> Rule:
-    """As a maximum, to which a rank without elements adds nothing."""
+    """Rule of a maximum, to which a rank without elements adds nothing."""
     return replace(largest(op), empty=True)
 
 
@@ -26,13 +26,13 @@ def float8_cast(op: Op) -> Rule:
 
 @rule(OPS.float8_linear.default)
 def float8_linear(op: Op) -> Rule:
-    """As a linear layer, but that its gradient is rounded: it is never given as summands."""
+    """Rule of a linear layer, but that its gradient is rounded: it is never given as summands."""
     return _alike(einsum(op, "...k,nk,,->...n,", summed=False))
 
 
 @rule(OPS.float8_delayed.default)
 def float8_delayed(op: Op) -> Rule:
-    """The same; what earlier calls had, and where the backward writes, every rank has whole."""
+    """Rule of `float8_linear`; what earlier calls had, and where the backward writes, every rank has whole."""
     return _alike(einsum(op, "...k,nk,,_,->...n,", summed=False))
 
 
@@ -50,31 +50,31 @@ def float8_record(op: Op) -> Rule:
 
 @rule(OPS.float8_rows.default)
 def float8_rows(op: Op) -> Rule:
-    """The same with a scale for each row of what is summed over: those lie as the rows do."""
+    """Rule of `float8_linear` with a scale for each row of what is summed over: those lie as the rows do."""
     return _alike(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False))
 
 
 @rule(OPS.float8_rows_hp.default)
 def float8_rows_hp(op: Op) -> Rule:
-    """The same, whose backward has one scale for the weight."""
+    """Rule of `float8_rows`, whose backward has one scale for the weight."""
     return _alike(einsum(op, "...k,nk,..._,n_,->...n,..._", summed=False))
 
 
 @rule(OPS.float8_seen.default)
 def float8_seen(op: Op) -> Rule:
-    """Where the gradient is split, each rank has the largest value of its part."""
+    """Rule of the gradient's largest value: where it is split, each rank has the largest value of its part."""
     return _candidates(einsum(op, "...,->...", linear=(frozenset({0, 1}),), summed=False))
 
 
 @rule(OPS.float8_row_seen.default)
 def float8_row_seen(op: Op) -> Rule:
-    """The same of each row."""
+    """Rule of the gradient's largest value in each row."""
     return _candidates(einsum(op, "...n,..._->...n", linear=(frozenset({0, 1}),), summed=False))
 
 
 @rule(OPS.float8_rows_seen.default)
 def float8_rows_seen(op: Op) -> Rule:
-    """The same of each row and each column."""
+    """Rule of the gradient's largest value in each row and each column."""
     return _candidates(einsum(op, "...n,..._,n->...n", linear=(frozenset({0, 1, 2}),), summed=False))
 
 

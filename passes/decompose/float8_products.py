@@ -1,4 +1,8 @@
-"""What stands for a product in float8, by recipe: where its scales come from, and what the backward is told."""
+"""Large products in float8: largest values, casts and products, each with a rule.
+
+A scale is then an operand like any other: where what it is made of is split, it is a maximum over the ranks, and what
+is cast before a gather is sent in a byte an element. The recipes are torchao.float8's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -14,9 +18,78 @@ from autotp.ir.graph import Capture, caller
 from autotp.ir.leaves import BUFFER
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
-from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE
+from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE, Precision
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
+from autotp.passes.base import Changes, Pass
+
+
+@dataclass(frozen=True)
+class Float8Products(Pass[Capture]):
+    """Linear layers that are large enough are computed in float8, forward and backward.
+
+    Attributes:
+        precision: which, and how; None changes nothing.
+    """
+
+    name: ClassVar[str] = "float8-products"
+    precision: Precision | None = None
+
+    def idle(self, program: Capture) -> str:
+        """Only where that is asked for."""
+        return "" if self.precision is not None else "precision=None"
+
+    def run(self, program: Capture) -> Changes:
+        assert self.precision is not None
+        if _products(program, self.precision):
+            program.own_graph()
+        products = _products(program, self.precision)
+        writer = WRITERS[self.precision.recipe](program, [node for node, _ in products])
+        for node, weight in products:
+            writer.replace(node, weight)
+        writer.finish()
+        linears = len(program.graph.find_nodes(op="call_function", target=aten.linear.default))
+        how = f"{len(products)} of {len(products) + linears} linear layers are in float8, {self.precision.recipe}"
+        program.notes.append(f"precision: {how}; too small, the last ones or left out: {linears}")
+        return Changes(len(products), how)
+
+
+def _products(program: Capture, precision: Precision) -> list[tuple[fx.Node, str]]:
+    """The products that are to be in float8, in order, with the names of their weights."""
+    names = {leaf.node: leaf.name for leaf in program.leaves}
+    onward: set[fx.Node] = set()  # what a later product is made of
+    products = []
+    for node in reversed(program.graph.nodes):
+        read = node in onward or any(user in onward for user in node.users)
+        linear = node.target is aten.linear.default
+        if read or linear:
+            onward.add(node)
+        if linear and (read or precision.head) and _fits(node):
+            weight = names.get(_source(node.args[1]), "")
+            sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+            if precision.takes(weight, *sizes) and WRITERS[precision.recipe].knows(program, weight):
+                products.append((node, weight))
+    return products[::-1]
+
+
+def _fits(node: fx.Node) -> bool:
+    """Say whether a linear layer multiplies floats, as rows, by a matrix of known sizes."""
+    x, weight = (a.meta["val"] for a in Op.of(node).slots[:2])
+    if weight.ndim != 2 or x.ndim < 2 or x.dtype != weight.dtype or x.dtype.itemsize < 2 or x.is_complex():
+        return False
+    return all(isinstance(size, int) for size in weight.shape)
+
+
+def _source(node: Any) -> fx.Node:
+    """The leaf behind casts and views of one value."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+# ---- writers ---------------------------------------------------------------------------------------------------------
+
+# What stands for a product in float8, by recipe: where its scales come from, and what the backward is told.
 
 
 @dataclass
@@ -29,15 +102,15 @@ class Writer(ABC):
 
     @classmethod
     def knows(cls, program: Capture, weight: str) -> bool:
-        """Whether the program has what the recipe needs for the product by the weight of this name."""
+        """Say whether the program has what the recipe needs for the product by the weight of this name."""
         return True
 
     @abstractmethod
     def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
-        """What stands for the product `node` of `x` and the transposed weight of this name, written by `call`."""
+        """Write what stands for the product `node` of `x` and the transposed weight of this name, written by `call`."""
 
     def buffer_values(self) -> dict[str, fx.Node]:
-        """What buffers become, by name; asked after the last product."""
+        """Give what buffers become, by name; asked after the last product."""
         return {}
 
     def finish(self) -> None:
@@ -64,7 +137,7 @@ class Writer(ABC):
         return self.memo[key]
 
     def whole_amax(self, node: fx.Node, x: fx.Node) -> fx.Node:
-        """The same over all dimensions."""
+        """Take the largest absolute value over all dimensions."""
         return self.amax(node, x, list(range(x.meta["val"].ndim)), False)
 
     def cast(self, node: fx.Node, x: fx.Node, amax: fx.Node) -> fx.Node:
@@ -102,7 +175,7 @@ class Rowwise(Writer):
 
 
 class RowwiseHp(Writer):
-    """The same in the products that gradients of weights do not come from."""
+    """A scale for each row, but in the products that gradients of weights come from."""
 
     def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
         last = x.meta["val"].ndim - 1
@@ -160,7 +233,7 @@ class Delayed(Writer):
         self.largest[name] = amaxes
 
     def _before(self, node: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
-        """What earlier calls had, [3], and what this one's backward writes to.
+        """Give what earlier calls had, [3], and what this one's backward writes to.
 
         Both at the program's start: layers and regions that run again in the backward are given those of the first
         time, when the history has moved on.
@@ -175,7 +248,7 @@ class Delayed(Writer):
         return self.memo[name, HISTORY], self.memo[name, LATEST]
 
     def _scale(self, node: fx.Node, x: fx.Node, amaxes: fx.Node) -> fx.Node:
-        """That of the input: of the first product which reads it."""
+        """Scale of the input, by the first product which reads it."""
         if ("scale", x) not in self.memo:
             self.memo["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
         return self.memo["scale", x]

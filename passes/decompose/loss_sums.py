@@ -110,7 +110,8 @@ class LossAlone(Pass[Capture]):
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module:
-    """The same modules and weights with `loss(model(...), targets)` as the forward's value; it takes `targets=` too."""
+    """Copy of a model, with the same modules and weights, and `loss(model(...), targets)` as the forward's value; it
+    takes `targets=` too."""
     kind, signature = type(model), inspect.signature(model.forward)
 
     def forward(self: nn.Module, *args: Any, targets: Any, **kwargs: Any) -> Tensor:
@@ -162,7 +163,7 @@ def _sum_apart(graph: fx.Graph, op: Op) -> None:
 
 
 def _counting(call: EmitCall, op: Op) -> fx.Node:
-    """What each example counts in the mean: one, or its class's weight; nothing where it is to be ignored."""
+    """Weight of each example in the mean: one, or its class's weight; nothing where it is to be ignored."""
     target = op.args["target"]
     if target.meta["val"].is_floating_point():  # probabilities of classes: every example counts
         return call(aten.ones_like.default, call(aten.select.int, target, 1, 0))

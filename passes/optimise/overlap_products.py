@@ -22,8 +22,8 @@ from autotp.ir.specs import ShardSpec
 from autotp.passes.base import Changes
 from autotp.text import seconds as told
 
-from .base import Optimisation, RankProgram, Setting
 from .judged import Judged, Rewrite
+from .optimisation import Optimisation, RankProgram, Setting
 from .products import Product, ProductGroup, dealt, fuse, fuse_dealt, groups, movable
 
 

@@ -20,9 +20,9 @@ from autotp.ir.marks import inherit, write
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from autotp.passes.base import Changes
 
-from .base import Optimisation, RankProgram, Setting
+from .expressions import erase
 from .judged import Judged, Rewrite
-from .matching import erase
+from .optimisation import Optimisation, RankProgram, Setting
 from .products import over_tp
 
 Unit = tuple[str, ...]  # the path of what is gathered or added up as one

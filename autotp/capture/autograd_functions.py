@@ -2,7 +2,7 @@
 
 Tracing through would keep the forward and lose the backward. The operator calls the user's Function itself
 (`autotp.kernels.functions`). What may be split is read off its forward and backward, traced by themselves with every
-size a symbol (`autotp.rules.functions`).
+size a symbol (`autotp.rules.function_rules`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from autotp.errors import CaptureError
 from autotp.ir.graph import draws
 from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, FunctionCall, apply, enter, functions_as
 from autotp.passes.canonicalise.functionalise import drop_inert_dropouts, memory, mutates, written_operand
-from autotp.rules.functions import linear_backward, loops_of
+from autotp.rules.function_rules import linear_backward, loops_of
 
-from .messages import the_users
+from .capture_errors import the_users
 
-PLAIN = (
+PLAIN_TYPES = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     leaves, spec = compat.tree_flatten((args, kwargs))
     for x in leaves:
         # A tensor within an object of the user's would be a constant of the graph: no gradient would reach it.
-        if not isinstance(x, (Tensor, torch.SymInt)) and type(x) not in PLAIN:
+        if not isinstance(x, (Tensor, torch.SymInt)) and type(x) not in PLAIN_TYPES:
             raise _refused(function, f"it is given {_text(x)}, which may hold tensors", _line())
     xs = [x for x in leaves if isinstance(x, Tensor)]
     numbers = [x for x in leaves if isinstance(x, torch.SymInt)]
@@ -70,7 +70,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _slot(x: Any) -> Any:
-    """What stands for an argument in the record of a call: tensors and sizes differ from call to call."""
+    """Stand-in for an argument in the record of a call: tensors and sizes differ from call to call."""
     if isinstance(x, Tensor):
         return TENSOR
     return SIZE if isinstance(x, torch.SymInt) else x

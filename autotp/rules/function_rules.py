@@ -27,7 +27,7 @@ ZEROS = (aten.zeros_like, aten.new_zeros, aten.sym_size)
 
 
 def function_rule(op: Op) -> Rule:
-    """What the Function's own operators agree on; the numbers were read off when it was captured."""
+    """Rule on which the Function's own operators agree; the numbers were read off when it was captured."""
     record = CALLS[op.args["key"]]
     factors = []
     for ins, outs in record.loops.get(tuple(map(len, op.ins)), ()):
@@ -46,7 +46,7 @@ CALL.rule = DRAW.rule = function_rule
 
 
 def linear_backward(graph: fx.Graph, operands: int) -> bool:
-    """Whether the backward in such a graph as `loops_of` reads is linear in the gradients that it is given."""
+    """Say whether the backward in such a graph as `loops_of` reads is linear in the gradients that it is given."""
     depends = set([n for n in graph.nodes if n.op == "placeholder"][operands:])
     for node in graph.nodes:
         gradients = [x for x in node.all_input_nodes if x in depends]
@@ -151,12 +151,12 @@ def _partial(classes: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
 
 
 def _says_equal(guard: sympy.Basic) -> bool:
-    """Whether a guard says of two sizes that they are one, which is no number read."""
+    """Say whether a guard says of two sizes that they are one, which is no number read."""
     return isinstance(guard, sympy.Eq) and all(isinstance(x, sympy.Symbol) for x in guard.args)
 
 
 def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bool:
-    """Whether splitting this factor splits just these dimensions."""
+    """Say whether splitting this factor splits just these dimensions."""
     dims = [*(at.get(x) for x in op.slots), at.get(node)]
     carries = [*factor.ins, *factor.outs]
     plain = all(c is None or _plain(c) for c in carries)
@@ -164,7 +164,7 @@ def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bo
 
 
 def _plain(carry: Carry) -> bool:
-    """Whether the dimension is the loop, and nothing else."""
+    """Say whether the dimension is the loop, and nothing else."""
     return carry == Carry(carry.dim)
 
 
