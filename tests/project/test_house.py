@@ -20,6 +20,7 @@ import networkx as nx
 import pytest
 
 import autotp
+from tests.helpers.house.budgets import budgets, size, sizes
 from tests.helpers.house.limits import LIMITS, limits
 from tests.helpers.house.slow import NOT_QUICK, ROWS, SAMPLE, SLOW
 from tests.helpers.house.sources import ROOT, nodes, sources
@@ -213,6 +214,15 @@ def test_a_folder_is_seen_at_a_glance():
     files = sources("autotp", *ROOMS)
     counts = Counter(package_of(p) for p in files if not p.name.startswith("_"))
     assert counts.pop("autotp") <= MAX_TOP and max(counts.values()) <= MAX_FILES, counts
+
+
+def test_folders_hold_their_budgets():
+    """Who exceeds one says what goes, in the same change."""
+    held, most = sizes(sources("autotp", *ROOMS), ROOT), budgets()
+    assert set(held) == set(most)
+    assert {folder: count for folder, count in held.items() if count > most[folder]} == {}
+    assert size('"""Words."""\nx = (\n    1\n)') == size("x = 1") < size("x = 1 + 1")  # lines and docstrings are free
+    assert budgets("| `autotp/ir/` | 1,234 | 99 |") == {"autotp/ir/": 1234}
 
 
 def test_public_names_are_few_and_documented():

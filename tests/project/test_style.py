@@ -182,3 +182,19 @@ def test_a_hard_function_without_comments_is_noticed(branches: int, comments: li
     lines = [f"    {comments[i] if i < len(comments) else ''}\n    if x == {i}: x += 1\n" for i in range(branches)]
     (tmp_path / "hard.py").write_text("def f(x):\n" + "".join(lines))
     assert bool(list(unexplained(tmp_path))) is fault
+
+
+FILLER = re.compile(r"(What|Whether|The same|Likewise|Of|Nothing|As|How|Where|Which|Why|That|Those)\b")
+
+
+def fillers(source: str) -> list[str]:
+    """Docstrings that begin with a filler word, where a verb (functions) or a noun (classes, modules) should stand."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    told = [ast.get_docstring(node) or "" for node in nodes(source) if isinstance(node, kinds)]
+    return [text.partition("\n")[0] for text in told if FILLER.match(text)]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = {str(p.relative_to(ROOT)): fillers(p.read_text()) for p in sources(*DOCUMENTED)}
+    assert {path: texts for path, texts in found.items() if texts} == {}
+    assert fillers('"""What it is."""\ndef f():\n    """Return what it is."""') == ["What it is."]

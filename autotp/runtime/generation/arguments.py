@@ -99,7 +99,7 @@ class Arguments:
 
     @cached_property
     def whole(self) -> list[Any]:
-        """The same leaves, in place of states tensors without memory that have the whole's shape.
+        """Return the leaves, in place of states tensors without memory that have the whole's shape.
 
         A number (how many tokens a static cache holds) is whole anywhere, and stands for itself.
         """
