@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -267,14 +266,34 @@ def watch(parts: Mapping[str, nn.Module], bare: nn.Module, changes: Changes) -> 
         if isinstance(part, Part) and (before is None or before.changes is not changes):
             watched = part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
             watched.versions |= before.versions if before is not None else {}
-            for name in set(module.__dict__) - TORCHS:
-                if name in part.__dict__:  # such as the config
-                    watched.lend(name, part.__dict__[name])
-                elif not callable(covers := getattr(type(part), name, callable)) and not hasattr(covers, "__get__"):
-                    # Python would find the value of the original's class, and not ask for the instance's.
-                    with contextlib.suppress(AttributeError):
-                        part.__dict__[name] = watched.read(part, name)
+            own = set(module.__dict__) - TORCHS
+            for name in own & set(part.__dict__):  # such as the config
+                watched.lend(name, part.__dict__[name])
+            for name in own:
+                _uncover(type(part), name)
     return changes
+
+
+class Own:
+    """An attribute of which the original's class has one value and its instances another: the instance's.
+
+    Read when it is asked for: what is read is compared before every call.
+    """
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def __get__(self, part: Any, owner: Any = None) -> Any:
+        watched = None if part is None else part.__dict__.get("_watched")
+        return watched.read(part, self.name) if watched and self.name in watched.module.__dict__ else self.value
+
+
+def _uncover(kind: type[nn.Module], name: str) -> None:
+    """Let the class of parts show what an instance has, where Python would find the value of the original's class."""
+    if "_class" in vars(kind) and name not in nn.Module.__dict__ and hasattr(kind, name):
+        covers = getattr(kind, name)
+        if not callable(covers) and not hasattr(type(covers), "__get__"):
+            setattr(kind, name, Own(name, covers))
 
 
 def standing_for(part: Part, module: nn.Module) -> nn.Module:
