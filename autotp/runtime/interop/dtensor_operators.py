@@ -27,7 +27,7 @@ from autotp.errors import StateError
 
 from . import whole_tensors
 from .ownership import in_parts, ours, stepping, wide_group
-from .tool_refusals import refuse_clipping
+from .tool_refusals import DDP, refuse_clipping
 
 aten = torch.ops.aten
 COMPARED = ("gt", "ge", "lt", "le", "eq", "ne")
@@ -229,6 +229,13 @@ def _local(value: Any) -> Any:
     return value
 
 
+def _broadcast(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """A broadcast of parameters, with which `DistributedDataParallel` begins: refused for those of a sharded module."""
+    if any(isinstance(x, DTensor) and ours(x) for x in args[0]):
+        raise StateError(f"one rank's part of a sharded module's parameters would be broadcast to all. {DDP}")
+    return compat.by_default(op, args, kwargs)
+
+
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
@@ -240,6 +247,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.stack.default: _stack,
     aten.linalg_vector_norm.default: _norms,
     aten.norm.ScalarOpt_dim: _norms,
+    torch.ops.c10d.broadcast_.default: _broadcast,
 }
 
 
