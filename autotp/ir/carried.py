@@ -9,9 +9,10 @@ after the forward is described in the same way, and set on the caller's own obje
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pickle import PicklingError
@@ -156,6 +157,7 @@ def _opens(kind: type) -> bool:
 
 
 # A cache is described at every decoded token: equal parts of descriptions are one object, made once and compared fast.
+TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
 SHARED_TYPES = frozenset({bool, int, str, type(None), torch.dtype, torch.device})  # not floats: 0.0 equals -0.0
 
 
@@ -229,6 +231,106 @@ class Walk:
         self.tensors.append(tensor)
         self.names.append(path)
         return len(self.tensors) - 1
+
+
+class Skim:
+    """An object as a flat key, its tensors, and what holds them: in half a walk's time, once for every decoded token.
+
+    Objects of equal keys have equal descriptions.
+
+    Attributes:
+        moving: attributes whose whole numbers change from call to call, as (class, attribute).
+        holders: the objects, lists, tuples and dictionaries, outer ones first.
+        twice: whether something is held in two places, which only a walk describes.
+    """
+
+    def __init__(self, value: Any, moving: Collection[tuple[type, str]]) -> None:
+        self.moving, self.twice = moving, False
+        self.parts: list[Any] = []
+        self.tensors: list[Any] = []
+        self.holders: list[Any] = []
+        self._ids: set[int] = set()
+        self._open(value, type(value))
+        self.key = tuple(self.parts)
+
+    def _open(self, holder: Any, kind: type) -> None:
+        parts, ids, moving = self.parts, self._ids, self.moving
+        ids.add(id(holder))
+        self.holders.append(holder)
+        if kind is list or kind is tuple:
+            names, values = range(len(holder)), holder
+        else:
+            items = holder if kind is dict else holder.__dict__
+            names, values = items.keys(), items.values()
+        # Their number too: where one dictionary ends the next value's class would be a further key of it.
+        parts += (kind, len(names), *names)
+        for name, x in zip(names, values, strict=False):
+            kind_of = type(x)
+            # Before identities, as in a walk: two attributes that are 0 are one object in Python, and share nothing.
+            if kind_of in SHARED_TYPES:
+                # A number that is known to change is a size: as a value it would make each call another kind.
+                if moving and kind_of is int and (kind, str(name)) in moving:
+                    self.tensors.append(counted(x))
+                    parts.append(Count)
+                else:
+                    parts += (kind_of, x)  # with its type: True equals 1
+                continue
+            tensor = kind_of in TENSOR_TYPES
+            if not tensor and isinstance(x, PLAIN_TYPES):
+                parts += (kind_of, repr(x))  # 0.0 is not -0.0
+                continue
+            # What is held twice is one object afterwards too, and what holds itself would never end.
+            if id(x) in ids:
+                self.twice = True
+                return
+            if tensor or isinstance(x, Tensor):
+                ids.add(id(x))
+                self.tensors.append(x)
+                parts.append(Tensor)
+            elif kind_of is list or kind_of is dict or kind_of is tuple or is_carrier(x):
+                self._open(x, kind_of)
+            else:
+                ids.add(id(x))  # known by its identity: the description keeps it alive
+                parts += (kind_of, id(x))
+
+
+Writes = list[tuple[int, Any, Any]]  # into which holder, under which key, what is described so
+
+
+def writes_between(before: Shape, after: Shape) -> Writes | None:
+    """What to set in the holders of an object for another description; None where that takes more than setting."""
+    writes: Writes = []
+    numbers = itertools.count()
+
+    def compare(old: Any, new: Any) -> bool:
+        """Note what differs; return whether both have the same holders."""
+        at, pairs = next(numbers), list(zip(old.items, new.items, strict=False))
+        if old.kind is not new.kind or [key for key, _ in old.items] != [key for key, _ in new.items]:
+            return False
+        for (key, x), (_, y) in pairs:
+            if isinstance(x, Compound) or isinstance(y, Compound | Again):
+                if type(x) is not type(y) or not compare(x, y):
+                    return False
+            elif isinstance(y, TensorSlot | Count) or x != (_slot(y.index) if isinstance(y, EarlierTensor) else y):
+                writes.append((at, key, y))
+                if old.kind is tuple:  # nothing can be set in it
+                    return False
+        return True
+
+    return writes if compare(before.tree, after.tree) else None
+
+
+def write(writes: Writes, holders: Sequence[Any], carried: Carried, before: Sequence[Tensor]) -> None:
+    """Set what an object holds after a call in its holders.
+
+    Args:
+        writes: by the descriptions before and after. holders: as they were read.
+        carried: what it is to hold. before: the tensors that it held.
+    """
+    builder = Builder(carried, before)
+    for at, key, x in writes:
+        holder = holders[at]
+        (holder if isinstance(holder, list | dict) else holder.__dict__)[key] = builder.value(x)
 
 
 def counted(number: Any) -> Tensor:

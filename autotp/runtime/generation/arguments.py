@@ -7,11 +7,23 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.carried import SHARED_TYPES, Carried, Returned, Same, Shape, assign, is_carrier, rebuilt, states_of
+from autotp.ir.carried import (
+    SHARED_TYPES,
+    TENSOR_TYPES,
+    Carried,
+    Returned,
+    Same,
+    Shape,
+    assign,
+    is_carrier,
+    rebuilt,
+    states_of,
+    write,
+)
 
 from .carriers import Carriers, Length, Reading
 
@@ -19,7 +31,7 @@ BATCH = (
     "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
     "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
 )
-LEAVES = SHARED_TYPES | {Tensor, nn.Parameter}  # classes of what is a leaf whatever it holds
+LEAVES = SHARED_TYPES | TENSOR_TYPES  # classes of what is a leaf whatever it holds
 
 
 class Arguments:
@@ -29,7 +41,7 @@ class Arguments:
         flat, spec: the arguments as leaves, states as this rank's part.
         states: which of the leaves are states, by name.
         lengths: of those that are split the dimension, and the length of the whole there.
-        state_objects: the caller's objects that hold state, each with its tensors.
+        state_objects: the caller's objects that hold state, each with its tensors; holders: what holds these in each.
         wrong: why a state cannot be this module's.
         entry: path of the module that is called.
         sequences: with context parallelism the whole sequences that were passed, of which the leaves are this rank's
@@ -65,14 +77,17 @@ class Arguments:
     def _leaves(self) -> tuple[list[Any], Reading]:
         """The leaves, and how they lie."""
         self.state_objects: list[tuple[Any, Carried]] = []
+        self.holders: list[list[Any] | None] = []
         values, flat = [*self.args, *self.kwargs.values()], []
         # Calls whose arguments are leaves, and objects that are described alike, are nested alike.
         way: list[Any] = [self.entry, len(self.args), *self.kwargs]
         for at, value in enumerate(values):
             kind: Any = type(value)
             if is_carrier(value):
-                carried = values[at] = self.carriers.described(value, self._name(at))
+                carried, holders = self.carriers.described(value, self._name(at))
+                values[at] = carried
                 self.state_objects.append((value, carried))
+                self.holders.append(holders)
                 flat += carried.tensors
                 kind = carried.shape
             elif kind in LEAVES:
@@ -165,8 +180,13 @@ class Arguments:
 
     def _object(self, number: int, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> Any:
         """The caller's object of this number, as it is after the call."""
-        obj, was = self.state_objects[number]
-        return assign(obj, Carried(shape, self._of_caller(shape, places, results)), was.tensors)
+        (obj, was), holders = self.state_objects[number], self.holders[number]
+        carried = Carried(shape, self._of_caller(shape, places, results))
+        writes = self.carriers.writes(was.shape, shape) if holders is not None else None
+        if writes is None or holders is None:
+            return assign(obj, carried, was.tensors)
+        write(writes, holders, carried, was.tensors)
+        return obj
 
     def _of_caller(self, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> list[Any]:
         of_caller = self.carriers.of_caller

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.ir.carried import Carried, Returned, Shape, changed_numbers, describe
+from autotp.ir.carried import Carried, Returned, Shape, Skim, Writes, changed_numbers, describe, writes_between
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
@@ -84,7 +84,8 @@ class Carriers:
     state_names: tuple[str, ...] = ()
     bare: Any = None
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
-    shapes: dict[Any, list[Shape]] = field(default_factory=dict)  # descriptions of objects, the latest first
+    shapes: dict[Any, Shape] = field(default_factory=dict)  # descriptions of objects, by what is skimmed of them
+    writings: dict[Any, tuple[Shape, Shape, Writes | None]] = field(default_factory=dict)  # by descriptions
     readings: dict[Any, Reading] = field(default_factory=dict)  # by ways of calling
 
     @classmethod
@@ -95,7 +96,7 @@ class Carriers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}
-        return replace(self, **own, cuts={}, shapes={}, readings={})
+        return replace(self, **own, cuts={}, shapes={}, writings={}, readings={})
 
     def named_places(self, spec: Any, entry: str = "") -> dict[int, str]:
         """Find where in the leaves of a call of the module at this path the model's named states lie."""
@@ -105,26 +106,33 @@ class Carriers:
         """The names of the arguments of the module at this path."""
         return tuple(inspect.signature(self.bare.get_submodule(entry).forward).parameters) if entry else self.names
 
-    def described(self, value: Any, name: str) -> Carried:
-        """An object as its tensors; the description is one object for all that are described alike.
+    def described(self, value: Any, name: str) -> tuple[Carried, list[Any] | None]:
+        """An object as its tensors, under one description for all that are described alike, and what holds these.
 
         Args:
             value: the object. name: of the argument that it is.
+
+        Returns: None in the place of what holds them where only a walk describes it.
         """
-        carried = describe(value, name, self.moving)
-        shapes = self.shapes.setdefault((name, type(value)), [])
-        shape = next((shape for shape in shapes if shape.tree == carried.shape.tree), None)
+        skim = Skim(value, self.moving)
+        if skim.twice:
+            return describe(value, name, self.moving), None
+        shape = self.shapes.get((name, skim.key))
         if shape is None:
-            shape = carried.shape
-            shapes[MAX_KEPT:] = []
-            shapes.insert(0, shape)
-        return Carried(shape, carried.tensors)
+            shape = describe(value, name, self.moving).shape
+            _remember(self.shapes, (name, skim.key), shape)
+        return Carried(shape, skim.tensors), skim.holders
+
+    def writes(self, before: Shape, after: Shape) -> Writes | None:
+        """What makes an object that was described so one that is described otherwise; None where `assign` is to."""
+        pair = id(before), id(after)
+        if pair not in self.writings:  # which keeps the descriptions, and so what they are known by
+            _remember(self.writings, pair, (before, after, writes_between(before, after)))
+        return self.writings[pair][2]
 
     def remember(self, way: Sequence[Any], reading: Reading) -> None:
         """Read the next calls that are made in this way so."""
-        if len(self.readings) >= MAX_KEPT:
-            self.readings.clear()
-        self.readings[tuple(way)] = reading
+        _remember(self.readings, tuple(way), reading)
 
     def learn(self, captured: Capture) -> bool:
         """Take note of numbers that a capture shows to change from call to call.
@@ -212,3 +220,10 @@ class Carriers:
             return tensor
         shape = [*tensor.shape[: split.dim], 1, *tensor.shape[split.dim + 1 :]]
         return tensor.new_zeros(()).expand(shape)
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put an entry into a table, which begins anew where it is full."""
+    if len(table) >= MAX_KEPT:
+        table.clear()
+    table[key] = value

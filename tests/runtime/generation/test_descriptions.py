@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotp.ir.carried import assign, describe
+from autotp.ir.carried import Skim, assign, describe, write, writes_between
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 
@@ -65,19 +65,21 @@ CHANGES = {
 
 def test_what_is_described_alike_is_one_description():
     own, store = Carriers(("store",), moving=set(MOVING)), Store()
-    before = own.described(store, "store")
+    before, _ = own.described(store, "store")
     store.layers[0].keys, store.count = torch.ones(5, 5), 7  # tensors, and a number that is known to change
-    after = own.described(store, "store")
+    after, _ = own.described(store, "store")
     assert after.shape is before.shape and after.tensors[0] is store.layers[0].keys
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_described_otherwise_is_another_description(change):
     own, store = Carriers(("store",), moving=set(MOVING)), Store()
-    before = own.described(store, "store")
+    before, _ = own.described(store, "store")
     CHANGES[change](store)
-    after = own.described(store, "store")
-    assert after.shape != before.shape and own.described(store, "store").shape is after.shape
+    after, _ = own.described(store, "store")
+    again = own.described(store, "store")[0].shape
+    assert after.shape != before.shape and again == after.shape
+    assert again is after.shape or "twice" in change
 
 
 def test_an_object_that_holds_itself_ends():
@@ -103,6 +105,39 @@ def test_what_is_assigned_is_described_alike():
     assert describe(store, "store", MOVING).shape == describe(one, "store", MOVING).shape and len(store.layers) == 3
     assert store.layers[0].keys is after.tensors[0] and store.layers[1].values is before.tensors[0]
     assert layer.values is before.tensors[1] and store.count == 9 and store.layers[1].full is True
+
+
+def test_what_is_skimmed_is_what_a_walk_finds():
+    store = Store()
+    before, walked = Skim(store, MOVING), describe(store, "store", MOVING)
+    assert len(before.tensors) == len(walked.tensors) and not before.twice
+    assert all(a is b for a, b in zip(before.tensors[:4], walked.tensors[:4], strict=True))
+    for name, change in CHANGES.items():
+        other, plain = Store(), Store()
+        change(other)
+        after = Skim(other, MOVING)
+        assert after.key != Skim(plain, MOVING).key or after.twice, name
+        assert after.twice == ("twice" in name)
+    keys = [Skim(SimpleNamespace(a=value), ()).key for value in (0.0, -0.0, float("nan"), 1, True, 1.0)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_writes_are_what_assign_does():
+    store, one = Store(), Store()
+    before = describe(store, "store", MOVING)
+    one.layers[0].keys, one.layers[1].full, one.count = torch.full((4, 4), 2.0), True, 9
+    one.layers[1].values = before.tensors[0]  # what it had in another place, and `values` of the first stay
+    one.layers[0].values = before.tensors[1]
+    after = describe(one, "store", MOVING, before.tensors)
+    writes, skim = writes_between(before.shape, after.shape), Skim(store, MOVING)
+    assert writes is not None
+    assert "values" not in {key for at, key, _ in writes if at == 2}  # of the first layer
+    write(writes, skim.holders, after, skim.tensors)
+    assert describe(store, "store", MOVING).shape == describe(one, "store", MOVING).shape
+    assert store.layers[0].keys is after.tensors[0] and store.layers[1].values is before.tensors[0]
+    assert store.count == 9 and store.layers[1].full is True
+    one.layers.append(Layer())
+    assert writes_between(before.shape, describe(one, "store", MOVING).shape) is None
 
 
 def test_a_call_that_is_like_the_last_one_is_nested_like_it():
