@@ -304,10 +304,11 @@ def writes_between(before: Shape, after: Shape) -> Writes | None:
 
     def compare(old: Any, new: Any) -> bool:
         """Note what differs; return whether both have the same holders."""
-        at, pairs = next(numbers), list(zip(old.items, new.items, strict=False))
-        if old.kind is not new.kind or [key for key, _ in old.items] != [key for key, _ in new.items]:
+        at, values = next(numbers), dict(new.items)
+        if old.kind is not new.kind or [*dict(old.items)] != [*values]:
             return False
-        for (key, x), (_, y) in pairs:
+        for key, x in old.items:
+            y = values[key]
             if isinstance(x, Compound) or isinstance(y, Compound | Again):
                 if type(x) is not type(y) or not compare(x, y):
                     return False
