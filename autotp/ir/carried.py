@@ -298,7 +298,7 @@ Writes = list[tuple[int, Any, Any]]  # into which holder, under which key, what 
 
 
 def writes_between(before: Shape, after: Shape) -> Writes | None:
-    """What to set in the holders of an object for another description; None where that takes more than setting."""
+    """List what to set in an object's holders for another description; None where that takes more than setting."""
     writes: Writes = []
     numbers = itertools.count()
 
@@ -309,9 +309,11 @@ def writes_between(before: Shape, after: Shape) -> Writes | None:
             return False
         for key, x in old.items:
             y = values[key]
+            # Holders are numbered as they were read: another one among them would move all that follow.
             if isinstance(x, Compound) or isinstance(y, Compound | Again):
                 if type(x) is not type(y) or not compare(x, y):
                     return False
+            # A tensor that stays in its place is not set again.
             elif isinstance(y, TensorSlot | Count) or x != (_slot(y.index) if isinstance(y, EarlierTensor) else y):
                 writes.append((at, key, y))
                 if old.kind is tuple:  # nothing can be set in it

@@ -124,7 +124,7 @@ class Carriers:
         return Carried(shape, skim.tensors), skim.holders
 
     def writes(self, before: Shape, after: Shape) -> Writes | None:
-        """What makes an object that was described so one that is described otherwise; None where `assign` is to."""
+        """List what to set so that an object is described otherwise; None where `assign` is to."""
         pair = id(before), id(after)
         if pair not in self.writings:  # which keeps the descriptions, and so what they are known by
             _remember(self.writings, pair, (before, after, writes_between(before, after)))
