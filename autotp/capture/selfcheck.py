@@ -232,6 +232,8 @@ class Trial:
         buffers_before = [(m, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
         devices = [self.device] if self.device.type == "cuda" else []
         state = random.getstate()
+        # Its own numbers of Python's, for a trace that follows begins at `state`, and would draw those of this run.
+        random.seed("self-check")
         try:
             # The CPU's own flex_attention has no backward.
             with torch.inference_mode(False), torch.random.fork_rng(devices), compat.flex_as_products():

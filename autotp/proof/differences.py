@@ -118,7 +118,7 @@ def own_leaf(value: Any, wanted: bool) -> Any:
 
 def has_grad(value: Any) -> bool:
     """Return whether a gradient has come to it."""
-    return isinstance(value, Tensor) and value.grad is not None
+    return isinstance(value, Tensor) and (value.is_leaf or value.retains_grad) and value.grad is not None
 
 
 def grad_or_zeros(value: Tensor) -> Tensor:

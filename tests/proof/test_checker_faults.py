@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 spmd = pytest.importorskip("spmd_types")
-from spmd_types import I, P, R, V, rules  # noqa: E402
-from spmd_types.checker import typecheck  # noqa: E402
+from spmd_types import rules  # noqa: E402
+from spmd_types.checker import typecheck  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]
+from spmd_types.types import I, P, R, V  # noqa: E402
 
 aten = torch.ops.aten
 
@@ -21,7 +22,7 @@ def typed(kind: Any, *shape: int, grad: bool = True) -> Tensor:
     return spmd.assert_type(torch.empty(shape, device="meta", requires_grad=grad), {"tp": kind})
 
 
-def kind(x: Tensor) -> Any:
+def kind(x: Any) -> Any:
     """The checker's type over tp."""
     return spmd.get_axis_local_type(x, "tp")
 

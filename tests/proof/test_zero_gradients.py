@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.proof import numerics
+from autotp.proof import differences
 
 
 def ids(seed: int) -> Tensor:
@@ -32,5 +32,5 @@ class Constant(nn.Module):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_what_rounding_leaves_of_a_zero_gradient_is_no_difference(cp, monkeypatch):
     assert all(autotp.verify(Constant(), 2, ids(seed), cp=cp) for seed in range(3))
-    monkeypatch.setattr(numerics, "FLOOR", 0.0)  # the negative control: beside itself alone it is noise
+    monkeypatch.setattr(differences, "FLOOR", 0.0)  # the negative control: beside itself alone it is noise
     assert not all(autotp.verify(Constant(), 2, ids(seed), cp=cp) for seed in range(8))

@@ -187,7 +187,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_is_refused(what):
     given, kind, text = BAD[what]
     with pytest.raises(kind, match=f"(?s){text}") as caught:
-        autotp.compile(**{"model": net(), "tp": 2, "example_inputs": X, **given})
+        arguments: Any = {"model": net(), "tp": 2, "example_inputs": X, **given}
+        autotp.compile(**arguments)
     assert isinstance(caught.value, autotp.AutoTPError)
     with pytest.raises(TypeError):
         autotp.compile(net(), 2, exmple_inputs=X)  # type: ignore[call-arg]

@@ -53,7 +53,7 @@ def test_pieces_are_plain_chunks_and_come_back(what, shape, dim, segments, repea
     for rank in range(tp):
         # DTensor's Shard deals a dimension as torch.chunk does.
         mine = [
-            (list(p.chunk(tp, x.dim)) + [p.narrow(x.dim, 0, 0)] * tp)[rank]
+            (list(p.chunk(tp, x.dim)) + [p.narrow(x.dim, 0, 0)] * tp)[rank]  # type: ignore[arg-type]
             for p, x in zip(pieces, storage.pieces, strict=True)
         ]
         wanted = torch.cat(

@@ -39,10 +39,10 @@ def split(model: nn.Module, x: Tensor) -> Tensor:
     staged = plan_stages(captured, notes, Options.read(TP, Steering(objective="prefill")), "Mlp")
     values = Values.of(staged.planned.program, plain, Inputs(x)).nodes
     assert sum(staged.planned.decisions[n].outs[0].split for n in values) >= 4  # data of both, and a scale or bias
-    given = {}
+    given: dict[Any, Any] = {}
     placeholders = [n for n in staged.sharded.graph.nodes if n.op == "placeholder"]
     for leaf, node in zip(staged.planned.program.leaves, placeholders, strict=True):
-        given[node] = staged.planned.decisions[leaf.node].outs[0].to_runtime().split(*values[leaf.node], TP)
+        given[node] = staged.planned.decisions[leaf.node].outs[0].to_runtime().split(values[leaf.node][0], TP)
     with torch.no_grad():
         return run(staged.sharded, given, Simulated(TP)).outputs[0][0]
 
