@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from autotp.cost.machines.cluster import Cluster
 
 if TYPE_CHECKING:
-    from .collectives import call_seconds, collective_bytes, collective_seconds, mostly_start
+    from .collective_costs import call_seconds, collective_bytes, collective_seconds, mostly_start
     from .compute import node_flops, op_cost, op_seconds, peak_share, size_hint, tensor_bytes
     from .overlap import (
         CHOICES,
@@ -27,11 +27,11 @@ HOMES = {
     "OverlapModel": "overlap",
     "Product": "overlap",
     "best_chunks": "overlap",
-    "call_seconds": "collectives",
-    "collective_bytes": "collectives",
-    "collective_seconds": "collectives",
+    "call_seconds": "collective_costs",
+    "collective_bytes": "collective_costs",
+    "collective_seconds": "collective_costs",
     "hidden_seconds": "overlap",
-    "mostly_start": "collectives",
+    "mostly_start": "collective_costs",
     "node_flops": "compute",
     "op_cost": "compute",
     "op_seconds": "compute",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autotp.cost.machines.cluster import Cluster
 
-from .collectives import call_seconds, collective_bytes
+from .collective_costs import call_seconds, collective_bytes
 
 SHARDS = ("", "states", "weights")
 KEEPS = ("all", "slices", "inputs")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autotp.cost.machines.cluster import Cluster
 
-from .collectives import call_seconds
+from .collective_costs import call_seconds
 from .compute import op_seconds
 
 CHOICES = (1, 2, 4, 8)  # numbers of chunks

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from autotp.comm.collectives import real
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
-from autotp.cost.collectives import COLLECTIVES, Link, ring_seconds
+from autotp.cost.collective_costs import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
 
 from .this_machine import described

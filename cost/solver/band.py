@@ -19,8 +19,9 @@ The assignment at hand (the incumbent) is replaced only by a better one, and wha
 before the search branches; what takes longer than `most` with the first row. Both matter: rows of time and bytes make
 relaxations fractional.
 
-The least time is proved whatever the size. What comes after it is not, where a program has more than `LARGE` columns (a
-diffusion U-Net): its stages look at fewer nodes, and the incumbent stays where these do not settle it.
+The least time is proved whatever the size. What comes after it is not, where a program has more than
+`MAX_EXACT_COLUMNS` columns (a diffusion U-Net): its stages look at fewer nodes, and the incumbent stays where these do
+not settle it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from .integer_program import IntegerProgram
 from .search import Search, Start
 
 BAND = 0.02  # of the least seconds
-MOST_NODES = 60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
-LARGE = (
+MAX_STAGE_NODES = (
+    60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
+)
+MAX_EXACT_COLUMNS = (
     8_000  # columns: a node of a larger program takes longer, and the general solver minutes (24 s a stage at 16,000)
 )
 EQUAL = 1e-9  # of the bytes: what counts as equal
@@ -54,7 +57,10 @@ def plainest(program: IntegerProgram, start: Start, incumbent: np.ndarray, most:
     time, sent_bytes = program.dense(program.microseconds), program.dense(program.sent_bytes)
     search = program.search({}, time, start)
     search.within(time, most)
-    nodes, exact = MOST_NODES * LARGE // max(len(time), LARGE), len(time) <= LARGE
+    nodes, exact = (
+        MAX_STAGE_NODES * MAX_EXACT_COLUMNS // max(len(time), MAX_EXACT_COLUMNS),
+        len(time) <= MAX_EXACT_COLUMNS,
+    )
     if sent_bytes.any():
         scaled = sent_bytes * (SCALE / max(float(sent_bytes @ incumbent), 1.0))
         incumbent = _cheaper(search, scaled, time, incumbent, most)

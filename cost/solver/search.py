@@ -23,7 +23,7 @@ UNLIMITED = 2**31 - 1
 OPTIONS = {"output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7}
 INTEGRAL = 1e-6
 ROUNDING = 1e-9  # of a row's limit
-MOST_NODES = 500  # then the general solver takes over
+MAX_NODES = 500  # then the general solver takes over
 
 
 class Start(NamedTuple):
@@ -152,7 +152,7 @@ class Search:
         return -duals[-1] / self.scale if len(duals) else 0.0
 
     def _descend(
-        self, cutoff: float, root: tuple[np.ndarray, float] | None = None, most: int = MOST_NODES
+        self, cutoff: float, root: tuple[np.ndarray, float] | None = None, most: int = MAX_NODES
     ) -> tuple[float, np.ndarray | None]:
         """The lower bound, at most `cutoff`; and the best assignment below it, unless the search gave up."""
         order = itertools.count()

@@ -79,9 +79,9 @@ def best(found: Sequence[Plan], band: float) -> Plan:
     return min((p for p in found if p.seconds <= most * (1 + 1e-9)), key=lambda p: p.order)
 
 
-@pytest.mark.parametrize("most_nodes", [stages.MOST_NODES, 0], ids=["own", "general"])
+@pytest.mark.parametrize("most_nodes", [stages.MAX_STAGE_NODES, 0], ids=["own", "general"])
 def test_equal_to_enumeration(monkeypatch, most_nodes):
-    monkeypatch.setattr(stages, "MOST_NODES", most_nodes)
+    monkeypatch.setattr(stages, "MAX_STAGE_NODES", most_nodes)
     other = 0
     for seed in range(GRAPHS if most_nodes else GRAPHS // 4):
         problem = random_problem(seed)

@@ -23,7 +23,7 @@ from autotp.cost import (
     size_hint,
     tensor_bytes,
 )
-from autotp.cost.collectives import PRIMITIVES
+from autotp.cost.collective_costs import PRIMITIVES
 from autotp.cost.machines.presets import PRESETS
 from autotp.errors import InputError
 from tests.helpers.clusters import ROUND

@@ -45,9 +45,9 @@ def enumerated(lp: highspy.HighsLp, weight: np.ndarray, cost: np.ndarray, items:
     return best
 
 
-@pytest.mark.parametrize("most", [search.MOST_NODES, 0], ids=["own", "general"])
+@pytest.mark.parametrize("most", [search.MAX_NODES, 0], ids=["own", "general"])
 def test_equal_to_enumeration(monkeypatch, most):
-    monkeypatch.setattr(search, "MOST_NODES", most)
+    monkeypatch.setattr(search, "MAX_NODES", most)
     found = 0
     for seed in range(100):
         lp, weight, cost = random_program(seed)

@@ -17,7 +17,7 @@ from torch.profiler import profile, record_function
 
 from autotp import compat
 from autotp.comm.lockstep import meet
-from autotp.cost.collectives import COLLECTIVES
+from autotp.cost.collective_costs import COLLECTIVES
 from autotp.errors import InputError
 from autotp.inputs import normalise
 from autotp.ir.scopes import generic

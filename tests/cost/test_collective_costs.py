@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autotp.cost import Cluster, call_seconds, collective_bytes, collective_seconds
-from autotp.cost.collectives import (
+from autotp.cost.collective_costs import (
     COLLECTIVES,
     Link,
     RankGroup,
