@@ -118,7 +118,7 @@ def savings(problem: Problem, own: Sequence[int], theirs: Sequence[int]) -> dict
         saved[name] += (item.choices[b].seconds - item.choices[a].seconds) * item.count
         makers |= dict.fromkeys(item.outs, name)
     for chosen, sign in ((own, -1.0), (theirs, 1.0)):
-        for use, (a, b) in conversions_of(problem, chosen):
+        for _, use, (a, b) in conversions_of(problem, chosen):
             saved[f"conversion of {makers[use.value]}"] += sign * (problem.convert(use.value, a, b) or 0.0) * use.count
     return dict(saved)
 

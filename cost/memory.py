@@ -26,8 +26,8 @@ from autotp.ir.scopes import module_path, moved_to
 from .cache import Cache
 from .objective import Objective
 from .prices import NO_PARTS, lengths, nbytes, sizer
-from .rank_memory import Memory
 from .saved_tensors import Saved, saved_by
+from .terms import Memory
 
 Hints = Mapping[Any, int]
 

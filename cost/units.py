@@ -57,6 +57,11 @@ class Work:
         return self.forward + self.backward
 
     @property
+    def calls(self) -> tuple[Call | None, Call | None]:
+        """The collective of the forward, and of the backward."""
+        return self.forward_call, self.backward_call
+
+    @property
     def directions(self) -> tuple[tuple[float, Call | None], ...]:
         """Seconds and collective of the forward, and of the backward."""
         return (self.forward, self.forward_call), (self.backward, self.backward_call)

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import autotp
 from autotp.errors import InputError, PlanError
-from autotp.plans.show.document import over, primitive, report, shape
-from autotp.plans.show.terminal import Line, Sheet, Table
-from autotp.text import near
+from autotp.plans.show.document import over, report
+from autotp.plans.show.terminal import Sheet
 
 from .command import FINE, NO
 from .flags import DegreeOptions, ModelOptions, SteeringOptions, config_path, is_plan, read_degrees, writable
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from autotp.plans.plan import Parameter
-
     from .models import LoadedModel
 
 
@@ -172,75 +169,18 @@ def explain(
     The alternatives with their cost, what binds, and what would change the choice.
 
     Args:
-        model: A folder or config.json of transformers (no weights needed), or package.module:factory. Or a saved
-            plan.json.
+        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
         name: Of a parameter.
     """
-    plan = saved(model, sizes, degree, steering)
-    if plan is not None:
-        record = record_of(plan, name)
-        screen.result(_table(record), lambda: record)
-        screen.say(f"A saved plan does not hold what else was possible: autotp explain MODEL {name} says that.")
-        return FINE
-    source = loaded(model, sizes, steering, screen)
-    with screen.working(f"planning {type(source.model).__name__}"):
-        result = autotp.plan(source.model, example_inputs=source.inputs, **degree.arguments(), **steering.arguments())
+    result, priced = saved(model, sizes, degree, steering), ""
+    if result is None:
+        source = loaded(model, sizes, steering, screen)
+        options, priced = {**degree.arguments(), **steering.arguments()}, f", priced for {source.sizes}"
+        with screen.working(f"planning {type(source.model).__name__}"):
+            result = autotp.plan(source.model, example_inputs=source.inputs, **options)
+    # Refused of a saved plan, in a sentence that says how the parameter lies: `autotp plan FILE --full` shows the rest.
+    with screen.working(f"solving again for {name}"):
         explanation = result.explain(name)
-    screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}), priced for {source.sizes}")
+    screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}){priced}")
     screen.result(explanation, lambda: {"tp": result.tp, result.batch.name: result.batch.size, **asdict(explanation)})
     return FINE
-
-
-def record_of(plan: autotp.Plan, name: str) -> dict[str, Any]:
-    """The record of a parameter in a plan, without the problem that it was solved from.
-
-    Args:
-        plan: a saved one. name: of a parameter.
-    """
-    parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
-    if parameter is None:
-        raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
-    blocks = [b for b in plan.blocks if parameter.name in b.parameters]
-    return {
-        "parameter": parameter.name,
-        "aliases": list(parameter.aliases),
-        "tp": plan.tp,
-        plan.batch.name: plan.batch.size,
-        "layout": str(parameter.layout),
-        "role": parameter.role,
-        "shape": list(parameter.shape),
-        "local": list(parameter.local),
-        "equals": sum(p.first == parameter.first for p in plan.parameters),
-        "reason": parameter.reason,
-        "blocks": [f"{b.kind} {b.module}: {b.detail}" for b in blocks],
-        "limits": [b.limit for b in blocks if b.limit],
-        "collectives": _collectives(plan, parameter),
-    }
-
-
-def _collectives(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]]:
-    """The collectives of the parameter itself, and of the module that holds it."""
-    module = parameter.name.rpartition(".")[0]
-    return [
-        {"name": c.name, "change": c.change, "of": c.source, "forward": c.forward, "backward": c.backward}
-        for c in plan.collectives
-        if c.source in (parameter.name, module)
-    ]
-
-
-def _table(record: dict[str, Any]) -> Sheet:
-    """The record for people."""
-    equals = f" and its equals, {record['equals']} in all" if record["equals"] > 1 else ""
-    rows = [("lies", f"{record['layout']}, {record['role']}")]
-    rows += [("shape", f"{shape(record['shape'])}; on a rank {shape(record['local'])}")]
-    rows += [("tied to", name) for name in record["aliases"]]
-    rows += [("in", block) for block in record["blocks"]]
-    rows += [("limit", limit) for limit in record["limits"]]
-    rows += [("reason", record["reason"])] if record["reason"] else []
-    for c in record["collectives"]:
-        ways = [f"{primitive(c[way])} {way}" for way in ("forward", "backward") if c[way]]
-        rows.append(("sends", f"{', '.join(ways)} ({c['change']}, {c['of']})"))
-    beside = record.get("cp", record.get("dp"))
-    ranks = str(record["tp"]) if beside == 1 else f"{beside} x {record['tp']}"
-    title = Line(f"{record['parameter']}{equals}, over {ranks} ranks", style="bold")
-    return Sheet([title, Table(rows, "ll", indent=2)])

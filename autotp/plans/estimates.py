@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster, collective_bytes
-from autotp.cost.decode_limit import DecodeLimit
 from autotp.errors import InputError
 
 if TYPE_CHECKING:
@@ -235,6 +234,35 @@ def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:
 # decoding
 
 EXCHANGED = 1 / 8  # of a value's bytes: less than a narrower type would send
+
+
+@dataclass(frozen=True)
+class DecodeLimit:
+    """The least seconds of a decode step on one rank: it reads its weights and its cache once, and communicates.
+
+    Arithmetic is far below that for the few sequences that are decoded together, and launches of kernels can be
+    recorded away, so neither is counted.
+
+    Attributes:
+        weights, cache: bytes of each that a rank reads for one token of every sequence.
+        bandwidth: of the device's memory, B/s.
+        communication: seconds of the step's collectives.
+    """
+
+    weights: float
+    cache: float
+    bandwidth: float
+    communication: float
+
+    @property
+    def reading(self) -> float:
+        """Seconds of reading weights and cache."""
+        return (self.weights + self.cache) / self.bandwidth
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.reading + self.communication
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotp.cost.rank_memory import Memory
+from autotp.cost.terms import Memory
 from autotp.ir.decisions import Decision
 from autotp.ir.layouts import Layout
 from autotp.plans.show.document import report

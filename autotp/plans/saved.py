@@ -26,7 +26,7 @@ from .estimates import ALONE, Axis
 from .plan import Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
-FORMAT, EARLIER = 11, 10
+FORMAT = 11
 UNSAVED = ("fired", "builder")  # they say something of one process alone
 MESH = ("tp", "batch")  # fields that a file has as axes
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
@@ -83,7 +83,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def read_plan(text: str, name: str = "the text") -> Plan:
-    """Read what `write_plan` wrote, in this format or in the one before.
+    """Read what `write_plan` wrote, in this format.
 
     Args:
         text: of the file. name: what errors call it.
@@ -99,9 +99,9 @@ def read_plan(text: str, name: str = "the text") -> Plan:
     number = data.get("format", data.get("schema")) if isinstance(data, dict) else None
     if number is None:
         raise PlanError(f"{name} is not a saved plan: it has no format number. Give the file that `Plan.save` wrote.")
-    if number not in (FORMAT, EARLIER):
+    if number != FORMAT:
         raise PlanError(
-            f"{name} is a plan in format {number!r}, and this version of autotp reads formats {EARLIER} and {FORMAT}. "
+            f"{name} is a plan in format {number!r}, and this version of autotp reads format {FORMAT}. "
             "Plan again with autotp.plan(...) and save that, or read it with the version of autotp that saved it."
         )
     if data.get("seal") != _seal(data):
@@ -117,10 +117,7 @@ def read_plan(text: str, name: str = "the text") -> Plan:
 
 def _plan(data: dict[str, Any], name: str) -> Plan:
     """The plan that these fields say."""
-    if data["format"] == EARLIER:  # in which the two axes that there are were fields
-        axes = [[data["batch"]["name"], data["batch"]], ["tp", {"size": data["tp"]}]]
-    else:
-        axes = data["axes"]
+    axes = data["axes"]
     *other, (last, innermost) = axes
     # A later format's fields are of an axis: what this version does not know, it does not run.
     own = {f.name for f in fields(Axis)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import highspy
 import numpy as np
 
-from .highs import highspy
 from .search import NOWHERE, Search, Start
 
 Terms = dict[int, float]  # column -> coefficient

@@ -16,6 +16,7 @@ from .savings import Saving
 
 ValueId = Hashable
 Step = tuple[int, int]
+Price = Callable[[ValueId, Layout, Layout], Cost | None]
 
 
 @dataclass(frozen=True)
@@ -148,22 +149,39 @@ def traffic(problem: Problem, choices: Sequence[int]) -> Traffic:
         problem: the items. choices: the index of each one's choice.
     """
     nbytes, calls = 0.0, 0
-    for use, step in conversions_of(problem, choices):
+    for _, use, step in conversions_of(problem, choices):
         use_traffic = problem.traffic(use.value, *step)
         nbytes, calls = nbytes + use_traffic.bytes * use.count, calls + use_traffic.collectives * use.count
     return Traffic(nbytes, calls)
 
 
-def conversions_of(problem: Problem, choices: Sequence[int]) -> Iterator[tuple[Use, tuple[Layout, Layout]]]:
-    """The conversions of an assignment, each with the use whose value it converts; arguments as of `traffic`."""
+def cost_of(problem: Problem, choices: Sequence[int], price: Price) -> Cost:
+    """The terms of all items and conversions, whose weighted sum is the seconds that the solver minimised.
+
+    Args:
+        problem: items, uses and conversions. choices: index of each item's choice.
+        price: the terms of a conversion; None where there is none.
+    """
+    picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
+    own = (choice.cost * item.count for choice, item in zip(picks, problem.items, strict=True))
+    paid = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
+    conversions_cost = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in paid.items())
+    taken = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
+    both = paid.__contains__, taken.__contains__
+    return Cost.total([*own, *conversions_cost, *(Cost(**{s.name: s.seconds(*both)}) for s in problem.savings)])
+
+
+def conversions_of(problem: Problem, choices: Sequence[int]) -> Iterator[tuple[int, Use, tuple[Layout, Layout]]]:
+    """The conversions of an assignment, with number and data of the use whose value each converts; arguments as of
+    `traffic`."""
     picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
     producers: dict[ValueId, Layout] = {}
     for item, choice in zip(problem.items, picks, strict=True):
         producers.update(zip(item.outs, choice.outs, strict=True))
-    for use in problem.uses:
+    for k, use in enumerate(problem.uses):
         targets = {picks[i].ins[slot] for i, slot in use.consumers}
         for step in conversions(producers[use.value], targets, partial(problem.convert, use.value)) or ():
-            yield use, step
+            yield k, use, step
 
 
 def _nearest(count: int, arcs: Mapping[Step, float]) -> list[Step] | None:

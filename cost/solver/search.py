@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import highspy
 import numpy as np
-
-from .highs import highspy
 
 Fixed = dict[int, int]  # column -> 0 or 1
 ITERATIONS = 20_000  # of the simplex, from a basis that is near: ten times what the largest programs have taken

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autotp.cost.solver.problem import Choice, Problem
+from autotp.cost.solver.problem import Choice, Problem, cost_of
 from autotp.cost.solver.solve import Infeasible, solve
-from autotp.cost.solver.spent import cost_of
 from autotp.ir.program import Decision, GraphPart, Planned, Solution
 from autotp.passes.analysis.axes import PortDims, find_axes
 from autotp.passes.analysis.blocks import find_blocks

@@ -58,8 +58,6 @@ def test_the_page_shows_what_is_printed(block, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     command, _, shown = block.partition("\n")
-    if "explain plan.json" in command and not Path("plan.json").exists():
-        run(blocks("console")[0].splitlines()[0])
     done = run(command)
     assert done.exit_code == (1 if '"error"' in shown else 0), done.stderr
     if PINNED:

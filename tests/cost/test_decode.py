@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.cost import Cluster, call_seconds, collective_bytes
-from autotp.cost.decode_limit import DecodeLimit
 from autotp.ir.program import PAIR
+from autotp.plans.estimates import DecodeLimit
 from tests.helpers.models import BATCH, DECODER, HIDDEN, LENGTH, VOCABULARY, inputs_of, transformer
 
 H100 = Cluster.preset("h100")

@@ -1,16 +1,12 @@
 """The branch and bound against enumeration, on random small programs."""
 
-import importlib
 import itertools
-import sys
-from types import ModuleType
-from unittest.mock import patch
 
 import highspy
 import numpy as np
 import pytest
 
-from autotp.cost.solver import highs, search
+from autotp.cost.solver import search
 from autotp.cost.solver.rows import within
 from autotp.cost.solver.search import Search
 
@@ -93,25 +89,3 @@ def test_cover_inequalities_cut_off_fractions_and_no_assignment(seed: int):
     a, b = sorted(range(8), key=lambda k: sizes[k][0] - sizes[k][1])[:2]
     fraction = 70 / sum(sizes[k][1] - sizes[k][0] for k in (a, b))
     assert 2 * fraction > 1 and any({picks[a][1], picks[b][1]} <= row.terms.keys() and row.upper == 1 for row in covers)
-
-
-def test_scipys_copy_of_highs_serves_where_highspy_is_not_installed():
-    carried = ModuleType("scipy.optimize._highspy")
-    carried._core = highspy._core  # type: ignore[attr-defined]  the same bindings, under scipy's name
-    absent = {"highspy": None, "scipy": None, "scipy.optimize._highspy": None}
-    stand_in = absent | {"scipy": ModuleType("scipy"), "scipy.optimize": ModuleType("o"), carried.__name__: carried}
-    lp, weight, cost = random_program(0)
-    names = highs.__dict__
-    usual = dict(names)
-    try:
-        with patch.dict(sys.modules, absent), pytest.raises(ImportError, match="highspy"):
-            importlib.reload(highs)
-        with patch.dict(sys.modules, stand_in):
-            other = importlib.reload(highs).highspy
-        assert other is not highspy
-        with patch.object(search, "highspy", other):
-            found = Search(lp, np.arange(len(cost)), weight).run()
-        assert found is not None and found[1] == pytest.approx(enumerated(lp, weight, cost))
-    finally:  # as it was, and not once more: what tests share depends on what stands in the solver's files
-        names.clear()
-        names.update(usual)

@@ -118,17 +118,6 @@ def test_what_a_hostile_file_holds_is_refused_at_once(plan, name):
     assert time.process_time() - start < 5
 
 
-def test_a_plan_of_the_format_before_is_read(model):
-    """Its two axes were fields."""
-    plan = autotp.plan(model, 2, dp=2, example_inputs=torch.randn(4, 8))
-    data = json.loads(plan.to_json())
-    (name, batch), (_, inner) = data.pop("axes")
-    earlier = {**data, "format": 10, "tp": inner["size"], "batch": {"name": name, **batch}}
-    assert Plan.from_json(sealed(earlier)) == plan and plan.batch.size == 2
-    with pytest.raises(PlanError, match="damaged"):
-        Plan.from_json(sealed({k: v for k, v in earlier.items() if k != "batch"}))
-
-
 def test_what_later_formats_say_of_an_axis_is_refused_by_its_name(plan):
     data = json.loads(plan.to_json())
     (tp,) = data["axes"]

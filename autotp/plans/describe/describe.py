@@ -9,19 +9,17 @@ from typing import Any
 
 from torch import fx
 
-from autotp.comm import conversions
-from autotp.comm.conversions import primitive
 from autotp.cost import call_seconds, collective_bytes, hidden_seconds
 from autotp.cost.cache import Cache, cache_of, guessed
 from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.cost.terms import Cost
-from autotp.cost.units import Works
+from autotp.cost.units import Work, Works
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Size
 from autotp.ir.leaves import TABLE
-from autotp.ir.marks import conversion_of, mark
+from autotp.ir.marks import conversion_of
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.blocks import find_blocks
@@ -53,9 +51,10 @@ def describe(
     parts = find_blocks(planned.program, planned.same, operators)
     parameters = _parameters(planned, builder)
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
-    walker = _Collectives(planned, builder, parts)
-    collectives = tuple(walker.walk(sharded))
+    walker = _Collectives(planned, parts)
     works = list(Works(planned, builder.prices).walk(sharded))
+    sending = [each for each in works if each[0] is not None and {*each[2].calls} != {None}]
+    collectives = tuple(walker.collective(*each, sharded) for each in sending)
     communication = sum(t for *_, work in works for t, call in work.directions if call is not None)
     cache = cache_of(planned, builder.prices.hints) or own_cache
     if cache is None:
@@ -158,7 +157,6 @@ class _Collectives:
     """Reads the communicating conversions off the program of one rank."""
 
     planned: Planned
-    builder: Builder
     parts: list[GraphPart]
 
     def __post_init__(self) -> None:
@@ -169,33 +167,25 @@ class _Collectives:
             for n in (*f.nodes, *f.parameters):
                 self.block.setdefault(n, i)
 
-    def walk(self, sharded: Sharded) -> list[Collective]:
-        collectives = (self._collective(n, sharded) for n in sharded.graph.nodes if mark(n).conversion is not None)
-        return [c for c in collectives if c is not None]
-
-    def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
-        (src, dst), (origin, _) = conversion_of(node), sharded.origin[node]
-        there, back = primitive(src, dst), None
-        if origin in self.planned.grads and self.builder.objective.training:
-            back = primitive(dst.dual, src.dual)
-        if there is None and back is None:
-            return None
-        size, tp = self.builder.prices.bytes(node.meta["val"]), self.planned.tp
-        there_size = size * self.builder.prices.narrow(origin, src, dst)
-        forward, backward = (collective_bytes(p or "none", n, tp) for p, n in ((there, there_size), (back, size)))
-        name = conversions.kind_of(src, dst).name
+    def collective(self, node: fx.Node, origin: fx.Node, work: Work, sharded: Sharded) -> Collective:
+        """The record of a conversion that communicates in one direction at least."""
         operator = origin.op == "call_function"
-        op = short_name(origin.target) if operator else "parameter"
-        module, source = (
-            _innermost(moved_to(node)),
-            _innermost(module_path(origin)) if operator else self.names[origin],
-        )
-        block = self.place(node, sharded)
-        first = self.planned.same[origin].name
-        change = f"{src} -> {dst}"
+        there, back = (call.primitive if call is not None else None for call in work.calls)
+        sent = (collective_bytes(*call, self.planned.tp) if call is not None else 0.0 for call in work.calls)
         return Collective(
-            name, change, module, block, origin.name, op, source, there, back, size, forward, backward, first
-        )  # fmt: skip
+            work.name,
+            work.change,
+            _innermost(moved_to(node)),
+            self.place(node, sharded),
+            origin.name,
+            short_name(origin.target) if operator else "parameter",
+            _innermost(module_path(origin)) if operator else self.names[origin],
+            there,
+            back,
+            work.bytes,
+            *sent,
+            self.planned.same[origin].name,
+        )
 
     def place(self, node: fx.Node, sharded: Sharded) -> int | None:
         """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""

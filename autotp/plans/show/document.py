@@ -14,7 +14,7 @@ from autotp.text import amount, counted, number, seconds
 from .terminal import Grid, Line, Table, View
 
 if TYPE_CHECKING:
-    from autotp.cost.rank_memory import Memory
+    from autotp.cost.terms import Memory
     from autotp.ir.layouts import Layout
     from autotp.plans.estimates import Axis, Degree
     from autotp.plans.plan import Collective, Parameter, Plan
