@@ -182,7 +182,7 @@ def test_explain_where_the_degree_is_chosen(run):
 def test_explain_refuses_a_saved_plan_and_says_what_that_knows(run, plan):
     plan.save("plan.json")
     done = run("explain", "plan.json", UP)
-    assert done.exit_code == 1 and "Shard(0), column-parallel" in done.stderr and "Make it again" in done.stderr
+    assert done.exit_code == 1 and "Shard(0) by 32, column-parallel" in done.stderr and "Make it again" in done.stderr
     assert run("explain", "plan.json", "model.norm.wait").exit_code == 2
 
 
