@@ -15,7 +15,7 @@ from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.cost.terms import Cost
-from autotp.cost.units import Work, Works
+from autotp.cost.units import Call, Work, Works
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Size
 from autotp.ir.leaves import TABLE
@@ -170,8 +170,7 @@ class _Collectives:
     def collective(self, node: fx.Node, origin: fx.Node, work: Work, sharded: Sharded) -> Collective:
         """The record of a conversion that communicates in one direction at least."""
         operator = origin.op == "call_function"
-        there, back = (call.primitive if call is not None else None for call in work.calls)
-        sent = (collective_bytes(*call, self.planned.tp) if call is not None else 0.0 for call in work.calls)
+        (there, forward), (back, backward) = (_sent(call, self.planned.tp) for call in work.calls)
         return Collective(
             work.name,
             work.change,
@@ -183,7 +182,8 @@ class _Collectives:
             there,
             back,
             work.bytes,
-            *sent,
+            forward,
+            backward,
             self.planned.same[origin].name,
         )
 
@@ -207,6 +207,11 @@ class _Collectives:
         blocks = [b for b in makers if b is not None]
         # A frozen product and an adapter beside it are summed by one reduction: the product's.
         return next((b for b in blocks if self.parts[b].kind != "adapter"), next(iter(blocks), None))
+
+
+def _sent(call: Call | None, tp: int) -> tuple[str | None, float]:
+    """A collective's primitive, and the bytes that a rank sends for it."""
+    return (None, 0.0) if call is None else (call.primitive, collective_bytes(*call, tp))
 
 
 def _innermost(path: Sequence[str]) -> str:
