@@ -164,10 +164,10 @@ def cost_of(problem: Problem, choices: Sequence[int], price: Price) -> Cost:
     """
     picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
     own = (choice.cost * item.count for choice, item in zip(picks, problem.items, strict=True))
-    paid = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
-    conversions_cost = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in paid.items())
-    taken = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
-    both = paid.__contains__, taken.__contains__
+    arcs = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
+    conversions_cost = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in arcs.items())
+    choice_keys = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
+    both = arcs.__contains__, choice_keys.__contains__
     return Cost.total([*own, *conversions_cost, *(Cost(**{s.name: s.seconds(*both)}) for s in problem.savings)])
 
 

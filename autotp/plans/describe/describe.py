@@ -170,7 +170,7 @@ class _Collectives:
     def collective(self, node: fx.Node, origin: fx.Node, work: Work, sharded: Sharded) -> Collective:
         """The record of a conversion that communicates in one direction at least."""
         operator = origin.op == "call_function"
-        (there, forward), (back, backward) = (_sent(call, self.planned.tp) for call in work.calls)
+        (there, forward), (back, backward) = (_traffic(call, self.planned.tp) for call in work.calls)
         return Collective(
             work.name,
             work.change,
@@ -209,7 +209,7 @@ class _Collectives:
         return next((b for b in blocks if self.parts[b].kind != "adapter"), next(iter(blocks), None))
 
 
-def _sent(call: Call | None, tp: int) -> tuple[str | None, float]:
+def _traffic(call: Call | None, tp: int) -> tuple[str | None, float]:
     """A collective's primitive, and the bytes that a rank sends for it."""
     return (None, 0.0) if call is None else (call.primitive, collective_bytes(*call, tp))
 
