@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from autotp.comm import conversions, one_shot, symmetric
+from autotp.comm import conversions
 from autotp.errors import SchemaError
 from autotp.ir.graph import Capture, resolve
 from autotp.ir.marks import Mark, mark
@@ -150,7 +150,7 @@ def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fau
 
 def converts(node: fx.Node) -> bool:
     """Say whether this calls a conversion; the table may have grown since this file was imported."""
-    return node.target in (*conversions.FUNCTIONS.values(), *symmetric.FORMS.values(), *one_shot.FORMS.values())
+    return node.target in conversions.FUNCTIONS.values()
 
 
 def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:

@@ -44,7 +44,6 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
         "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
         "cluster": DEFAULT,
         "here": (cuda or facts["devices"])[0]["preset"],
-        "symmetric_memory": facts["links"]["symmetric_memory"],
     }
 
 
@@ -145,5 +144,4 @@ def _uses(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "collectives", uses["backend"] or "none"
     yield "to run", uses["launch"]
     here = f"--cluster {uses['here']}" if uses["here"] else "--cluster FILE, from autotp calibrate"
-    yield "symmetric memory", uses["symmetric_memory"]
     yield "to price", f"{uses['cluster']}; for this machine {here}"

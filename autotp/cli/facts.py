@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from autotp import __version__
-from autotp.comm.sockets import unavailable
 from autotp.cost.machines.presets import PRESETS
 from autotp.cost.machines.this_machine import memory, processor
 
@@ -110,8 +109,6 @@ def links() -> dict[str, Any]:
         "backends": [name for name in BACKENDS if dist.is_available() and dist.is_backend_available(name)],
         "peers": sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs),
         "pairs": len(pairs),
-        "symmetric_memory": unavailable(torch.device("cuda", 0) if count else torch.device("cpu"), count)
-        or "available",
         "between": topology(_nvidia("topo", "-m")) if count > 1 else {},
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "infiniband": sorted(p.name for p in infiniband.glob("*")),

@@ -167,7 +167,7 @@ def tune(
 
         compile_measured = partial(
             autotp.compile, source.model, example_inputs=source.inputs, backend=backend, check=False,
-            optimise={x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares},
+            optimise={x.name: MEASURED for x in OPTIMISATIONS if x.measurable},
             **(degree.arguments(default=1) | steering.arguments()),
         )  # fmt: skip
         context = copy_context()

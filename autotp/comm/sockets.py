@@ -1,4 +1,4 @@
-"""Connections between ranks beside the collectives of their process groups, and memory that they can all read.
+"""Connections between ranks beside the collectives of their process groups.
 
 Two ranks have one for their turns, in whatever groups they meet. Ranks of one machine meet on its loopback address.
 Elsewhere a rank listens on the address by which it reaches the master, as routing has it. Who connects shows a secret
@@ -16,7 +16,6 @@ import struct
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -125,24 +124,3 @@ def _listening(address: str, size: int) -> socket.socket | None:
         return socket.create_server((address, 0), backlog=size) if address else None
     except OSError:
         return None
-
-
-def unavailable(device: torch.device, tp: int) -> str:
-    """Say why symmetric memory cannot serve these ranks here; empty where it can.
-
-    Args:
-        device: of this rank. tp: how many ranks share memory.
-    """
-    if device.type != "cuda":
-        return f"it is for CUDA devices linked by NVLink, and this is {device.type}"
-    if tp > int(os.environ.get("LOCAL_WORLD_SIZE", tp)):
-        return "the tp ranks span nodes"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPUs are older than Ampere"
-    here, count = device.index or 0, torch.cuda.device_count()
-    if not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here):
-        return "not every GPU can read every other's memory"
-    from autotp import compat  # noqa: PLC0415  only here: it takes longer than torch, and `autotp doctor` asks too
-
-    supported = compat.has_symmetric_memory()
-    return "" if supported else f"torch {torch.__version__} has no fused symmetric-memory operators"

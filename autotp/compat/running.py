@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import re
 import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
-from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -107,53 +102,6 @@ def transform(values: Sequence[Any]) -> str:
 def hooks_all_modules() -> bool:
     """Return whether somebody hooked every module's call, as torch's counters and trackers do."""
     return bool(torch.nn.modules.module._has_any_global_hook())
-
-
-def has_symmetric_memory() -> bool:
-    """Return whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
-    return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and torch.distributed.is_nccl_available()
-
-
-def use_symmetric_memory(group: str) -> None:
-    """Let torch's micro-pipeline pass fuse the collectives of this group: until this is said it skips them silently."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # that nobody need say so: that pass still asks (torch 2.13)
-        symmetric_memory.enable_symm_mem_for_group(group)  # pyright: ignore[reportArgumentType]
-
-
-def one_shot_sum(room: torch.Tensor, x: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum over ranks, by one kernel that copies `x` to `room`, as large, and reads everybody's.
-
-    Args:
-        room: symmetric memory, by `symmetric_room`. x: this rank's summand. group: name of the process group.
-    """
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", group)
-
-
-_rooms: weakref.WeakKeyDictionary[Any, torch.Tensor | None] = weakref.WeakKeyDictionary()
-
-
-def symmetric_room(group: str, size: int, device: torch.device) -> torch.Tensor | None:
-    """Memory of this group that every rank can read, made at the first call, by all ranks together; None where it
-    cannot be had.
-
-    Args:
-        group: name of the process group. size: bytes. device: of this rank.
-    """
-    if device.type != "cuda":
-        return None
-    process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-    if process_group not in _rooms:
-        room = None
-        try:
-            use_symmetric_memory(group)
-            room = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-            symmetric_memory.rendezvous(room, group)  # pyright: ignore[reportArgumentType]
-        except RuntimeError as error:
-            room = None
-            logging.getLogger("autotp").warning("there is no symmetric memory on %s: %s", device, error)
-        _rooms[process_group] = room
-    return _rooms[process_group]
 
 
 def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:

@@ -141,7 +141,7 @@ def install(
         for piece, _ in shards.pieces():
             accumulate_in(piece, source.lowering.reduces)
     constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
-    compiler = source.lowering.compiler(graph)
+    compiler = source.lowering.compiler()
     write_in_place(captured, graph)
     steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
     assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks)

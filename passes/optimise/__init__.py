@@ -12,7 +12,6 @@ from .kernels import Kernels
 from .optimisation import Alternative, Judge, Optimisation, RankProgram, Setting, Value, Verdict
 from .overlap_products import Overlap
 from .regather import Regather
-from .symmetric_memory import MicroPipeline, OneShot
 
 __all__ = [
     "MEASURED", "OPTIMISATIONS", "Alternative", "Fired", "Judge", "Optimisation", "RankProgram", "Setting", "Switches",
@@ -20,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 OPTIMISATIONS: tuple[Optimisation, ...] = (
-    CachedAttention(), Kernels(), MicroPipeline(), OneShot(), Bucket(), Overlap(), Regather(),
+    CachedAttention(), Kernels(), Bucket(), Overlap(), Regather(),
 )  # fmt: skip
 Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it
 Switches = bool | Mapping[str, bool | str] | None

@@ -9,7 +9,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import fx
 
-from autotp.comm import sockets
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.ir.program import MeshPlace
@@ -99,19 +98,10 @@ class Optimisation(Pass[RankProgram]):
     Attributes:
         measurable: whether it asks `Setting.judges` of each of its rewrites.
         sends: whether these are about what is sent, so that ranks run them together.
-        shares: whether ranks read each other's memory in it, so that only some machines can run it.
     """
 
     measurable: ClassVar[bool] = False
     sends: ClassVar[bool] = False
-    shares: ClassVar[bool] = False
-
-    def unshared(self, setting: Setting) -> str:
-        """Say why ranks do not read each other's memory here: they cannot, or nobody measures whether it is faster."""
-        why = sockets.unavailable(setting.device, setting.place.size)
-        if not why and self.name not in setting.judges:
-            why = f"not measured (optimise={{'{self.name}': True}})"
-        return f"nowhere: {why}" if why else ""
 
     def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
         """Refuse marks that the optimisation forgot on what it put in."""

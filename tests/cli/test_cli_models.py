@@ -145,7 +145,6 @@ def found(**changed: object) -> dict:
         "peers": 2,
         "pairs": 2,
         "between": {"NV18": 1},
-        "symmetric_memory": "available",
     }
     versions = {"torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0"}
     whole = {"versions": versions, "needs": {"torch": "2.11"}, "devices": [card, card, processor], "links": links}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autotp import compat
-from autotp.comm import conversions, symmetric
+from autotp.comm import conversions
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
@@ -61,24 +61,18 @@ class Lowering:
         reduces = read_reduce_dtype(keywords.get("reduce_dtype"))
         return cls(backend, options, read_switches(keywords.get("optimise")), reduces=reduces)
 
-    def compiler(self, graph: fx.Graph) -> Compiler | None:
+    def compiler(self) -> Compiler | None:
         """Make what compiles one program; None where it runs as it is."""
         if self.backend == EAGER:
             return None
-        fused, options = self._options(graph)
-        quick = {**compat.UNASSERTED, **(options or {})} if self.backend == INDUCTOR else options
-        return Compiler(lambda f, whole: compat.compile_whole(f, self.backend, quick if whole else options), fused)
+        return Compiler(self._compiled)
 
-    def _options(self, graph: fx.Graph) -> tuple[symmetric.Fused | None, dict[str, Any] | None]:
-        """The backend's options for a graph: where conversions are ready for it, with what fuses and counts them."""
+    def _compiled(self, function: Callable[..., Any], whole: bool = False) -> Any:
+        """Compile a function; one that is a whole program is called at every token, and checks less."""
         options = dict(self.options) if self.options is not None else None
-        ready = sum(node.target in symmetric.FORMS.values() for node in graph.nodes)
-        fused = symmetric.Fused(ready) if ready else None
-        return fused, fused.options(options) if fused is not None else options
-
-    def _compiled(self, function: fx.GraphModule) -> Any:
-        """A way of an alternative, as a program with its operators is compiled."""
-        return compat.compile_whole(function, self.backend, self._options(function.graph)[1])
+        if whole and self.backend == INDUCTOR:
+            options = {**compat.UNASSERTED, **(options or {})}
+        return compat.compile_whole(function, self.backend, options)
 
     @property
     def name(self) -> str:

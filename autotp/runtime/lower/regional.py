@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from autotp.comm.symmetric import Fused
 from autotp.ir.graph import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
@@ -36,14 +35,12 @@ class Compiler:
 
     Attributes:
         compile: what compiles one function; told whether that is a whole program.
-        fused: counts what the micro-pipeline pass fuses, where that is switched on.
         functions: structure of a stretch -> what was compiled for it.
         stretches: how many were asked for.
         one: whether the program is one function too, for calls without gradients.
     """
 
     compile: Callable[[Function, bool], Function]
-    fused: Fused | None = None
     functions: dict[Any, Function] = field(default_factory=dict)
     stretches: int = 0
     one: bool = False
@@ -88,8 +85,6 @@ class Compiler:
         one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
         parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.functions)} functions"
         yield backend, parts + one
-        if self.fused is not None:
-            yield "micro_pipeline", self.fused.summary()
 
 
 def function_of(graph: fx.Graph, name: str) -> Function:

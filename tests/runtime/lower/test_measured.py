@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import autotp
-from autotp import compat
-from autotp.comm import one_shot, symmetric
 from autotp.errors import InputError
 from autotp.passes.optimise import Alternative, Value
 from autotp.runtime.lower import lower, measured
 from autotp.runtime.lower.measured import Line, Measures, device_key, read_table
 from tests.helpers.clocks import clock_by_turns
-from tests.helpers.compare import difference, gradients_differ, mesh_of
+from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, transformer
 from tests.helpers.overlapped import called, made
 
@@ -208,101 +205,6 @@ def test_on_a_cpu_nothing_is_measured_by_itself():
     assert any("kernels: nowhere: without Triton on a CUDA device" in line for line in sharded.plan.fired)
     with pytest.raises(InputError, match="'regather' is not measured"):
         autotp.compile(model, 1, optimise={"regather": "measured"})
-
-
-# ---- conversions that need GPUs which read each other's memory: here they send as usual, over gloo
-
-
-def wrong(convert: Any) -> Any:
-    """The same conversion of other values."""
-
-    def lies(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return 1.01 * convert(x, *args, **kwargs)
-
-    return lies
-
-
-def crash(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise OSError("no such memory")
-
-
-def judged_sending(group: Any, name: str, stack: ExitStack, other: float) -> tuple[Any, Any, Any, list[Any]]:
-    """The model, its inputs, and the sharded module under a clock; and the options that ways were compiled with."""
-    compilations: list[Any] = []
-
-    def compiled(function: Any, backend: Any, options: Any) -> Any:
-        compilations.append(options)
-        return function
-
-    for change in (
-        patch.object(measured, "clock_of", clock_by_turns(1.0, other)),
-        patch.object(lower, "path_of", lambda: None),
-        patch.object(compat, "compile_whole", compiled),
-        patch.object(compat, "use_symmetric_memory", lambda group: None),
-    ):
-        stack.enter_context(change)
-    model, inputs = made("plain")
-    options: dict[str, Any] = {"optimise": {name: "measured", "overlap": False, "bucket": False}}
-    if name == "micro_pipeline":
-        options |= {"sequence_parallel": True, "backend": "inductor"}
-    else:
-        options |= {"sequence_parallel": False}
-    return model, inputs, autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), **options), compilations
-
-
-def line(sharded: Any, name: str) -> str:
-    return next(x for x in sharded.plan.fired if x.startswith(f"{name}: "))
-
-
-def ways(rank: int, world: int, group: Any) -> list[list[bool]]:
-    """With which options both ways are compiled, and the operators of the first pair."""
-    with ExitStack() as stack:
-        *_, compilations = judged_sending(group, "micro_pipeline", stack, 2.0)
-        return [[bool(options and options.get("_micro_pipeline_tp")) for options in compilations]]
-
-
-def test_both_ways_hold_the_products_and_only_one_is_fused(pool):
-    [found], _ = pool.run(ways, world=2)
-    assert found and found == [False, True] * (len(found) // 2)
-
-
-def judging(rank: int, world: int, group: Any, name: str) -> dict[str, Any]:
-    """Lines of the plan: faster, slower, slower on rank 1 alone, wrong, crashing; and how far numbers are off."""
-    forms = one_shot.FORMS if name == "one_shot" else symmetric.FORMS
-    found: dict[str, Any] = {"off": 0.0}
-    cases: dict[str, tuple[float, Any]] = {
-        "faster": (0.5, None), "slower": (2.0, None), "disagreeing": (0.5 if rank else 2.0, None),
-        "wrong": (0.5, wrong), "crashing": (0.5, lambda _: crash),
-    }  # fmt: skip
-    for case, (other, fault) in cases.items():
-        with ExitStack() as stack:
-            if fault is not None:
-                stack.enter_context(patch.dict(forms, {k: fault(form) for k, form in forms.items()}))
-            model, inputs, sharded, _ = judged_sending(group, name, stack, other)
-            found[case] = line(sharded, name)
-            called(model, inputs).square().mean().backward()
-            called(sharded, inputs).square().mean().backward()
-            apart = difference(called(sharded, inputs), called(model, inputs)), gradients_differ(sharded, model)
-            found["off"] = max(found["off"], *map(float, apart))
-    return found
-
-
-def test_one_shot_all_reduces(pool):
-    one, other = pool.run(judging, "one_shot", world=2)
-    assert one == other and one["off"] < 1e-12
-    assert one["faster"] == "one_shot: all-reduce in one step 3 times (2.00 of torch's speed)"
-    for case in ("slower", "disagreeing"):
-        assert one[case] == "one_shot: all-reduce in one step not used (0.50 of torch's speed)"
-    assert "not used (differs by" in one["wrong"] and "not used (failed: OSError)" in one["crashing"]
-
-
-def test_the_micro_pipeline(pool):
-    one, other = pool.run(judging, "micro_pipeline", world=2)
-    assert one == other and one["off"] < 1e-12
-    assert "g with 2 products (2.00 of torch's speed)" in one["faster"], one["faster"]
-    for case in ("slower", "disagreeing"):
-        assert "g with 2 products not used (0.50 of torch's speed)" in one[case] and "conversions" not in one[case]
-    assert "not used (differs by" in one["wrong"] and "not used (failed: OSError)" in one["crashing"]
 
 
 def disagreeing(rank: int, world: int, group: Any) -> list[Any]:
