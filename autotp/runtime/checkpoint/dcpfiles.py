@@ -31,7 +31,7 @@ from autotp.runtime.storage import Box
 
 from . import folders
 from .archives import Archive
-from .digests import BYTES, Digests, Entry, View, as_bytes, bytes_view, measured, position, write
+from .digests import Digests, Entry, View, as_bytes, bytes_view, measured, position, write
 
 TABLE = ".metadata"
 MAX_TABLE_BYTES, MAX_NOTES_BYTES = 1 << 30, 100_000_000  # of .metadata, and of our own notes
@@ -77,7 +77,7 @@ class Planner(DefaultSavePlanner):
         tensor, index = super().resolve_data(write_item), write_item.index
         assert isinstance(tensor, Tensor) and index.offset is not None
         data = as_bytes(tensor)
-        digests = measured([BYTES], len(data), bytes_view(data))
+        digests = measured(len(data), bytes_view(data))
         self.digests.setdefault(index.fqn, {})[position(index.offset)] = digests
         return tensor
 

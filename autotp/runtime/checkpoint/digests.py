@@ -1,13 +1,10 @@
 """Digests of the bytes of tensors, by which a load notices those that are not what was saved.
 
-A digest is of a block's words of 8 bytes: the sum of each row, times an odd number that no other row has, all added
-modulo 2**64. That takes as long as memory takes to be read. It notices with certainty whatever changes within one word,
-so each flipped bit or byte; of all else, such as pages of zeros, of another file, or in another order, it misses less
-than one in 2**40. It is against worn disks and copies that went wrong, not against malice.
-
-A block has about 4 MiB. Blocks are cut of a tensor's bytes in order, where a row is 4 KiB; and of up to 16 strips of
-columns for each dimension by which ranks may split it, so that a rank checks the columns that it reads, not all. The
-digests of strips side by side add up to the digest of the strip that they make together.
+A tensor's bytes are cut into blocks of 4 MiB, in order. A block's digest is of its words of 8 bytes: the sum of each
+page of 4 KiB, times an odd number that no other page has, all added modulo 2**64. That takes as long as memory takes to
+be read. It notices with certainty whatever changes within one word, so each flipped bit or byte; of all else, such as
+pages of zeros, of another file, or in another order, it misses less than one in 2**40. It is against worn disks and
+copies that went wrong, not against malice.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,15 +32,9 @@ from .folders import DIGESTS, OWN
 FORMAT, MAX_FILE_BYTES = 1, 1 << 30
 TABLES = ("*.safetensors", ".metadata", OWN)  # what says which bytes are which tensor's
 BLOCK, PAGE, WORD = 4 << 20, 4096, 8  # bytes
-STRIPS, NARROWEST = (16, 8, 4, 2), 256  # of a row; bytes of one
-
+IN_ORDER = "4096/1"  # names these digests in a file; those of columns, which were written once, are not read
 
 View = Callable[[int, int], Tensor]  # the bytes of a stored tensor from one place to another
-
-
-def bytes_view(data: Tensor) -> View:
-    """Return a view of bytes that are in memory."""
-    return lambda start, stop: data[start:stop]
 
 
 @dataclass(frozen=True)
@@ -62,139 +53,33 @@ class Entry:
     stop: int = 0
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Blocks of a tensor whose bytes lie in rows of `row`, which are cut into strips."""
-
-    row: int
-    strips: int
-
-    @property
-    def key(self) -> str:
-        """Its name in a file."""
-        return f"{self.row}/{self.strips}"
-
-    @property
-    def width(self) -> int:
-        """Bytes of a strip."""
-        return self.row // self.strips
-
-    @property
-    def height(self) -> int:
-        """Rows of a block."""
-        return max(1, BLOCK // self.width)
-
-    def windows(self, rows: range, size: int) -> Iterator[tuple[int, int]]:
-        """Return the bytes of some rows, 4 MiB at a time, of a tensor of `size` bytes; its last row may be cut off."""
-        step, end = max(1, BLOCK // self.row) * self.row, min(rows.stop * self.row, size)
-        yield from ((at, min(at + step, end)) for at in range(rows.start * self.row, end, step))
-
-    def sums(self, data: Tensor, parts: int = 1, columns: slice = slice(None)) -> Tensor:
-        """Return each row's sums of words, `[rows, parts]`; what a cut-off row lacks is zeros.
-
-        Args:
-            data: bytes of rows. parts: equal ones that a row is cut into. columns: words of each part that count.
-        """
-        whole = data.numel() // self.row * self.row
-        if whole < data.numel():
-            rest = pad(data[whole:], (0, whole + self.row - data.numel()))
-            return torch.cat([self.sums(x, parts, columns) for x in (data[:whole], rest)])
-        words = (data.clone() if data.storage_offset() % WORD else data).view(torch.int64)
-        return words.view(whole // self.row, parts, self.row // WORD // parts)[:, :, columns].sum(2)
-
-    def digests(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the digests `[blocks, parts]` of blocks, of the sums of all their rows in order."""
-        rows = torch.cat([*sums])
-        rows = pad(rows, (0, 0, 0, -len(rows) % self.height)).view(-1, self.height, rows.shape[1])
-        return (rows * _odd(self.height, rows.device)).sum(1)
+def digest(block: Tensor) -> int:
+    """Return the digest of the bytes of one block; what its last page lacks is zeros."""
+    if len(block) % PAGE or block.storage_offset() % WORD:  # words must begin where torch can read them
+        block = pad(block, (0, -len(block) % PAGE))
+    pages = block.view(torch.int64).view(-1, PAGE // WORD).sum(1)
+    return int((pages * _odd(BLOCK // PAGE, block.device)[: len(pages)]).sum())
 
 
 @cache
 def _odd(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, 2 * count, 2, device=device)[:, None]
+    return torch.arange(1, 2 * count, 2, device=device)
 
 
-BYTES = Grid(PAGE, 1)  # in order
-
-
-def grids(shape: Sequence[int], itemsize: int) -> list[Grid]:
-    """Return the ways in which a tensor is cut."""
-    out = [BYTES]
-    for d in range(1, len(shape)):
-        row = math.prod(shape[d:]) * itemsize
-        strips = next((n for n in STRIPS if row % (WORD * n) == 0 and row // n >= NARROWEST), 1)
-        if strips > 1 and math.prod(shape) * itemsize > BLOCK:
-            out.append(Grid(row, strips))
-    return out
-
-
-@dataclass(frozen=True)
-class Region:
-    """Rows of a grid and strips of these, in which a box lies."""
-
-    grid: Grid
-    rows: range
-    strips: range = range(1)
-
-    @property
-    def columns(self) -> slice:
-        """Columns of its rows, in words."""
-        width = self.grid.width // WORD
-        return slice(self.strips.start * width, self.strips.stop * width)
-
-
-def region(shape: Sequence[int], itemsize: int, box: Box, keys: Collection[str]) -> Region:
-    """Return the fewest whole blocks in which a box of a tensor lies.
-
-    Args:
-        shape, itemsize: of the tensor. box: in it. keys: of the grids to choose from.
-    """
-    inner = [math.prod(shape[d:]) * itemsize for d in range(len(shape) + 1)]  # bytes of these dimensions
-    first, last = box.offset[0] * inner[1], (box.offset[0] + box.tensor.shape[0]) * inner[1]
-    out = []
-    for grid in grids(shape, itemsize):
-        strips, high = range(1), grid.height * grid.row
-        if grid.strips > 1:
-            d = max(d for d in range(1, len(shape)) if inner[d] == grid.row)
-            start = box.offset[d] * inner[d + 1]
-            stop = start + box.tensor.shape[d] * inner[d + 1]
-            strips = range(start // grid.width, math.ceil(stop / grid.width))
-        stop = min(math.ceil(last / high) * grid.height, math.ceil(inner[0] / grid.row))
-        rows = range(first // high * grid.height, stop)
-        out.append(Region(grid, rows, strips))
-    return min((x for x in out if x.grid.key in keys), key=lambda x: x.grid.width * len(x.rows) * len(x.strips))
-
-
-def measured(ways: Iterable[Grid], size: int, view: View) -> dict[str, str]:
-    """Return the digests of a tensor of `size` bytes, by grid: 16 hexadecimal digits for each block and strip."""
-    out = {}
-    for grid in ways:
-        windows = grid.windows(range(math.ceil(size / grid.row)), size)
-        sums = [grid.sums(view(start, stop), grid.strips) for start, stop in windows]
-        digests = grid.digests(sums) if sums else torch.zeros(0)
-        out[grid.key] = bytes(as_bytes(digests).tolist()).hex()
-    return out
-
-
-def recorded(of: Region, text: str) -> Tensor:
-    """Return the digests `[blocks]` of a region, of its strips together.
-
-    Args:
-        of: the region. text: of its grid, as `measured` has put it down.
-
-    Raises:
-        ValueError: there are too few.
-    """
-    first, count = of.rows.start // of.grid.height, math.ceil(len(of.rows) / of.grid.height)
-    data = bytearray.fromhex(text)[first * of.grid.strips * WORD : (first + count) * of.grid.strips * WORD]
-    if len(data) != count * of.grid.strips * WORD:
-        raise ValueError(f"the text of {of.grid.key} ends too early")
-    return torch.frombuffer(data, dtype=torch.int64).view(count, -1)[:, of.strips.start : of.strips.stop].sum(1)
+def measured(size: int, view: View) -> dict[str, str]:
+    """Return the digests of a tensor of `size` bytes as a file has them: 16 hexadecimal digits for each block."""
+    numbers = [digest(view(start, min(start + BLOCK, size))) for start in range(0, size, BLOCK)]
+    return {IN_ORDER: b"".join(n.to_bytes(WORD, "little", signed=True) for n in numbers).hex()}
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in the order of its elements, `[bytes]`."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def bytes_view(data: Tensor) -> View:
+    """Return a view of bytes that are in memory."""
+    return lambda start, stop: data[start:stop]
 
 
 class Digests:
@@ -235,41 +120,49 @@ class Digests:
         assert isinstance(entry.dtype, torch.dtype)
         if not box.tensor.numel():
             return
-        shape, itemsize = entry.shape or (1,), entry.dtype.itemsize
+        shape = entry.shape or (1,)
         box = box if entry.shape else Box((0,), box.tensor[None])
-        if table not in self.tables:
-            rows = range(box.offset[0], box.offset[0] + len(box.tensor))
-            _pour(view, Region(Grid(math.prod(shape[1:]) * itemsize, 1), rows), shape, entry.dtype, box, False)
-            return
-        try:
-            digests = self.tensors[name][position(at or (0,) * len(entry.shape))]
-            of = region(shape, itemsize, box, digests)
-            saved = recorded(of, digests[of.grid.key])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"{self.file} holds no digests of {name}: {error}. {self.remedy}") from error
-        present = of.grid.digests(_pour(view, of, shape, entry.dtype, box, True))[:, 0]
-        if wrong := (present != saved).nonzero().flatten().tolist():
-            size, block, first = math.prod(shape) * itemsize, of.grid.height * of.grid.row, of.rows.start * of.grid.row
-            start, stop = first + wrong[0] * block, first + (wrong[-1] + 1) * block
+        size = math.prod(shape) * entry.dtype.itemsize
+        saved = self._recorded(name, position(at or (0,) * len(entry.shape)), size) if table in self.tables else None
+        if wrong := _pour(view, shape, entry.dtype, box, saved):
+            start, stop = wrong[0] * BLOCK, min((wrong[-1] + 1) * BLOCK, size)
             raise StateError(
-                f"{entry.file} is damaged: bytes {entry.start + start} to {entry.stop - max(0, size - stop)}, of "
-                f"{name}, are not what was saved. Copy the file again, or load another checkpoint. {self.remedy}"
+                f"{entry.file} is damaged: bytes {entry.start + start} to {entry.stop - (size - stop)}, of {name}, are "
+                f"not what was saved. Copy the file again, or load another checkpoint. {self.remedy}"
             )
 
+    def _recorded(self, name: str, at: str, size: int) -> list[int]:
+        """Return the digests of the blocks of a part of a tensor, as they were saved.
 
-def _pour(view: View, of: Region, shape: Sequence[int], dtype: torch.dtype, box: Box, checked: bool) -> list[Tensor]:
-    """Fill a box, each row as soon as what is read holds it.
+        Args:
+            name: of the tensor. at: where the part begins. size: its bytes.
+        """
+        try:
+            data = bytearray.fromhex(self.tensors[name][at][IN_ORDER])
+            if len(data) != math.ceil(size / BLOCK) * WORD:
+                raise ValueError("there are not as many as blocks")
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"{self.file} holds no digests of {name}: {error}. {self.remedy}") from error
+        return torch.frombuffer(data, dtype=torch.int64).tolist()
+
+
+def _pour(view: View, shape: Sequence[int], dtype: torch.dtype, box: Box, saved: Sequence[int] | None) -> list[int]:
+    """Fill a box of a stored tensor, block by block, and check each block beside that.
 
     Args:
-        view: of bytes. of: the region to read, with the box in it. shape, dtype: of what is stored.
-        box: in that. checked: whether sums are wanted.
+        view: of the tensor's bytes. shape, dtype: of it. box: in it.
+        saved: the digests of all its blocks; None where nothing is checked.
 
-    Returns: the sums of the region's rows.
+    Returns: the blocks that are not what was saved.
     """
-    row, first = math.prod(shape[1:]) * dtype.itemsize, box.offset[0]
-    at, last, sums = first, first + len(box.tensor), list[Tensor]()
-    for start, stop in of.grid.windows(of.rows, shape[0] * row):
-        base = min(start, at * row) if at < last else start
+    row = math.prod(shape[1:]) * dtype.itemsize
+    first, last = box.offset[0], box.offset[0] + len(box.tensor)
+    at, wrong = first, list[int]()  # the next row to copy
+    # A block can only be checked whole, so the first and the last one begin before and end behind the box's rows.
+    for number in range(first * row // BLOCK, math.ceil(last * row / BLOCK)):
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, shape[0] * row)
+        # A row that began in the block before is copied once its end is there too: its beginning is mapped again.
+        base = min(start, at * row)
         data = view(base, stop)
         ready = min(stop // row, last)
         if ready > at:
@@ -278,9 +171,10 @@ def _pour(view: View, of: Region, shape: Sequence[int], dtype: torch.dtype, box:
             rows = part.view(dtype).view(ready - at, *shape[1:])
             box.tensor[at - first : ready - first].copy_(rows[(slice(None), *box.slices[1:])])
             at = ready
-        if checked:  # after the copy, when all is in the processor's cache
-            sums.append(of.grid.sums(data[start - base :], 1, of.columns))
-    return sums
+        # After the copy, when all is in the processor's cache.
+        if saved is not None and digest(data[start - base :]) != saved[number]:
+            wrong.append(number)
+    return wrong
 
 
 def position(at: Sequence[int]) -> str:

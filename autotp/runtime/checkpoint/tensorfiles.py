@@ -18,7 +18,7 @@ from autotp.ir.files import opened, read_json
 from autotp.runtime.storage import Box
 
 from .archives import Archive
-from .digests import Digests, Entry, grids, measured, position, write
+from .digests import Digests, Entry, measured, position, write
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -62,8 +62,7 @@ def record(folder: Path) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file, []).items():
             assert isinstance(entry.dtype, torch.dtype)
-            ways = grids(entry.shape, entry.dtype.itemsize)
-            digests = measured(ways, entry.stop - entry.start, partial(_map, entry))
+            digests = measured(entry.stop - entry.start, partial(_map, entry))
             tensors[name] = {position((0,) * len(entry.shape)): digests}
     write(folder, tensors)
 

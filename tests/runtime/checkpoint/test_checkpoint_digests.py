@@ -17,60 +17,36 @@ from torch import Tensor
 
 from autotp.errors import AutoTPError, StateError
 from autotp.runtime.checkpoint import digests
-from autotp.runtime.checkpoint.digests import (
-    BYTES,
-    Digests,
-    Entry,
-    Grid,
-    Region,
-    as_bytes,
-    bytes_view,
-    grids,
-    measured,
-    position,
-    recorded,
-)
+from autotp.runtime.checkpoint.digests import Digests, Entry, as_bytes, bytes_view, digest, measured, position
 from autotp.runtime.storage import Box
 from tests.helpers.states import same, stepped, with_momenta
 
 DIGESTS = "autotp.digests.json"
 
 
-def changed(before: Tensor, after: Tensor, ways: list[Grid]) -> list[list[int]]:
-    """The blocks of each grid that differ."""
-    out = []
-    for grid in ways:
-        whole = Region(grid, range(math.ceil(len(before) / grid.row)), range(grid.strips))
-        (text,) = measured([grid], len(before), bytes_view(before)).values()
-        windows = grid.windows(whole.rows, len(after))
-        found = grid.digests([grid.sums(after[start:stop]) for start, stop in windows])[:, 0]
-        out.append((found != recorded(whole, text)).nonzero().flatten().tolist())
-    return out
-
-
 def test_damage_is_noticed_for_certain_or_nearly():
     torch.manual_seed(0)
-    ways, drawn = [BYTES, Grid(1024, 4), Grid(1024, 2)], random.Random(0)
-    values = as_bytes(torch.randn(9, 1024))
-    assert changed(values, values, ways) == [[], [], []]
+    drawn, values = random.Random(0), as_bytes(torch.randn(9, 1024))
+    saved = digest(values)
+    assert digest(values.clone()) == saved
     for _ in range(100):
         flipped = values.clone()
         flipped[drawn.randrange(len(values))] ^= 1 << drawn.randrange(8)
-        assert changed(values, flipped, ways) == [[0]] * 3
+        assert digest(flipped) != saved
     pages = values.view(9, 4096)
     zeroed, copied = pages.clone(), pages.clone()
     zeroed[3], copied[4] = 0, pages[5]
     for other in (zeroed, copied, pages[[0, 2, 1, *range(3, 9)]]):
-        assert changed(values, other.reshape(-1), ways) == [[0]] * 3
+        assert digest(other.reshape(-1)) != saved
     words = values.view(torch.int64)
     swapped = words.clone()
-    swapped[[0, 1]] = words[[1, 0]]  # what the sum of a row does not see
-    assert changed(values, swapped.view(torch.uint8), ways) == [[], [], []]
+    swapped[[0, 1]] = words[[1, 0]]  # what the sum of a page does not see
+    assert digest(swapped.view(torch.uint8)) == saved
 
 
 @pytest.fixture
 def small_blocks() -> Iterator[None]:
-    with patch.multiple(digests, BLOCK=4096, PAGE=256, NARROWEST=16, BYTES=Grid(256, 1)):
+    with patch.multiple(digests, BLOCK=4096, PAGE=256):
         yield
 
 
@@ -81,8 +57,7 @@ class Stored:
         self.tensor, self.bytes, self.read = tensor, as_bytes(tensor).clone(), 0
         self.entry = Entry(tuple(tensor.shape), tensor.dtype, Path("file"), 100, 100 + len(self.bytes))
         self.digests = Digests(folder)
-        ways = grids(tensor.shape, tensor.dtype.itemsize)
-        own = measured(ways, len(self.bytes), bytes_view(self.bytes))
+        own = measured(len(self.bytes), bytes_view(self.bytes))
         self.digests.tables, self.digests.tensors = {"t": ""}, {"x": {position((0,) * tensor.ndim): own}}
 
     def fill(self, box: Box) -> str:
@@ -120,36 +95,26 @@ def test_a_flipped_byte_of_any_box_is_noticed(shape, dtype, small_blocks, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # as it is stored; cast while it is read
-def test_a_rank_checks_its_own_columns(dtype, small_blocks, tmp_path):
-    source, summed, sums = Stored(torch.randn(64, 1024), tmp_path), list[int](), Grid.sums
-
-    def counted(grid: Grid, data: Tensor, parts: int = 1, columns: slice = slice(None)) -> Tensor:
-        summed.append(len(data) // grid.row * len(range(grid.row // 8)[columns]))
-        return sums(grid, data, parts, columns)
-
-    box = Box((0, 256), torch.empty(64, 128, dtype=dtype))
-    with patch.object(Grid, "sums", counted):
+def test_a_rank_checks_the_blocks_of_its_own_rows(dtype, small_blocks, tmp_path):
+    source = Stored(torch.randn(64, 256), tmp_path)  # a block has four rows
+    box, checked = Box((30, 64), torch.empty(8, 128, dtype=dtype)), list[int]()
+    with patch.object(digests, "digest", lambda block: checked.append(len(block)) or digest(block)):
         assert source.fill(box) == ""
-    assert sum(summed) * 8 == 64 * 128 * 4
-    source.bytes[7 * 4096 + 256 * 4 - 1] ^= 1  # the column before
+    assert checked == [4096] * 3
+    source.bytes[28 * 1024 - 1] ^= 1  # the block before
     assert source.fill(box) == ""
-    source.bytes[7 * 4096 + 256 * 4] ^= 1
-    assert "bytes 100 to 65636, of x" in source.fill(box)
+    source.bytes[40 * 1024 - 1] ^= 1  # of another's rows, in the last block that is read
+    assert f"bytes {100 + 36 * 1024} to {100 + 40 * 1024}, of x" in source.fill(box)
 
 
 def test_the_format_stays():
-    """What this version records is read by those to come: the grids of a tensor of 12 MiB, and their last digests."""
+    """What this version records is read by those to come: a tensor of 12 MiB, and its last digest."""
     values = torch.arange(3 << 19).view(3, 512, 1024)
     data = as_bytes(values)
-    found = measured(grids(values.shape, 8), len(data), bytes_view(data))
-    blocks = {"4096/1": (1024, 1), "4194304/16": (3, 16), "8192/16": (1536, 16)}  # rows of the last one, and strips
-    assert list(found) == list(blocks)
-    for key, text in found.items():
-        row, (rows, strips) = int(key.partition("/")[0]), blocks[key]
-        last = values.view(-1, row // 8)[-rows:].view(rows, strips, -1)[:, -1].tolist()
-        total = sum((2 * i + 1) * sum(words) for i, words in enumerate(last))
-        assert text[-16:] == (total % 2**64).to_bytes(8, "little").hex()
-        assert len(text) == 16 * strips * (len(data) // row // rows)
+    [(key, text)] = measured(len(data), bytes_view(data)).items()
+    assert key == "4096/1" and len(text) == 16 * 3
+    total = sum((2 * i + 1) * sum(page) for i, page in enumerate(values[2].view(1024, 512).tolist()))
+    assert text[-16:] == (total % 2**64).to_bytes(8, "little").hex()
 
 
 def flipped(sharded: Any, optimizer: Any, files: list[Path], flips: int) -> tuple[int, int]:

@@ -177,7 +177,7 @@ def test_a_parameter_in_anothers_place_is_read_at_the_next_step():
 ])  # fmt: skip
 def test_inductor_leaves_out_its_asserts_in_a_whole_program_alone(backend, own, wanted):
     with patch.object(compat, "compile_whole") as compiled:
-        compiler: Any = Lowering(backend, own).compiler(fx.Graph())
+        compiler: Any = Lowering(backend, own).compiler()
         for whole in (True, False):
             compiler.compile(lambda: None, whole)
     (_, _, of_whole), (_, _, of_part) = [call.args for call in compiled.call_args_list]
