@@ -64,7 +64,7 @@ site: $(READY) ## Build the documentation as a site in build/site; a warning is 
 
 models: $(READY) ## Measure the list of architectures and write docs/models.md (hours; ARGS="--only llama" for a part)
 	$(BIN)/python -m benchmarks.models $(ARGS)
-	$(BIN)/python -m benchmarks.hand_plans $(ARGS)
+	$(BIN)/python -m benchmarks.lists.hand_plans $(ARGS)
 
 zoo: $(READY) ## Run the slow tests over the same list at tp=2
 	$(PYTEST) -m zoo $(ARGS)

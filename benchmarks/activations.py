@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.helpers.command import made
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import Llama, Shape, untouched
+from benchmarks.helpers.llama.megatron import Llama, Shape, untouched
+from benchmarks.helpers.llama.variants import hand, ours
 from benchmarks.helpers.performance import table, write_section
-from benchmarks.helpers.variants import hand, ours
-
-from .hand_plans import FakeStore
+from benchmarks.lists.hand_plans import FakeStore
 
 HEADING = "Saved activations"
 SHAPE, LENGTH, TP = Shape(), 512, 2

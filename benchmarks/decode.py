@@ -1,8 +1,8 @@
 """CPU seconds of one decoded token on local gloo ranks: `python -m benchmarks.decode [--write]`.
 
-Two processes of one thread each hold the same Llama (`benchmarks.helpers.megatron`), made tensor-parallel by hand, by
-transformers' `tp_plan` and by autotp, and call it for the token after a prompt, with a cache that holds the prompt: the
-module's call alone, without what `generate` does around it. All must give the same logits; then each takes a step in
+Two processes of one thread each hold the same Llama (`helpers.llama.megatron`), made tensor-parallel by hand,
+by transformers' `tp_plan` and by autotp, and call it for the token after a prompt, with a cache that holds the prompt:
+the module's call alone, without what `generate` does around it. All must give the same logits; then each takes a step in
 turn. Where a step runs eagerly, the bytes of the storages that its operators read and that were there before it are
 counted: the weights and the cache, once.
 """
@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.helpers import soak
 from benchmarks.helpers.command import made
-from benchmarks.helpers.decode_legs import Step, legs
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.llama import soak
+from benchmarks.helpers.llama.decode_legs import Step, legs
+from benchmarks.helpers.llama.megatron import Shape, untouched
+from benchmarks.helpers.llama.storages import Storages, as_planned
 from benchmarks.helpers.measure import reason
-from benchmarks.helpers.megatron import Shape, untouched
 from benchmarks.helpers.performance import table, write_section
-from benchmarks.helpers.storages import Storages, as_planned
 from benchmarks.helpers.together import together
 
 HEADING = "A decoded token beside a hand-written module"

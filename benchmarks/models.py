@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.helpers.build import Architecture, architectures
 from benchmarks.helpers.command import add_choice, choose, each, installed, made
 from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.lists.page import PAGE, render
 from benchmarks.helpers.measure import measure
-from benchmarks.helpers.page import PAGE, render
 
 from .helpers import isolate
 

@@ -2,7 +2,7 @@
 
 A Llama so small that starting operators is all there is to it, as rank 0 of torch's "fake" process group, which sends
 nothing: CPU time of forward and backward of autotp's module, with its DTensor parameters, beside the hand-written one
-of the same plan with plain ones (`benchmarks.helpers.megatron`) and beside torch's `parallelize_module`.
+of the same plan with plain ones (`benchmarks.helpers.llama.megatron`) and beside torch's `parallelize_module`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch import nn
 from benchmarks.helpers.command import made
 from benchmarks.helpers.interleaved import Times, interleaved, ratio
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import Shape, untouched
+from benchmarks.helpers.llama.megatron import Shape, untouched
+from benchmarks.helpers.llama.variants import dtensor, hand, ours, sent, training_step
 from benchmarks.helpers.performance import table, write_section
-from benchmarks.helpers.variants import dtensor, hand, ours, sent, training_step
-
-from .hand_plans import FakeStore
+from benchmarks.lists.hand_plans import FakeStore
 
 HEADING = "Overhead of a call"
 SHAPE, LENGTH, TP = Shape(hidden=64, layers=2, heads=8, kv_heads=4, wide=128, vocabulary=256), 16, 2

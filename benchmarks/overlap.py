@@ -34,9 +34,9 @@ from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import interleaved
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import Shape, untouched
+from benchmarks.helpers.llama.megatron import Shape, untouched
+from benchmarks.helpers.llama.variants import difference, local_gradients, training_step
 from benchmarks.helpers.performance import PAGE, table, write_section
-from benchmarks.helpers.variants import difference, local_gradients, training_step
 
 HEADING = "Communication under arithmetic"
 SHAPE = Shape(layers=2, vocabulary=1024)

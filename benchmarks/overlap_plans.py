@@ -24,9 +24,9 @@ from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import interleaved
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import untouched
+from benchmarks.helpers.llama.megatron import untouched
+from benchmarks.helpers.llama.variants import training_step
 from benchmarks.helpers.performance import table
-from benchmarks.helpers.variants import training_step
 
 from .overlap import BATCH, CLOSE, LENGTH, RANKS, SHAPE, Link, cluster
 

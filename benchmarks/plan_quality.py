@@ -5,8 +5,8 @@
     python -m benchmarks.plan_quality --write         # also writes the section of docs/performance.md
 
 Each plan runs a step forward and backward as rank 0 of torch's "fake" process group on fake tensors, and every
-collective that is called is counted (`benchmarks.hand_plans`). Megatron's bytes are counted from the model's blocks
-(`benchmarks.helpers.hand_count`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and
+collective that is called is counted (`benchmarks.lists.hand_plans`). Megatron's bytes are counted from the model's
+blocks (`benchmarks.helpers.hand_count`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and
 `RowwiseParallel` on every `nn.Linear` that Megatron splits so, the embedding by rows, and the head by columns with
 whole outputs.
 """
@@ -35,8 +35,8 @@ from benchmarks.helpers.hand_count import hand_bytes
 from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.measure import LENGTH, ROWS, reason
 from benchmarks.helpers.performance import table, write_section
+from benchmarks.lists.hand_plans import counted, ours, theirs
 
-from .hand_plans import counted, ours, theirs
 from .helpers import isolate
 
 MODELS = ("llama", "qwen3", "gpt2", "bert", "gpt_neox", "gptj", "falcon")

@@ -1,8 +1,8 @@
 """Step time on local gloo ranks beside a hand-written module: `python -m benchmarks.step_time [--write]`.
 
-Two processes of one thread each train the same Llama (`benchmarks.helpers.megatron`) made tensor-parallel by autotp,
-by hand, by torch's `parallelize_module` and by transformers' `tp_plan`, eager and compiled by Inductor. All compute
-the same loss and gradients, which is checked first; then each takes a step in turn.
+Two processes of one thread each train the same Llama (`helpers.llama.megatron`) made tensor-parallel by
+autotp, by hand, by torch's `parallelize_module` and by transformers' `tp_plan`, eager and compiled by Inductor. All
+compute the same loss and gradients, which is checked first; then each takes a step in turn.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.llama.megatron import Shape, untouched
+from benchmarks.helpers.llama.variants import difference, dtensor, hand, local_gradients, ours, sent, training_step
 from benchmarks.helpers.measure import reason
-from benchmarks.helpers.megatron import Shape, untouched
 from benchmarks.helpers.performance import table, write_section
 from benchmarks.helpers.together import together
-from benchmarks.helpers.variants import difference, dtensor, hand, local_gradients, ours, sent, training_step
-
-from .hand_plans import theirs
+from benchmarks.lists.hand_plans import theirs
 
 HEADING = "Step time beside a hand-written module"
 SHAPE, LENGTH, RANKS, ROUNDS = Shape(), 256, 2, 15

@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from autotp.comm.turn import Turn
 from autotp.runtime.calls import Calls, Ticket
-from benchmarks.helpers.decode_legs import legs
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import untouched
+from benchmarks.helpers.llama.decode_legs import legs
+from benchmarks.helpers.llama.megatron import untouched
+from benchmarks.helpers.llama.variants import ours, training_step
 from benchmarks.helpers.performance import command, table
-from benchmarks.helpers.variants import ours, training_step
 
 from .decode import PROMPT
 from .step_time import LENGTH, RANKS, SHAPE

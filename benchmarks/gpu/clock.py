@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import autotp
-from benchmarks.hand_plans import FakeStore
 from benchmarks.helpers.interleaved import interleaved, ratio
 from benchmarks.helpers.isolate import Record
+from benchmarks.lists.hand_plans import FakeStore
 
 Step = Callable[[], object]
 

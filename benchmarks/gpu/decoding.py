@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from benchmarks.helpers.cached_llama import CachedLlama, Inference
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import Llama, by_hand, frequencies, megatron_pins
+from benchmarks.helpers.llama.cached_llama import CachedLlama, Inference
+from benchmarks.helpers.llama.megatron import Llama, by_hand, frequencies, megatron_pins
+from benchmarks.helpers.llama.ways import Whole
 from benchmarks.helpers.performance import table
-from benchmarks.helpers.ways import Whole
 
 from .clock import alone, attempted, cluster, compiled, in_turns, median_ratio, settle
 from .sizes import Scale

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 import autotp
 from autotp.cli.facts import preset
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import Layer, Shape, frequencies
+from benchmarks.helpers.llama.megatron import Layer, Shape, frequencies
+from benchmarks.helpers.llama.ways import Sequence, Whole
 from benchmarks.helpers.performance import table
-from benchmarks.helpers.ways import Sequence, Whole
 
 from .clock import alone, cluster, compiled, in_turns, median_ratio, settle
 from .sizes import Scale

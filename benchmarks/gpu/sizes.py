@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.helpers.kernel_work import MODELS
 from benchmarks.helpers.kernel_work import Sizes as KernelSizes
-from benchmarks.helpers.megatron import Shape
+from benchmarks.helpers.llama.megatron import Shape
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autotp
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.megatron import Shape
+from benchmarks.helpers.llama.megatron import Shape
 from benchmarks.helpers.performance import table
 
 from .clock import compiled, in_turns, median_ratio, settle

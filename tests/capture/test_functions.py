@@ -13,7 +13,7 @@ import autotp
 from autotp.errors import CaptureError
 from autotp.kernels.functions import CALLS
 from autotp.rules import function_rules as rules
-from tests.helpers import functions as f
+from tests.helpers.modules import functions as f
 
 X = torch.randn(4, 3, f.WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -18,8 +18,8 @@ from autotp.cost import Cluster
 from autotp.cost.machines.calibrate import SIZES
 from autotp.plans.plan import Plan
 from autotp.proof.report import Decoded, Report
-from tests.helpers.custom_ops import registered, turn
-from tests.helpers.factories import SMALL
+from tests.helpers.modules.custom_ops import registered, turn
+from tests.helpers.modules.factories import SMALL
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -58,11 +58,11 @@ def test_a_plan_in_another_format_is_refused_by_its_number(run, tmp_path, number
 
 
 def test_json_is_the_plan_and_nothing_else(run):
-    done = run("plan", "tests.helpers.factories:noisy", "--tp", 2, "--json")
+    done = run("plan", "tests.helpers.modules.factories:noisy", "--tp", 2, "--json")
     assert done.exit_code == 0 and Plan.from_json(done.stdout).tp == 2
     assert "a factory that prints" in done.stderr and done.stdout.startswith("{")
     assert (
-        "a factory that prints" in run("plan", "tests.helpers.factories:noisy", "--tp", 2).stdout
+        "a factory that prints" in run("plan", "tests.helpers.modules.factories:noisy", "--tp", 2).stdout
     )  # who else reads stdout
 
 
@@ -223,9 +223,8 @@ def test_verify_certifies(run):
 
 def test_verify_notices_a_wrong_rule(run):
     with registered(turn, rule="...n->...n"):  # it turns along n, which must not be split
-        done, told = (
-            run("verify", "tests.helpers.factories:turned", "--pin", "up.weight=shard:0", *x) for x in ([], ["--json"])
-        )
+        command = ("verify", "tests.helpers.modules.factories:turned", "--pin", "up.weight=shard:0")
+        done, told = run(*command), run(*command, "--json")
     assert done.exit_code == told.exit_code == 1 and "differs (forward)" in done.stdout
     found = json.loads(told.stdout)
     assert not found["ok"] and "turn" in found["difference"]["op"]

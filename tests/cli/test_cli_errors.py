@@ -7,7 +7,7 @@ import json
 import pytest
 
 import autotp
-from tests.helpers.factories import SMALL
+from tests.helpers.modules.factories import SMALL
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ from tests.helpers.factories import SMALL
         (["plan", "nowhere"], 2, "nowhere: no such file or folder"),
         (["plan", "."], 2, "holds no config.json"),
         (["plan", "no_module:make"], 2, "ModuleNotFoundError: No module named 'no_module'"),
-        (["plan", "tests.helpers.factories:missing"], 2, "has no attribute 'missing'"),
-        (["plan", "tests.helpers.factories:broken"], 2, "RuntimeError: no such weights (--debug shows where)"),
-        (["plan", "tests.helpers.factories:bare"], 2, "return (module, example_inputs)"),
+        (["plan", "tests.helpers.modules.factories:missing"], 2, "has no attribute 'missing'"),
+        (["plan", "tests.helpers.modules.factories:broken"], 2, "RuntimeError: no such weights (--debug shows where)"),
+        (["plan", "tests.helpers.modules.factories:bare"], 2, "return (module, example_inputs)"),
         (["plan", "tests.helpers.models:BATCH"], 2, "TypeError: 'int' object is not callable"),
         (["plan", SMALL, "--tp", "four"], 2, "--tp four: give a number of ranks"),
         (["sweep", SMALL, "--tp", "1;2"], 2, "--tp 1;2: give numbers of ranks"),
@@ -38,7 +38,7 @@ from tests.helpers.factories import SMALL
         (["plan", SMALL, "--tp", "2", "--memory", "1KB"], 1, "no plan fits into memory=1000 B per rank"),
         (["plan", SMALL, "--tp", "16", "--within-node"], 1, "tp=16 leaves the node"),
         (["plan", SMALL, "--tp", "2", "--pin", "0.weight=Shard(5)"], 1, "which has 2 dimensions"),
-        (["plan", "tests.helpers.factories:branch", "--tp", "2"], 3, "Write it with torch.where"),
+        (["plan", "tests.helpers.modules.factories:branch", "--tp", "2"], 3, "Write it with torch.where"),
     ],
 )
 def test_errors_are_one_line_with_a_code(run, args, code, said):
@@ -50,8 +50,8 @@ def test_errors_are_one_line_with_a_code(run, args, code, said):
 
 def test_debug_shows_the_traceback(run):
     shown, hidden = (
-        run("plan", "tests.helpers.factories:broken", "--debug"),
-        run("plan", "tests.helpers.factories:broken"),
+        run("plan", "tests.helpers.modules.factories:broken", "--debug"),
+        run("plan", "tests.helpers.modules.factories:broken"),
     )
     assert "Traceback" in shown.stderr and "in broken" in shown.stderr and shown.exit_code == 2
     assert "Traceback" not in hidden.stderr

@@ -75,7 +75,7 @@ def test_fields_of_a_config_can_be_set(tmp_path):
         with pytest.raises(InputError, match=said):
             load(name, ModelOptions(set=[text]))
     with pytest.raises(InputError, match="is a factory"):
-        load("tests.helpers.factories:small", ModelOptions(set=["x=1"]))
+        load("tests.helpers.modules.factories:small", ModelOptions(set=["x=1"]))
 
 
 def test_a_factory_in_the_working_directory(tmp_path, monkeypatch):

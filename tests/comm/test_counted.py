@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import autotp
 from autotp.plans.plan import Plan
-from benchmarks.hand_plans import Counted, FakeStore
+from benchmarks.lists.hand_plans import Counted, FakeStore
 from tests.helpers.models import inputs_of, transformer
 
 CASES = [

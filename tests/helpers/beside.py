@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import autotp
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import inputs_of
-from tests.helpers.trained import model_of
+from tests.helpers.modules.trained import model_of
 
 EXACT = 1e-10  # of gradients in float64
 

@@ -15,9 +15,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 import autotp
+from tests.helpers.modules.trained import model_of
 
 from .models import inputs_of
-from .trained import model_of
 
 Outcomes = list[dict[str, Any]]  # by rank: of each thing that was tried
 MICROBATCHES, ROWS, LENGTH = 4, 8, 8

@@ -15,7 +15,7 @@ from autotp.ir.marks import conversion_of, mark, write
 from autotp.ir.op import aten
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import Spec
-from benchmarks.helpers import mutants
+from benchmarks.helpers.lists import mutants
 
 Mutant = Callable[[Sharded, Planned], None]  # changes a copy of the program
 

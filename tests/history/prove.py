@@ -20,7 +20,7 @@ from autotp.proof.certificate import certificate
 from autotp.proof.equality import compare
 from autotp.proof.report import Certificate, Report
 from autotp.proof.run import Values
-from benchmarks.helpers.mutants import copied
+from benchmarks.helpers.lists.mutants import copied
 from tests.fuzz.plans import any_plan
 from tests.helpers.models import redrawn
 

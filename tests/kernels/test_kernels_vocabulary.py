@@ -22,8 +22,8 @@ from autotp.rules.lookup import vocabulary_embedding
 from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
 from tests.helpers.compare import difference, gradients_differ, mesh_of
-from tests.helpers.heads import COLUMNS, Head, captured, values
 from tests.helpers.models import inputs_of, transformer
+from tests.helpers.modules.heads import COLUMNS, Head, captured, values
 from tests.helpers.processes.interpreter import Interpreter
 
 OPS: Any = torch.ops.autotp

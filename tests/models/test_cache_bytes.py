@@ -12,9 +12,9 @@ import autotp
 from autotp.driver import compile as pipeline
 from benchmarks.helpers.build import Architecture, architectures, build
 from benchmarks.helpers.command import installed
-from benchmarks.helpers.page import load
-from benchmarks.helpers.prompts import planned_for, prompts
-from tests.helpers.carried import kept_bytes
+from benchmarks.helpers.lists.page import load
+from benchmarks.helpers.lists.prompts import planned_for, prompts
+from tests.helpers.modules.carried import kept_bytes
 
 LISTED = {a.name: a for a in architectures()}
 GENERATING = [name for name, record in load("generation.json")["models"].items() if "own" not in record]

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp.errors import PlanError
-from tests.helpers import custom_ops
-from tests.helpers.custom_ops import PROJECT, Projected, Turned, example, project, registered, turn
+from tests.helpers.modules import custom_ops
+from tests.helpers.modules.custom_ops import PROJECT, Projected, Turned, example, project, registered, turn
 
 
 def test_without_a_rule_the_operator_is_blamed():

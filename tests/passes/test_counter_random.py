@@ -22,7 +22,7 @@ from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds
 from autotp.proof.run import run
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.helpers.wrapped import Wrapper
+from tests.helpers.modules.wrapped import Wrapper
 
 P = 0.25
 MASK = (1 << 64) - 1

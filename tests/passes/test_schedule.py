@@ -20,7 +20,7 @@ from autotp.ir.graph import Capture
 from autotp.ir.op import aten
 from autotp.passes.base import Changes, Pass, run_passes
 from autotp.passes.optimise import Optimisation
-from tests.helpers.heads import captured
+from tests.helpers.modules.heads import captured
 
 X = torch.randn(4, 6)
 

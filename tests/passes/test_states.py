@@ -19,7 +19,7 @@ from autotp.inputs import Inputs
 from autotp.ir.layouts import Layout, Partition, R, Shard
 from autotp.ir.leaves import STATE
 from autotp.proof.run import Values
-from tests.helpers.carried import CARRIED, KV, SIZE, Attention, Nested, past, tokens
+from tests.helpers.modules.carried import CARRIED, KV, SIZE, Attention, Nested, past, tokens
 
 HALVES = Shard(1, Partition.plain(KV, 2))
 

@@ -6,8 +6,8 @@ import pytest
 
 from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.ir.layouts import P, R
-from benchmarks.against_megatron import savings
 from benchmarks.plan_quality import SIDES, found, ratios, section, sent, written
+from benchmarks.predicted.against_megatron import savings
 from tests.helpers.models import inputs_of, transformer
 from tests.helpers.plans import planned_for
 

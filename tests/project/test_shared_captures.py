@@ -17,9 +17,9 @@ from autotp.cost.solver import solve as solver
 from autotp.driver import compile as pipeline
 from autotp.driver import schedule
 from autotp.inputs import Inputs
+from tests.helpers.modules.stacked import Stack
 from tests.helpers.sharing import capture_files, shared_captures, shared_solutions
 from tests.helpers.sharing.shared_captures import model_key, sharing_captures
-from tests.helpers.stacked import Stack
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 

@@ -24,10 +24,10 @@ from autotp.proof.certificate import RefusedError, Typing, certificate, checking
 from autotp.proof.equality import compare
 from autotp.proof.report import Refusal
 from autotp.proof.spelling import STEPS, transit
-from benchmarks.certificate import PAGE, load, render
-from benchmarks.helpers.certified import PROGRAMS as CASES
-from benchmarks.helpers.certified import outputs, programs, tried
-from benchmarks.helpers.mutants import copied, mutants
+from benchmarks.helpers.lists.certified import PROGRAMS as CASES
+from benchmarks.helpers.lists.certified import outputs, programs, tried
+from benchmarks.helpers.lists.mutants import copied, mutants
+from benchmarks.lists.certificate import PAGE, load, render
 from tests.helpers.models import planned
 
 spmd = pytest.importorskip("spmd_types")

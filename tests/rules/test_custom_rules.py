@@ -12,7 +12,7 @@ import autotp
 from autotp.errors import InputError, RuleError
 from autotp.rules import Op, Rule, loops
 from autotp.rules.core import RULES, function_of
-from tests.helpers.custom_ops import (
+from tests.helpers.modules.custom_ops import (
     PROJECT,
     Projected,
     example,

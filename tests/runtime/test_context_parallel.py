@@ -16,7 +16,7 @@ from autotp.runtime import calls
 from autotp.runtime.samples import NOTHING, Sample, sampled
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.errors import message_of
-from tests.helpers.two_axes import model_of
+from tests.helpers.modules.two_axes import model_of
 
 CP, TP = 2, 2
 

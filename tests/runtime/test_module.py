@@ -18,8 +18,8 @@ import autotp
 from autotp.driver import compile as pipeline
 from autotp.errors import StateError
 from tests.helpers.compare import difference, gradients_differ
-from tests.helpers.counting import Counting
 from tests.helpers.models import inputs_of, redrawn, transformer
+from tests.helpers.modules.counting import Counting
 
 
 def compiled(model: nn.Module, inputs: Any, **options: Any) -> Any:

@@ -17,9 +17,9 @@ import autotp
 from autotp.driver import compile as pipeline
 from autotp.runtime import storage
 from tests.helpers.compare import difference, gradients_differ, mesh_of
-from tests.helpers.counting import Counting
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.helpers.wrapped import Wrapper
+from tests.helpers.modules.counting import Counting
+from tests.helpers.modules.wrapped import Wrapper
 
 
 def using(rank: int, world: int, group: Any) -> dict[str, Any]:

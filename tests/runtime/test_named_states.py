@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp.errors import InputError
-from tests.helpers.carried import CARRIED, KV, Attention, Nested, past, tokens
 from tests.helpers.errors import error_of
+from tests.helpers.modules.carried import CARRIED, KV, Attention, Nested, past, tokens
 
 pytestmark = pytest.mark.ranks
 

@@ -24,8 +24,8 @@ from autotp.comm.conversions import ConversionKind
 from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import inputs_of
+from tests.helpers.modules.trained import model_of
 from tests.helpers.processes.pool import WorkerError
-from tests.helpers.trained import model_of
 
 BATCH, LENGTH, RATE, WARM_UP = 4, 24, 3e-4, 10
 STEPS = {torch.float32: 100, torch.float64: 20}

@@ -23,7 +23,7 @@ from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
 from autotp.passes.shard.batch_program import BatchAxis
 from tests.helpers.compare import difference, gradients_differ
-from tests.helpers.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
+from tests.helpers.modules.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
 
 
 def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[str, float]:

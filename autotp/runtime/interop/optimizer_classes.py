@@ -3,7 +3,7 @@
 An optimizer computes with what it is given, a DTensor of each parameter. Where it updates elements one by one, or
 leaves sums and products to DTensor, a step is that of the model. Where it reads `.to_local()`, keeps plain tensors
 beside parameters, or takes a part for the whole, the numbers are others, and nothing says so. The classes below were
-held against the model's own steps (`tests/runtime/interop/test_optimizers.py`, `test_optimizer_libraries.py`).
+held against the model's own steps (`tests/runtime/interop/optimizers`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.compare import difference, mesh_of
-from tests.helpers.float8 import WORDS, sharded, words
+from tests.helpers.modules.float8 import WORDS, sharded, words
 
 BATCHES = torch.arange(7 * 32).view(7, 4, 8) % WORDS
 SAVED, END = (3, 4), 6  # after so many micro-batches: within a step of two, and between two steps

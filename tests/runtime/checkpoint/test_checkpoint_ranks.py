@@ -18,8 +18,8 @@ from autotp.runtime.checkpoint.digests import as_bytes
 from autotp.runtime.checkpoint.folders import DIGESTS
 from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, transformer
+from tests.helpers.modules.two_axes import Contrastive, model_of
 from tests.helpers.states import same, stepped, with_momenta
-from tests.helpers.two_axes import Contrastive, model_of
 
 SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
 GROUPED = {

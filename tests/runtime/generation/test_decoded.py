@@ -20,7 +20,7 @@ from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.kernels.attention import attend, cached_attention
 from autotp.proof.run import CallLayouts
-from tests.helpers.carried import CARRIED, Attention, tokens
+from tests.helpers.modules.carried import CARRIED, Attention, tokens
 
 NEW, KEYS = 3, "past_key_values.layers.0.keys"
 

@@ -16,7 +16,7 @@ from transformers.pipelines import base
 
 import autotp
 from autotp.driver import compile as driver
-from benchmarks.helpers.doubled import doubled
+from benchmarks.helpers.lists.doubled import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
 

@@ -14,8 +14,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GP
 
 import autotp
 from autotp.errors import AutoTPError
-from tests.helpers.carried import CARRIED, Attention, kept_bytes, tokens
 from tests.helpers.compare import mesh_of
+from tests.helpers.modules.carried import CARRIED, Attention, kept_bytes, tokens
 from tests.helpers.processes.pool import WorkerError
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autotp
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
-from tests.helpers.trained import three_steps
+from tests.helpers.modules.trained import three_steps
 
 OPTIM: Any = torch.optim
 

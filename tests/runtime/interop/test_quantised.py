@@ -23,7 +23,7 @@ from autotp.ir.layouts import Partition, Shard
 from autotp.proof.equality import compare
 from autotp.proof.report import Report
 from autotp.proof.run import Values
-from tests.helpers.quantised import quantised, share, torchao
+from tests.helpers.modules.quantised import quantised, share, torchao
 
 KINDS = [
     "int8",

@@ -13,7 +13,7 @@ from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs
 from autotp.proof.run import Simulated, Values, run
-from tests.helpers.quantised import quantised
+from tests.helpers.modules.quantised import quantised
 
 WIDTH, WIDE, TP = 32, 256, 2
 

@@ -18,9 +18,9 @@ import autotp
 from tests.helpers.beside import EXACT, backward, pair, states_differ, whole
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn
-from tests.helpers.stacked import Stack, kept_bytes
-from tests.helpers.trained import model_of
-from tests.helpers.wrapped import Wrapper
+from tests.helpers.modules.stacked import Stack, kept_bytes
+from tests.helpers.modules.trained import model_of
+from tests.helpers.modules.wrapped import Wrapper
 
 # ---- clipping, optimizers, scaling -----------------------------------------------------------------------------------
 

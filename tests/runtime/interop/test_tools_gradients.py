@@ -20,8 +20,8 @@ from autotp.errors import StateError
 from tests.helpers.beside import EXACT, backward, pair, states_differ, whole
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn
-from tests.helpers.stacked import Block
-from tests.helpers.trained import model_of
+from tests.helpers.modules.stacked import Block
+from tests.helpers.modules.trained import model_of
 
 # ---- accumulation, modes, freezing, hooks ----------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import InputError
-from tests.helpers import two_axes
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import TWELVE, inputs_of, redrawn, transformer
-from tests.helpers.stacked import Stack
+from tests.helpers.modules import two_axes
+from tests.helpers.modules.stacked import Stack
 
 # Dynamo reads `grad` of what it traces, and hides this warning where warnings are shown (torch 2.13).
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

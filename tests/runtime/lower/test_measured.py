@@ -21,7 +21,7 @@ from autotp.runtime.lower.measured import Line, Measures, device_key, read_table
 from tests.helpers.clocks import clock_by_turns
 from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, transformer
-from tests.helpers.overlapped import called, made
+from tests.helpers.modules.overlapped import called, made
 
 CPU = torch.device("cpu")
 MEASURED: Any = {"kernels": "measured"}

@@ -18,7 +18,7 @@ import autotp
 from autotp.runtime.lower import lower, measured
 from benchmarks.gpu.decoding import graphed, our_way, ours
 from benchmarks.gpu.sizes import TINY
-from benchmarks.helpers.megatron import Llama
+from benchmarks.helpers.llama.megatron import Llama
 from tests.helpers.compare import gradients_differ
 from tests.helpers.models import inputs_of, transformer
 

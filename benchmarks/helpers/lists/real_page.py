@@ -1,0 +1,85 @@
+"""The part of docs/models.md on configurations of real size, from real_sizes.json and its causes in benchmarks/."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .library_page import lines
+
+CAUSES = Path(__file__).resolve().parents[2] / "real_sizes_causes.toml"
+SECONDS = 60.0  # of CPU that capture and a plan may take
+DEGREES = "2", "4", "8"
+Record = Mapping[str, Any]
+
+HEAD = """\
+### Real sizes
+
+Well-known configurations, on the meta device, in bfloat16 (DLRM in float32), planned for `h100`:
+[benchmarks/real_sizes.toml](../benchmarks/real_sizes.toml) says how each of {listed} is built and called, of which
+{count} were run. The triangle attention,
+GraphGPS and DLRM are [modules as users write them](../benchmarks/helpers/lists/real_modules.py); the others are their
+libraries' own. Each was captured once and planned at three degrees, with `check_capture=False`: the comparison runs a
+model on the example inputs, and here takes as long as that does on a CPU, up to minutes.
+
+{made} CPU seconds, of one process each, on a loaded machine (load averages of {least:.0f} to {most:.0f} on two
+cores): an idle one takes less.
+
+- **capture, plan**: CPU seconds of the capture, and of the slowest of the three plans. {within} of {count} take at most
+  {seconds:.0f} s for both.
+- **parameters, flops**: the share of the fullest rank, in percent, at tp=2, 4 and 8. Perfect are 50, 25 and 12.5.
+  A dash is a plan that was not ready within the limit of seconds for a configuration.
+- **whole**: the largest weight that every rank has whole at tp=8. Where no reason is given, it fits in the 3% of
+  parameters that a plan may hold beyond the fewest, and whole is the cheaper.
+"""
+
+
+def real_sizes(results: Mapping[str, Any], made: str, causes: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The section; nothing where there are no results.
+
+    Args:
+        results: of `python -m benchmarks.lists.real_sizes`. made: with what they were made, in words.
+        causes: why something stays whole, by configuration; default those in the file.
+    """
+    models = results["models"]
+    if not models:
+        return
+    causes = tomllib.loads(CAUSES.read_text()) if causes is None else causes
+    loads = [m["load"] for m in models.values()]
+    within = sum(seconds(m) <= SECONDS for m in models.values())
+    numbers = {"within": within, "count": len(models), "seconds": SECONDS, "listed": results["listed"]}
+    yield HEAD.format(made=made, least=min(loads), most=max(loads), **numbers)
+    head = ["configuration", "parameters, 1e9", "capture", "plan", "parameters", "flops", "whole"]
+    yield lines(head, [_row(name, m, causes) for name, m in models.items()])
+
+
+def seconds(record: Record) -> float:
+    """CPU seconds of the capture and the slowest plan; infinite where something failed."""
+    plans = [record.get("tp", {}).get(tp, {}) for tp in DEGREES]
+    if "capture" not in record or not all("flops" in plan for plan in plans):
+        return float("inf")
+    return record["capture"] + max(plan["seconds"] for plan in plans)
+
+
+def _row(name: str, record: Record, causes: Mapping[str, str]) -> list[str]:
+    if "capture" not in record:
+        return [name, "-", "-", "-", "-", "-", f"{record['failed']} {causes.get(name, '')}".strip()]
+    plans = [record.get("tp", {}).get(tp, {}) for tp in DEGREES]
+    slowest = max((f"{plan['seconds']:.0f}" for plan in plans if "seconds" in plan), key=int, default="-")
+    shares = [" ".join(_share(plan, kind) for plan in plans) for kind in ("parameters", "flops")]
+    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest
+    return [name, *first, *shares, _whole(plans[-1], causes.get(name, ""))]
+
+
+def _share(plan: Record, kind: str) -> str:
+    return f"{100 * plan[kind]:.1f}" if kind in plan else "-"
+
+
+def _whole(plan: Record, cause: str) -> str:
+    """The largest whole weights at the highest degree, and the cause that was found."""
+    if "failed" in plan:
+        return plan["failed"]
+    weights = ", ".join(plan.get("whole", ())[:1])
+    return f"{weights}: {cause}" if cause else weights or "-"

@@ -1,0 +1,133 @@
+"""Ask spmd_types about mutants and about the list of architectures; write the tables of docs/performance.md.
+
+python -m benchmarks.lists.certificate mutants        # fourteen programs, each conversion dropped, doubled, replaced
+python -m benchmarks.lists.certificate architectures  # the list at tp=2, without --missing all of it again
+python -m benchmarks.lists.certificate architectures --missing --family encoder  # a part, what has no result yet
+python -m benchmarks.lists.certificate render         # the page from the results that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.helpers import isolate
+from benchmarks.helpers.build import Architecture, architectures
+from benchmarks.helpers.command import add_choice, choose, each, made
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.lists.certified import PROGRAMS, certified, tried
+
+RESULTS = Path(__file__).parents[1].joinpath("certificate.json")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+PRELOAD = "benchmarks.helpers.lists.certified"
+LIMIT = 300.0  # seconds for one architecture
+JUDGES = ("shapes", "types", "verify", "nobody")
+
+
+def run(function: Callable[..., None], *arguments: Any, limit: float) -> Record:
+    """The record of one job, from a process that is ended when it takes too long."""
+    record, why = isolate.run(function, *arguments, limit=limit, preload=PRELOAD)
+    return record if not why else {**record, "failed": why}
+
+
+def load() -> Record:
+    """The results that are there."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {"made": {}, "mutants": {}, "architectures": {}, **kept}
+
+
+def keep(results: Record) -> None:
+    """Write results and page, after each job: what is there is not asked again with --missing."""
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(render(PAGE.read_text(), results))
+
+
+def render(page: str, results: Mapping[str, Any]) -> str:
+    """The page with its two tables as the results say."""
+    for name, text in (("mutants", mutants(results)), ("architectures", listed(results))):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        page = re.sub(f"{begin}.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", page, flags=re.DOTALL)
+    return page
+
+
+def mutants(results: Mapping[str, Any]) -> str:
+    """A row for each program: who refuses its mutants."""
+    rows = [["program", "mutants", "shapes alone", "types", "only `verify`", "nobody", "of the rest"]]
+    whole: dict[str, int] = dict.fromkeys(JUDGES, 0)
+    for name, record in results["mutants"].items():
+        found = {j: record.get("found", {}).get(j, 0) for j in JUDGES}
+        whole = {j: whole[j] + found[j] for j in JUDGES}
+        rows.append([name, *counted(found)])
+    return table([*rows, ["all", *counted(whole)]])
+
+
+def counted(found: Mapping[str, int]) -> list[str]:
+    """The numbers of one row; last the share of what shapes let pass that the certificate refuses."""
+    total = sum(found.values())
+    rest = total - found["shapes"]
+    share = f"{100 * found['types'] / rest:.1f}%" if rest else "-"
+    return [str(n) for n in (total, *(found[j] for j in JUDGES))] + [share]
+
+
+def listed(results: Mapping[str, Any]) -> str:
+    """Count the architectures that are accepted, with a row for each that is not."""
+    records = results["architectures"]
+    asked = {name: r for name, r in records.items() if "failed" not in r}
+    refused = {name: r for name, r in asked.items() if not r["ok"]}
+    late = [name for name, r in records.items() if r.get("failed") == "out of time"]
+    without = [f"{n} ({r['failed'].split(':')[0]})" for n, r in records.items() if "failed" in r and n not in late]
+    head = (
+        f"{len(records)} of the {len(architectures())} architectures of the list were asked for at tp=2, {len(asked)} "
+        f"have a program there, and of these {len(asked) - len(refused)} are accepted."
+    )
+    rows = [["architecture", "operator", "by", "the checker's words"]]
+    for name, record in refused.items():
+        no = record["refusal"]
+        rows.append([name, f"`{no['op']}`", no["kind"], no["detail"].split("\n")[0].replace("|", "\\|")])
+    parts = [head, table(rows) if refused else "None is refused."]
+    parts += [f"Without a program: {', '.join(without)}."] if without else []
+    return "\n\n".join([*parts, f"Out of time: {', '.join(late)}."] if late else parts)
+
+
+def table(rows: Sequence[Iterable[str]]) -> str:
+    """A table of Markdown; the first row is its head."""
+    head, *rest = [list(row) for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["mutants", "architectures", "render"])
+    parser.add_argument("--missing", action="store_true", help="what has no result yet")
+    add_choice(parser, LIMIT)
+    given = parser.parse_args(arguments)
+    results = load()
+    if given.what != "render":
+        results["made"][given.what] = made("benchmarks.lists.certificate", arguments)
+    if given.what == "mutants":
+        names = [n for n in PROGRAMS if not (given.missing and n in results["mutants"])]
+        for name in track(names, console=Console(stderr=True), description="mutants"):
+            results["mutants"][name] = run(tried, name, limit=10 * given.limit)
+            keep(results)
+    if given.what == "architectures":
+
+        def one(architecture: Architecture) -> str:
+            record = run(certified, architecture, limit=given.limit)
+            results["architectures"][architecture.name] = record
+            keep(results)
+            return str(record.get("failed") or record["said"])
+
+        each([a for a in choose(given) if not (given.missing and a.name in results["architectures"])], one)
+    keep(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`generate()` over the list of architectures: writes benchmarks/generation.json and its part of docs/models.md.
+
+python -m benchmarks.lists.generation                        # all that can generate, at tp=2 and 3
+python -m benchmarks.lists.generation --only llama t5 --tp 3 # a part; its results replace those in the file
+python -m benchmarks.lists.generation --missing              # those that have no result yet
+python -m benchmarks.lists.generation --render               # the page from the results that are there
+
+Each architecture is built small, in float64, and generates from a batch of two prompts, one of them padded, unsharded
+and on gloo ranks, with a dynamic and with a static cache: the tokens must be the same, and the logits of every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.helpers.build import Architecture, architectures, model_class
+from benchmarks.helpers.command import add_choice, choose, each, made
+from benchmarks.helpers.isolate import Record, run
+from benchmarks.helpers.lists.generated import generated
+from benchmarks.helpers.lists.page import PAGE, load, render
+
+RESULTS = Path(__file__).parents[1].joinpath("generation.json")
+LIMIT, TOKENS = 1200.0, 32
+WARM = "benchmarks.helpers.lists.warm_generation"
+
+
+def measure(architecture: Architecture, degrees: Sequence[int], tokens: int = TOKENS, limit: float = LIMIT) -> Record:
+    """What came of one architecture, from processes that are ended when they take too long."""
+    record, why = run(generated, architecture, tokens, degrees, limit=limit, parent=True, preload=WARM)
+    for tp in degrees if why and "own" not in record else ():
+        for result in record.setdefault("tp", {}).setdefault(str(tp), {"dynamic": {"ok": False}}).values():
+            if not result["ok"]:
+                result["why"] = why
+    return record
+
+
+def line(record: Record) -> str:
+    """One result, for the terminal."""
+    if "own" in record:
+        return f"does not generate: {record['own']}"
+    told = (
+        f"tp={tp} {cache} {'ok' if x['ok'] else 'FAILED ' + x['why']}"
+        for tp, each in record["tp"].items()
+        for cache, x in each.items()
+    )
+    return "  ".join([*told, f"{record.get('cpu_seconds', 0):.0f} CPU s"])
+
+
+def generates(architecture: Architecture) -> bool:
+    """Whether its class has a `generate`."""
+    kind: Any = model_class(architecture.mapping, architecture.name)
+    return callable(getattr(kind, "generate", None)) and getattr(kind, "can_generate", lambda: True)()
+
+
+def mixed(chosen: Sequence[Architecture]) -> list[Architecture]:
+    """One of each family in turn: what is wrong with a family shows early."""
+    families: dict[str, list[Architecture]] = {}
+    for architecture in chosen:
+        families.setdefault(architecture.family, []).append(architecture)
+    rounds = itertools.zip_longest(*families.values())
+    return [a for each_ in rounds for a in each_ if a is not None]
+
+
+def add(results: Record, more: Record) -> None:
+    """Put what another run found beside what is there, in its place where both have it."""
+    results["made"] = more["made"]
+    for name, model in more["models"].items():
+        kept = results["models"].get(name, {}).get("tp", {})
+        results["models"][name] = {**model, "tp": {**kept, **model["tp"]}}
+
+
+def write(results: Record) -> None:
+    """Keep the results, in the order of the list."""
+    order = {a.name: i for i, a in enumerate(architectures())}
+    results["models"] = dict(sorted(results["models"].items(), key=lambda x: order.get(x[0], len(order))))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 3], help="degrees (default: 2 3)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens to generate")
+    parser.add_argument(
+        "--missing", action="store_true", help="only architectures that have no result at these degrees"
+    )
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="other results, added to those in the file")
+    parser.add_argument("--render", action="store_true", help="write docs/models.md from the results that are there")
+    add_choice(parser, LIMIT)
+    given = parser.parse_args(arguments)
+    results = load(RESULTS.name)
+    for path in given.add:
+        add(results, json.loads(path.read_text()))
+    only_page = given.render or bool(given.add)
+    results["made"] = results["made"] if only_page else made("benchmarks.lists.generation", arguments)
+
+    def one(architecture: Architecture) -> str:
+        record = measure(architecture, given.tp, given.tokens, given.limit)
+        kept = {} if "own" in record else results["models"].get(architecture.name, {}).get("tp", {})
+        record["tp"] = {**kept, **record.get("tp", {})}
+        results["models"][architecture.name] = {"family": architecture.family, **record}
+        write(results)
+        return line(record)
+
+    def known(name: str) -> bool:
+        model = results["models"].get(name, {})
+        return "own" in model or {str(tp) for tp in given.tp} <= model.get("tp", {}).keys()
+
+    write(results)
+    if not only_page:
+        chosen = [a for a in choose(given) if generates(a) and not (given.missing and known(a.name))]
+        each(mixed(chosen), one)
+    PAGE.write_text(render())
+
+
+if __name__ == "__main__":
+    main()
