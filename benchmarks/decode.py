@@ -2,9 +2,9 @@
 
 Two processes of one thread each hold the same Llama (`helpers.llama.megatron`), made tensor-parallel by hand,
 by transformers' `tp_plan` and by autotp, and call it for the token after a prompt, with a cache that holds the prompt:
-the module's call alone, without what `generate` does around it. All must give the same logits; then each takes a step in
-turn. Where a step runs eagerly, the bytes of the storages that its operators read and that were there before it are
-counted: the weights and the cache, once.
+the module's call alone, without what `generate` does around it. All must give the same logits; then each takes a step
+in turn. Where a step runs eagerly, the bytes of the storages that its operators read and that were there before it
+are counted: the weights and the cache, once.
 """
 
 from __future__ import annotations

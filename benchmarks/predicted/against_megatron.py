@@ -157,8 +157,8 @@ def section(results: Mapping[str, Any]) -> str:
     return (
         "`python -m benchmarks.predicted.against_megatron`: predicted step / bytes sent, each over those of Megatron's "
         f"plan. {ROWS} sequences of {LENGTH} tokens (or as long as the model takes), bfloat16, full depth, whole "
-        "outputs, h100 presets. Asked: a step of at most 1.00 and bytes of at most 1.05, or a step that is better by more than "
-        f"the band of 2%. Missed, in bold: {missed} of {counted}. A dash: tp does not divide "
+        "outputs, h100 presets. Asked: a step of at most 1.00 and bytes of at most 1.05, or a step that is better by "
+        f"more than the band of 2%. Missed, in bold: {missed} of {counted}. A dash: tp does not divide "
         "the heads; nothing: not measured yet.\n\n"
         f"{table(head, rows)}\n"
         + (

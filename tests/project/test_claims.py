@@ -243,7 +243,7 @@ LISTS = {"README.md": "Not yet", "docs/guide.md": "What is not there yet", "docs
 LISTS |= {"docs/generation.md": "What is not there"}
 INTEROP = "tests/runtime/interop"
 GENERATING = "tests/runtime/generation/test_generate_options.py"
-TRAINER = f"{INTEROP}/test_trainer.py::test_all_of_the_trainer_is_that_of_one_process"
+TRAINER = f"{INTEROP}/frameworks/test_trainer.py::test_all_of_the_trainer_is_that_of_one_process"
 GRADIENTS = f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_refused_with_a_sentence"
 REFUSALS = f"{INTEROP}/test_refusals.py::test_each_has_a_sentence_of_its_own"
 # A few words of each item -> whether it is still so; or the test that says so; None for amounts, and what takes a GPU.
