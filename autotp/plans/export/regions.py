@@ -3,8 +3,10 @@
 Other tools shard a model by its modules: a style says how a module's parameters lie and how its input comes and its
 output leaves, and all code between modules runs as it was written, on what it gets. So a value may be split between two
 modules only where every operator on the way can run on a part by itself. The values that hang together in this way
-are a region. Where something in a region cannot be said by modules, its values are whole instead: the modules around it
-gather their output or split their input, and weights stay split.
+are a region. It begins where column-parallel layers leave their outputs split, and ends where row-parallel ones take
+their inputs so. Where something in a region cannot be said by modules, its values are whole instead: the modules around
+it gather their output or split their input, and weights stay split. A sum over ranks is taken by the module that makes
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ SITES: dict[Any, tuple[str, int, int]] = {
     aten.linear.default: (LINEAR, 1, 0),
     aten.embedding.default: (EMBEDDING, 0, 1),
 }  # class, weight, input
+SEQUENCE = "no style splits batch or sequence between modules"
 SHARED = "it is tied, or read more than once, and a style is for the own weight of one module"
-Port = tuple[str, Any]  # ("op", node), or one side of a module: ("in", node), ("out", node)
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,14 @@ class Boundary:
         module: its path.
         kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split.
         lookup: whether it is an embedding.
-        split_in, split_out: whether the input comes, and the output leaves, split along the last dimension.
+        split: whether the output of "column" leaves, and the input of "row" comes, split along the last dimension.
         dim: of "whole", along which the input comes and the output leaves split.
     """
 
     module: str
     kind: str
     lookup: bool = False
-    split_in: bool = False
-    split_out: bool = False
+    split: bool = False
     dim: int = 0
 
 
@@ -61,36 +62,37 @@ class Boundaries:
     Attributes:
         builder: with the graph; `decisions`: the plan's, by node name.
         refused: by path with `*` for numbers, modules within which nothing may be split, and why.
-        without_style: parameter -> why no module says its split.
+        without_style: parameter -> why no module says its split. gathered: row-parallel layer -> why what it gives, which
+            the plan splits, is whole.
         sites: operator that is all of a linear layer or embedding with a split weight -> its module and kind.
-        sets: of ports whose values are split together, or whole together; ports: those at which something is split.
-        reasons: port -> why the values of its set are whole; "" where that is no difference from the plan.
+        sets: of operators whose values are split together, or whole together: of a column-parallel layer its output, of
+            a row-parallel one its input. split: those at which something is.
+        reasons: operator -> why the values of its set are whole; "" where that is no difference from the plan.
     """
 
     builder: Builder
     decisions: Mapping[str, Decision]
     refused: Mapping[str, str] = field(default_factory=dict)
     without_style: dict[str, str] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ends = outputs_of(self.builder.program)
         self.sites = {n: site for n, op in self.builder.ops.items() if (site := self._site(n, op)) is not None}
-        self.sets, self.reasons = UnionFind(), dict[Port, str]()
-        self.ports: dict[Port, None] = {}
+        self.sets, self.reasons = UnionFind(), dict[fx.Node, str]()
+        self.split: dict[fx.Node, None] = {}
         self.owners: dict[str, list[tuple[fx.Node, str]]] = defaultdict(list)  # module -> operator, whole parameter
         # Equal layers do the same: a style has one name for layers.*.q_proj, so one that cannot stops the others.
-        first: dict[tuple[str, str], Port] = {}
+        first: dict[str, fx.Node] = {}
         for node, (module, _) in self.sites.items():
-            for side in ("in", "out"):
-                self.sets.union(first.setdefault((side, generic(module)), (side, node)), (side, node))
-        self.goals, self.loose = self._sums()
+            self.sets.union(first.setdefault(generic(module), node), node)
 
     @property
-    def why(self) -> dict[Port, str]:
-        """The port that stands for a set whose values are whole -> the reason."""
-        out: dict[Port, str] = {}
-        for port, reason in self.reasons.items():
-            out[self.sets[port]] = out.get(self.sets[port]) or reason
+    def why(self) -> dict[fx.Node, str]:
+        """The operator that stands for a set whose values are whole -> the reason."""
+        out: dict[fx.Node, str] = {}
+        for node, reason in self.reasons.items():
+            out[self.sets[node]] = out.get(self.sets[node]) or reason
         return out
 
     def read(self) -> list[Boundary]:
@@ -101,23 +103,19 @@ class Boundaries:
         # addition nobody does.
         for value in map(resolve, self.ends):
             if self._layout(value) is not None:
-                self._refuse(self._port(value), "" if value[0] in self.sites else "the model's output is whole")
-        # With its keys split, scores times values leaves a sum over the ranks, and no module is there to take it.
-        for node in self.loose:
-            for value in ((node, 0), *map(resolve, self.builder.ops[node].slots)):
-                self._refuse(self._port(value), f"{where(node)} leaves a sum over ranks")
+                self._refuse(value[0], "" if value[0] in self.sites else "the model's output is whole")
         # From here on regions are whole: norms of single heads are read once all are joined.
         wholes = list(self._wholes())
         # A part that the code of a module was seen not to run on.
-        for port in self.ports:
-            for path in map(generic, ("", *module_path(port[1]))):
+        for node in self.split:
+            for path in map(generic, ("", *module_path(node))):
                 if path in self.refused:
-                    self._refuse(port, self.refused[path])
+                    self._refuse(node, self.refused[path])
         why, sites = self.why, []
         for node, (module, kind) in self.sites.items():
-            ends = (p in self.ports and self.sets[p] not in why for p in (("in", node), ("out", node)))
-            sites.append(Boundary(module, kind, node.target is aten.embedding.default, *ends))
-        return [*sites, *(b for port, b in wholes if self.sets[port] not in why)]
+            split = node in self.split and self.sets[node] not in why
+            sites.append(Boundary(module, kind, node.target is aten.embedding.default, split))
+        return [*sites, *(b for node, b in wholes if self.sets[node] not in why)]
 
     def _site(self, node: fx.Node, op: Op) -> tuple[str, str] | None:
         """The module and kind of an operator that is all of a linear layer or embedding with a split weight."""
@@ -136,116 +134,101 @@ class Boundaries:
             return None
         return path, "row" if out.partial else "column"
 
-    def _sums(self) -> tuple[dict[fx.Node, Layout], list[fx.Node]]:
-        """The layouts in which sums over ranks are to lie that what reads a chain of partial sums wants split, by the
-        operators of the chain; and operators outside all modules that leave such sums by themselves."""
-        ops, chains, passing = self.builder.ops, UnionFind(), set()
-        partial = [n for n in ops if self.decisions[n.name].outs[0].partial]
-        wants: list[tuple[fx.Node, Layout | None]] = [(resolve(end)[0], None) for end in self.ends]
-        for node, op in ops.items():
-            for have, slot in zip(self.decisions[node.name].ins, op.slots, strict=True):
-                maker = resolve(slot)[0]
-                if have.partial and node not in self.sites:
-                    chains.union(maker, node)
-                    passing.add(node)
-                else:
-                    wants.append((maker, have))
-        reads: dict[fx.Node, set[Any]] = defaultdict(set)
-        for maker, layout in wants:
-            reads[chains[maker]].add(layout)
-        goals = {n: next(iter(x)) for n in {*partial, *passing} if len(x := reads[chains[n]]) == 1}
-        split = {n: x for n, x in goals.items() if x is not None and x.sharded_dim is not None}
-        return split, [n for n in partial if n not in self.sites and n not in passing]
-
     def _layout(self, value: Value) -> Layout | None:
-        """The layout of a value where it is made, sums taken; None for whole."""
-        return self._split(value[0], self.decisions[value[0].name].outs[value[1]])
+        """The layout of a value where it is made; None for whole, as a sum is once its module has taken it."""
+        return _split(self.decisions[value[0].name].outs[value[1]])
 
-    def _split(self, node: fx.Node, layout: Layout) -> Layout | None:
-        goal = self.goals.get(node) if layout.partial else layout
-        return goal if goal is not None and goal.split else None
+    def _refuse(self, node: fx.Node, reason: str) -> None:
+        """Have the values of an operator's region whole."""
+        self.reasons[node] = self.reasons.get(node) or reason
 
-    def _port(self, value: Value) -> Port:
-        """The place where a value leaves what made it."""
-        return ("out" if value[0] in self.sites else "op", value[0])
-
-    def _refuse(self, port: Port, reason: str) -> None:
-        """Have the values of a port's region whole."""
-        self.reasons[port] = self.reasons.get(port) or reason
-
-    def _note(self, port: Port, layout: Layout, shape: tuple[Any, ...]) -> None:
-        """Note that a value is split at a port; code between modules knows even parts in one piece only."""
+    def _note(self, node: fx.Node, layout: Layout, shape: tuple[Any, ...]) -> None:
+        """Note that a value is split there; code between modules knows even parts in one piece only."""
         dim, p, tp = layout.sharded_dim, layout.distribution, self.builder.tp
         if dim is None or p is None:
-            return self._refuse(port, "rows are dealt by group")
+            return self._refuse(node, "rows are dealt by group")
         if p.pieces != 1:
-            self._refuse(port, "the parts lie in several pieces, and a style cuts in one")
+            self._refuse(node, "the parts lie in several pieces, and a style cuts in one")
         elif p.static and not (p.even(tp) and p.is_plain(tp)):
-            self._refuse(port, f"{p.length} are not split evenly")
-        elif not isinstance(shape[dim], int) or (port[0] != "op" and dim != len(shape) - 1):
-            self._refuse(port, "no style splits batch or sequence between modules")
-        self.ports[port] = None
+            self._refuse(node, f"{p.length} are not split evenly")
+        elif not isinstance(shape[dim], int) or (node in self.sites and dim != len(shape) - 1):
+            self._refuse(node, SEQUENCE)
+        self.split[node] = None
 
     def _operands(self, node: fx.Node, op: Op) -> None:
         """Join what an operator reads and makes to a region, and refuse regions that modules cannot say."""
-        ins = [self._split(node, layout) for layout in self.decisions[node.name].ins]
+        ins = [_split(layout) for layout in self.decisions[node.name].ins]
         outs = [self._layout((node, i)) for i in range(len(op.outs))]
         for i, x in enumerate(outs):
             if x is not None:
-                self._note(self._port((node, i)), x, op.outs[i])
+                self._note(node, x, op.outs[i])
+        if node in self.sites:
+            return self._module(node, op)
         # Between modules code runs as it was written: it needs parts that fit, and arguments that hold for a part.
-        if node not in self.sites:
-            beside = any(x is not None for x in (*ins, *outs))
-            for i, slot in enumerate(op.slots):
-                self._operand(node, resolve(slot), ins[i], beside)
-            if any(x is not None for x in outs):
-                self._alone(node, op, ins, outs[0])
-            return
-        # A style gathers what an embedding that is split by columns gives.
-        if self.sites[node][1] == "column" and node.target is aten.embedding.default:
-            self._refuse(("out", node), "an embedding gives whole vectors")
-        # What comes split may stay so as far as the module: its style says how its input comes.
+        beside = any(x is not None for x in (*ins, *outs))
+        for i, slot in enumerate(op.slots):
+            self._operand(node, resolve(slot), ins[i], beside)
+        if any(x is not None for x in outs):
+            self._alone(node, op, ins, outs[0])
+        # With its keys split, scores times values leaves a sum over the ranks, and no module is there to take it.
+        decision = self.decisions[node.name]
+        if decision.outs and decision.outs[0].partial and not any(x.partial for x in decision.ins):
+            for value in ((node, 0), *map(resolve, op.slots)):
+                self._refuse(value[0], f"{where(node)} leaves a sum over ranks")
+
+    def _module(self, node: fx.Node, op: Op) -> None:
+        """Join a row-parallel layer to the region that its input comes from; a column-parallel one reads a whole."""
+        _, kind = self.sites[node]
         slot = SITES[node.target][2]
-        value = resolve(op.slots[slot])
-        if (have := self._layout(value)) is not None:
-            self._note(("in", node), have, op.ins[slot])
-            self.sets.union(self._port(value), ("in", node))
+        maker, _ = value = resolve(op.slots[slot])
+        # A style gathers what an embedding that is split by columns gives.
+        if kind == "column" and node.target is aten.embedding.default:
+            self._refuse(node, "an embedding gives whole vectors")
+        if (have := self._layout(value)) is None:
+            return
+        if kind == "column":
+            self._refuse(maker, f"{where(node)} reads a whole value")
+            return
+        self._note(node, have, op.ins[slot])
+        self.sets.union(maker, node)
 
     def _alone(self, node: fx.Node, op: Op, ins: list[Layout | None], out: Layout | None) -> None:
         """Refuse an operator with split results that would not compute its part by the arguments that it has."""
         if all(x is None for x in ins):
             # As arange: nothing that it reads says that it should make a part.
-            self._refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
+            self._refuse(node, f"{where(node)} makes a whole value, and the plan's is split")
         elif not _runs_on_part(op, self.builder.rules[node], ins[0], out):
-            self._refuse(("op", node), f"{where(node)} has a size as a number that is another on a rank")
+            self._refuse(node, f"{where(node)} has a size as a number that is another on a rank")
 
     def _operand(self, node: fx.Node, value: Value, want: Layout | None, beside: bool) -> None:
         """One operand of an operator between modules; `beside`: whether anything of the operator is split."""
-        have, port, leaf = self._layout(value), ("op", node), self.builder.leaves.get(value[0])
+        have, leaf = self._layout(value), self.builder.leaves.get(value[0])
         if leaf is not None and leaf.kind.trained:
             self._parameter(node, leaf, have, beside)
         elif have != want:
             # The plan converts here, and a style converts only where a module begins or ends.
             reason = f"{where(node)} reads a value as {_words(want)} that comes {_words(have)}"
-            for x in (port, *([self._port(value)] if have is not None else [])):
+            for x in (node, *([value[0]] if have is not None else [])):
                 self._refuse(x, reason)
+            if value[0] in self.sites and have is None:
+                self.gathered[self.sites[value[0]][0]] = SEQUENCE
         elif have is not None:
-            self.sets.union(self._port(value), port)
+            self.sets.union(value[0], node)
         elif beside and value[0] in self.builder.grads:
             # x + part(y) with a whole x: every rank has the gradient of x from its part alone.
-            self._refuse(port, f"the gradient of what {where(node)} reads must be summed there")
+            self._refuse(node, f"the gradient of what {where(node)} reads must be summed there")
 
     def _parameter(self, node: fx.Node, leaf: Leaf, have: Layout | None, beside: bool) -> None:
         """A parameter that is read outside of linear layers and embeddings."""
         if have is not None:
             # No style splits it, so it comes whole: what is computed with it would not fit a part.
             self.without_style.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
-            self._refuse(("op", node), f"no style splits {leaf.name}")
+            self._refuse(node, f"no style splits {leaf.name}")
         elif beside:
             # A whole weight beside a part, as a norm's: its gradient is a sum over the ranks, which a module can say.
             self.owners[innermost(node)[0]].append((node, leaf.name))
 
-    def _wholes(self) -> Iterator[tuple[Port, Boundary]]:
+    def _wholes(self) -> Iterator[tuple[fx.Node, Boundary]]:
         """Modules whose parameters are whole and whose activations are split, such as norms of single heads; refuses
         what is not of that form."""
         within: dict[str, dict[fx.Node, None]] = defaultdict(dict)
@@ -253,14 +236,14 @@ class Boundaries:
             for path in module_path(node):
                 within[path][node] = None
         for path, reads in self.owners.items():
-            port, names = ("op", reads[0][0]), {name for _, name in reads}
+            node, names = reads[0][0], {name for _, name in reads}
             dim = self._one_dim(within[path])
             # A parameter of another module, read here, would get its gradient from that module's style.
             if dim is not None and all(name.rpartition(".")[0] == path for name in names):
-                yield port, Boundary(path, "whole", dim=dim)
+                yield node, Boundary(path, "whole", dim=dim)
             else:
                 parameters = ", ".join(sorted(names))
-                self._refuse(port, f"the gradient of {parameters} is a sum over parts, and no style is for that")
+                self._refuse(node, f"the gradient of {parameters} is a sum over parts, and no style is for that")
 
     def _one_dim(self, inside: Mapping[fx.Node, None]) -> int | None:
         """The dimension along which all that a module reads and gives is split; None where there is no such one.
@@ -272,11 +255,15 @@ class Boundaries:
         for node in inside:
             for layout, slot in zip(self.decisions[node.name].ins, ops[node].slots, strict=True):
                 if resolve(slot)[0] not in inside and resolve(slot)[0] not in self.builder.leaves:
-                    ends[0].add(self._split(node, layout))
+                    ends[0].add(_split(layout))
             if any(user in ops and user not in inside for user in node.users):
                 ends[1].add(self._layout((node, 0)))
         dims = {x and x.sharded_dim for end in ends for x in end}
         return dims.pop() if len(dims) == len(ends[0]) == len(ends[1]) == 1 else None
+
+
+def _split(layout: Layout) -> Layout | None:
+    return layout if layout.split and not layout.partial else None
 
 
 def innermost(node: fx.Node) -> tuple[str, str]:

@@ -107,25 +107,25 @@ def _differ(boundaries: list[Boundary], plan: Plan) -> dict[str, str]:
 def _between(of: Boundaries) -> Iterator[tuple[str, str]]:
     """Module, and why values between its modules are whole that the plan leaves split."""
     whys, regions = of.why, defaultdict(list)
-    for side, node in of.ports:
-        regions[of.sets[side, node]].append((side, *of.sites.get(node, ("", ""))))
+    for node in of.split:
+        regions[of.sets[node]].append(of.sites.get(node, ("", ""))[0])
     for root, ends in regions.items():
-        # A region of one module's side alone has no code between modules: the module does what the plan does. And a
-        # column-parallel module reads a whole input anyway.
-        alone = ends[0][0] != "op" and len({(side, generic(module)) for side, module, _ in ends}) == 1
-        modules = [m for side, m, kind in ends if side == "out" or (side == "in" and kind == "row")]
-        if root in whys and modules and not alone:
+        # A region of one module alone has no code between modules: the module does what the plan does.
+        modules = list(filter(None, ends))
+        if root in whys and modules and len(set(map(generic, ends))) > 1:
             names = ", ".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
             yield modules[0].rpartition(".")[0], f"whole at {names}, and split in the plan: {whys[root]}"
+    for module, reason in of.gathered.items():
+        yield module, f"gives a whole value, and a split one in the plan: {reason}"
 
 
 def _style(b: Boundary) -> ParallelStyle:
     """The style of torch."""
     if b.kind == "whole":
         return SequenceParallel(sequence_dim=b.dim, use_local_output=True)
-    kind = ColwiseParallel if b.kind == "column" else RowwiseParallel
-    layouts = {False: Replicate(), True: Shard(-1)}
-    return kind(input_layouts=layouts[b.split_in], output_layouts=layouts[b.split_out])
+    if b.kind == "column":
+        return ColwiseParallel(output_layouts=Shard(-1) if b.split else Replicate())
+    return RowwiseParallel(input_layouts=Shard(-1) if b.split else Replicate())
 
 
 def _name(b: Boundary) -> str:
@@ -135,8 +135,8 @@ def _name(b: Boundary) -> str:
     if b.lookup:
         return "embedding_rowwise" if b.kind == "row" else "embedding_colwise"
     if b.kind == "column":
-        return "colwise" if b.split_out else "colwise_gather_output"
-    return "rowwise" if b.split_in else "rowwise_split_input"
+        return "colwise" if b.split else "colwise_gather_output"
+    return "rowwise" if b.split else "rowwise_split_input"
 
 
 class FakeRun:
@@ -177,9 +177,9 @@ class FakeRun:
         # Between modules the code gets parts; within one it sees what it was written for.
         for b in boundaries:
             module: Any = self.model.get_submodule(b.module)
-            if b.kind == "row" and b.split_in:
+            if b.kind == "row" and b.split:
                 hooks.append(module.register_forward_pre_hook(self._whole))
-            if b.kind == "column" and b.split_out:
+            if b.kind == "column" and b.split:
                 hooks.append(module.register_forward_hook(lambda m, args, out: out[..., : out.shape[-1] // self.tp]))
         try:
             with self.mode, torch.no_grad():
