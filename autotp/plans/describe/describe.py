@@ -53,7 +53,7 @@ def describe(
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, parts)
     works = list(Works(planned, builder.prices).walk(sharded))
-    sending = [each for each in works if each[0] is not None and {*each[2].calls} != {None}]
+    sending = [(node, origin, work) for node, origin, work in works if node is not None and {*work.calls} != {None}]
     collectives = tuple(walker.collective(*each, sharded) for each in sending)
     communication = sum(t for *_, work in works for t, call in work.directions if call is not None)
     cache = cache_of(planned, builder.prices.hints) or own_cache

@@ -62,8 +62,8 @@ class Boundaries:
     Attributes:
         builder: with the graph; `decisions`: the plan's, by node name.
         refused: by path with `*` for numbers, modules within which nothing may be split, and why.
-        without_style: parameter -> why no module says its split. gathered: row-parallel layer -> why what it gives, which
-            the plan splits, is whole.
+        without_style: parameter -> why no module says its split.
+        gathered: row-parallel layer -> why what it gives, which the plan splits, is whole.
         sites: operator that is all of a linear layer or embedding with a split weight -> its module and kind.
         sets: of operators whose values are split together, or whole together: of a column-parallel layer its output, of
             a row-parallel one its input. split: those at which something is.
@@ -159,6 +159,7 @@ class Boundaries:
         """Join what an operator reads and makes to a region, and refuse regions that modules cannot say."""
         ins = [_split(layout) for layout in self.decisions[node.name].ins]
         outs = [self._layout((node, i)) for i in range(len(op.outs))]
+        # What is split begins a region, or goes on with one, where parts are such as code can have.
         for i, x in enumerate(outs):
             if x is not None:
                 self._note(node, x, op.outs[i])
