@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 
-from .capture_errors import the_users
+from .capture_errors import running_line
 from .export import Attempt, forwarding
 from .selfcheck import Trial
 
@@ -36,7 +34,7 @@ class EveryIndex(TorchFunctionMode):
     def __init__(self, tracing: bool, beyond: int = 0) -> None:
         super().__init__()
         self.tracing, self.spared, self.beyond = tracing, [], beyond
-        self.loops: set[Any] = set()  # the code that they are in
+        self.loops: set[tuple[str, str]] = set()  # the functions that they are in
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__format__ and args[0].ndim == 0:
@@ -46,16 +44,18 @@ class EveryIndex(TorchFunctionMode):
         if func in (torch.Tensor.nonzero, torch.nonzero) and isinstance(result, Tensor) and _is_flags(flags):
             if not self.tracing:
                 self.spared.append(len(result) < len(flags))  # type: ignore[arg-type]
-            self.loops.add(_caller())
+            self.loops.add(_function())
             return [torch.tensor([i]) for i in range(flags.shape[0] - self.beyond)]
-        if func is torch.where and self.tracing and len(args) == 1 and _caller() in self.loops:
+        if func is torch.where and self.tracing and len(args) == 1 and _function() in self.loops:
             torch._check(result[0].shape[0] >= 1)  # `if not len(rows): continue` has to mean the same as going on
         return result
 
 
-def _caller() -> Any:
-    """The user's code that runs."""
-    return next(f.f_code for f, _ in traceback.walk_stack(sys._getframe(1)) if the_users(f.f_code.co_filename))
+def _function() -> tuple[str, str]:
+    """File and name of the user's function that runs."""
+    line = running_line()
+    assert line is not None
+    return line.filename, line.name
 
 
 def _is_flags(value: Any) -> bool:
@@ -142,8 +142,9 @@ class NoSkips(TorchFunctionMode):
         return result
 
     def _note(self, skipped: bool) -> None:
-        frames = traceback.walk_stack(sys._getframe(1))
-        place = next((f.f_code.co_filename, line) for f, line in frames if the_users(f.f_code.co_filename))
+        line = running_line()
+        assert line is not None
+        place = line.filename, line.lineno or 0
         self.skipped[place] = self.skipped.get(place, False) or skipped
 
 

@@ -7,7 +7,6 @@ size a symbol (`autotp.rules.function_rules`).
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, FunctionCa
 from autotp.passes.canonicalise.functionalise import drop_inert_dropouts, memory, mutates, written_operand
 from autotp.rules.function_rules import linear_backward, loops_of
 
-from .capture_errors import the_users
+from .capture_errors import running_line
 
 PLAIN_TYPES = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -213,6 +212,5 @@ def _text(x: Any) -> str:
 
 def _line() -> str:
     """The user's line that is running, as `file:line: code`."""
-    frames = traceback.extract_stack()
-    at = next((f for f in reversed(frames) if the_users(f.filename)), None)
+    at = running_line()
     return f"{at.filename}:{at.lineno}: {at.line}" if at is not None else ""

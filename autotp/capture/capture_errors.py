@@ -66,9 +66,8 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     (
         r"unhashable type: non-nested SymInt",
         "A number that the values of a tensor tell (`x.sum(1).tolist()`) is looked up, as a key of a dict or an item "
-        "of a set that is written out, and a trace does not know it. Compare the numbers (`max(numbers)`, "
-        "`len(set(numbers)) > 1`), which is a condition of every call, or pass the number as an argument (a Python "
-        "int): each value is captured by itself.",
+        "of a set, and a trace does not know it. Compare the numbers (`max(numbers) > min(numbers)`), which is a "
+        "condition of every call, or pass the number as an argument (a Python int): each value is captured by itself.",
     ),
     (
         r"Unsupported input type",
@@ -212,6 +211,16 @@ def the_users(filename: str) -> bool:
     return not builtin and not filename.startswith(NOT_THE_USERS)
 
 
+def running_line() -> traceback.FrameSummary | None:
+    """The user's line that is running."""
+    return next((f for f in reversed(traceback.extract_stack()) if the_users(f.filename)), None)
+
+
+def library_calls() -> bool:
+    """Return whether torch or this library, and no model, calls the function that asks, while a model is traced."""
+    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp")
+
+
 def _code(frame: traceback.FrameSummary) -> str:
     return linecache.getline(frame.filename, frame.lineno or 0).strip()
 
@@ -290,7 +299,7 @@ def refuse_hooks() -> Iterator[None]:
         own = getattr(Tensor, name)
 
         def register(self: Tensor, hook: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp"):
+            if library_calls():
                 return own(self, hook)
             raise CaptureError(f"the forward hooks a gradient (Tensor.{name}), which a captured graph does not call")
 
@@ -308,7 +317,7 @@ def refuse_gradients() -> Iterator[None]:
         own = getattr(owner, name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp"):
+            if library_calls():
                 return own(*args, **kwargs)
             raise CaptureError(f"the forward takes a gradient itself ({owner.__name__}.{name}), which no graph has")
 

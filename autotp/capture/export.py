@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
 
 from .autograd_functions import functions_kept, read_functions
-from .capture_errors import Stores, attributes_written, refuse_gradients, refuse_hooks, unvalidated
+from .capture_errors import Stores, attributes_written, library_calls, refuse_gradients, refuse_hooks, unvalidated
 from .export_passes import EXPORTED, Exported
 from .plain_values import files_of, plain_values, subclass_calls
 from .repeated_blocks import Repeats
@@ -56,7 +55,7 @@ class GradModeAnswers:
             own: Callable[[], bool] = getattr(torch, name)
 
             def ask() -> bool:
-                if _library(sys._getframe(1)):
+                if library_calls():
                     return own()
                 self.asks = True
                 return answer(own())
@@ -79,7 +78,7 @@ class GradModeAnswers:
 
         def read(tensor: Tensor) -> bool:
             own_flag = own.__get__(tensor)
-            if _library(sys._getframe(1)):
+            if library_calls():
                 return own_flag
             self.asks = self.tensors = True
             return own_flag and (self.mode == GRAD or tensor.is_leaf)
@@ -313,8 +312,3 @@ def regions_kept() -> AbstractContextManager[None]:
             del stack[key]
 
     return compat.checkpoints_as(region)
-
-
-def _library(frame: FrameType) -> bool:
-    """Return whether torch or this library runs there, and no model."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp")

@@ -127,11 +127,7 @@ def _links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     links = facts["links"]
     yield "backends", ", ".join(links["backends"]) or "none"
     if links["pairs"]:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in links["between"].items())
-        yield (
-            "between devices",
-            f"{links['peers']} of {links['pairs']} pairs with peer access; {kinds or 'kind unknown'}",
-        )
+        yield "between devices", f"{links['peers']} of {links['pairs']} pairs with peer access"
     yield "interfaces", ", ".join(links["interfaces"]) or "none"
     yield "InfiniBand", ", ".join(links["infiniband"]) or "none"
     if facts["torchrun"]:

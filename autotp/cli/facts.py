@@ -6,9 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from autotp.cost.machines.this_machine import memory, processor
 PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-PATIENCE = 10.0  # seconds for a tool of the driver
 
 
 def gather() -> dict[str, Any]:
@@ -41,9 +38,6 @@ def versions() -> dict[str, str | None]:
     packages["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
     packages["cuda"], packages["hip"] = torch.version.cuda, torch.version.hip
     if torch.cuda.is_available():
-        packages["driver"] = next(
-            iter(_nvidia("--query-gpu=driver_version", "--format=csv,noheader").splitlines()), None
-        )
         packages["cudnn"] = str(torch.backends.cudnn.version())
         if dist.is_nccl_available():
             packages["nccl"] = ".".join(map(str, nccl.version()))
@@ -109,31 +103,6 @@ def links() -> dict[str, Any]:
         "backends": [name for name in BACKENDS if dist.is_available() and dist.is_backend_available(name)],
         "peers": sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs),
         "pairs": len(pairs),
-        "between": topology(_nvidia("topo", "-m")) if count > 1 else {},
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "infiniband": sorted(p.name for p in infiniband.glob("*")),
     }
-
-
-def _nvidia(*arguments: str) -> str:
-    """Run the driver's tool and give what it prints; empty where there is none, or it fails."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    try:
-        process = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return process.stdout
-
-
-def topology(text: str) -> dict[str, int]:
-    """Kind of link (`NV18`, `PIX`, `SYS`) -> pairs of devices that have it, from the driver's table."""
-    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
-    heads = next((line for line in lines if line[:1] == ["GPU0"] and line[1:2] != ["X"]), [])
-    count = sum(bool(re.fullmatch(r"GPU\d+", word)) for word in heads)
-    counts: dict[str, int] = {}
-    for i, row in enumerate([line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]):
-        for kind in row[2 + i : 1 + count]:
-            counts[kind] = counts.get(kind, 0) + 1
-    return counts

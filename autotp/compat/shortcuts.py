@@ -1,10 +1,10 @@
-"""Shortcuts in an export: what nothing of ours reads is left out, and what is done again each time is kept."""
+"""Shortcuts in an export: what nothing of ours reads is left out."""
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,10 +12,6 @@ from unittest import mock
 from torch._dynamo import config as dynamo
 from torch.fx import _lazy_graph_module, proxy
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.sym_node import SymNode
-
-ON_TWO_SIZES = ("_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_mul", "_sym_max")
 
 
 class Frame(NamedTuple):
@@ -31,7 +27,7 @@ class Frame(NamedTuple):
 def quick_export() -> Iterator[None]:
     """Within this context an export takes fewer seconds and gives the same graph."""
     with contextlib.ExitStack() as stack:
-        for context in (uncached_shapes, uncompiled_graphs, unread_lines, unlisted_strides, computed_once):
+        for context in (uncached_shapes, uncompiled_graphs, unread_lines, unlisted_strides):
             stack.enter_context(context())
         yield
 
@@ -66,27 +62,3 @@ def unlisted_strides() -> contextlib.AbstractContextManager[Any]:
     """Without `tensor_meta` beside the value of a node: whether its symbolic strides are those of one memory format or
     another takes more comparisons of sizes than the operator itself."""
     return mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None)
-
-
-@contextlib.contextmanager
-def computed_once() -> Iterator[None]:
-    """Within this context a product or a comparison of two sizes is worked out once while nothing is learned about
-    any: shape functions ask for every operator's whether they are 1, and the same as their neighbours'."""
-    results: dict[Any, Any] = {}
-
-    def once(name: str, own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def compute(self: Any, other: Any) -> Any:
-            if get_proxy_mode() or self.fx_node is not None:  # it is recorded
-                return own(self, other)
-            env = self.shape_env  # which an entry keeps alive
-            key = name, id(env), env._version_counter, self._expr, other._expr, self.pytype, other.pytype
-            if key not in results:
-                results[key] = own(self, other)
-            return results[key]
-
-        return compute
-
-    with contextlib.ExitStack() as stack:
-        for name in ON_TWO_SIZES:
-            stack.enter_context(mock.patch.object(SymNode, name, once(name, vars(SymNode)[name])))
-        yield

@@ -144,7 +144,6 @@ def found(**changed: object) -> dict:
         "backends": ["gloo", "nccl"],
         "peers": 2,
         "pairs": 2,
-        "between": {"NV18": 1},
     }
     versions = {"torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0"}
     whole = {"versions": versions, "needs": {"torch": "2.11"}, "devices": [card, card, processor], "links": links}
@@ -176,16 +175,6 @@ def test_what_is_missing_follows_from_what_there_is():
 )
 def test_a_device_has_the_preset_of_its_name(name, preset):
     assert facts.preset(name) == preset
-
-
-def test_links_are_read_from_the_drivers_table():
-    text = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tSYS\tPIX\t0-51\n"
-        "GPU1\tNV18\t X \tNV18\tSYS\t0-51\nGPU2\tSYS\tNV18\t X \tSYS\t52\n"
-        "NIC0\tPIX\tSYS\tSYS\t X \n\nLegend:\n  X = Self\n"
-    )
-    assert facts.topology(text) == {"NV18": 2, "SYS": 1}
-    assert facts.topology("") == {}
 
 
 # what is shown
