@@ -3,17 +3,13 @@
 from autotp.ir.op import Carry, Factor, Op, Rule
 
 from . import (
-    bags,
-    experts,
-    factories,
+    creation,
     float8_rules,
     images,
     lookup,
     losses,
     matmul,
-    matrices,
     pointwise,
-    random,
     recurrent,
     reductions,
     updates,
@@ -23,6 +19,6 @@ from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "bags", "experts", "factories", "float8_rules", "images", "lookup", "losses", "matmul", "matrices", "pointwise",
-    "random", "recurrent", "reductions", "updates", "views",
+    "creation", "float8_rules", "images", "lookup", "losses", "matmul", "pointwise",
+    "recurrent", "reductions", "updates", "views",
 ]  # fmt: skip

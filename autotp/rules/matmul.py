@@ -1,15 +1,24 @@
-"""Contractions: linear, matrix products, einsum, attention."""
+"""Contractions: linear, matrix products, also grouped, einsum, attention; and functions of whole matrices."""
 
 from __future__ import annotations
 
 import string
 from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from autotp.ir.layouts import divide
-from autotp.ir.op import Carry, Factor, Op, Rule, aten
+from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
+from autotp.ir.specs import Runs
 from autotp.kernels.attention import dealt_attention
 
 from .core import broadcast, einsum, loops, rule, wide_labels, with_factors
+
+if TYPE_CHECKING:
+    from .local import ShardCall
 
 
 @rule(aten.linear)
@@ -181,3 +190,87 @@ def _head_factor(op: Op) -> list[Factor]:
         for i, (s, u) in enumerate(zip(op.ins, units, strict=True))
     ]
     return [Factor(op.ins[1][-3], tuple(ins), (Carry(len(op.outs[0]) - 3, unit=group),), label="h")]
+
+
+ALIGNMENT = 16  # bytes: torch's kernel wants rows that start at multiples of it
+ROWS = Carry(0, groups=2)
+
+
+@rule("transformers.grouped_mm_fallback.default", aten._grouped_mm.default)
+def grouped_mm(op: Op) -> Rule:
+    """`tk,ekn->tn`: columns and rows split within each expert, or experts with the tokens that they got."""
+    if [len(s) for s in op.ins] != [2, 3, 1]:
+        return Rule()
+    experts, k, n = op.ins[1]
+    block = ALIGNMENT // op.slots[1].meta["val"].itemsize if op.target is aten._grouped_mm.default else 1
+    inner, outer = (Carry(d, unit=block) for d in (1, 2))
+    # By expert, a rank reads its own rows alone, so the others may be there, and writes zeros there: also a summand.
+    rows = [(None, ROWS), (ROWS, ROWS), (ROWS, None)]
+    by_expert = [Factor(experts, (x, Carry(0), None), (y,), label=EXPERTS, copies=2) for x, y in rows]
+    within = [
+        (divide(k, block), (inner, inner, None), (None,)),
+        (divide(n, block), (None, outer, None), (inner,)),
+    ]
+    linear = (frozenset({0}), frozenset({1}))
+    of_columns = [Factor(size, *carries) for size, *carries in within if size is not None]
+    return Rule((*by_expert, *of_columns), linear, localise=_local_groups, empty=False)
+
+
+def _local_groups(op: Op, local: ShardCall):
+    experts = local.in_partition(1, 0)
+    if experts is None:
+        return local.unchanged(op)
+    rest = tuple(op.args.values())[len(op.slots) :]
+    return local.ranked(own_groups, str(op.target), *local.operands, local.runs(experts), *rest)
+
+
+def own_groups(
+    kernel: str, x: Tensor, weight: Tensor, ends: Tensor, groups: Runs, *rest: Any, rank: int, tp: int
+) -> Tensor:
+    """The grouped product for the groups that this rank has the weights of; zeros in the rows of the others.
+
+    The rank's rows are brought to the front, for that is where the kernel wants the first group. What it leaves in
+    the rows after the last group, and in their gradients, is nobody's promise: masked on both sides.
+
+    Args:
+        kernel: the operator's name below `torch.ops`. x: all rows, sorted by group, [rows, k].
+        weight: of this rank's groups, [groups here, k, n]. ends: the row after each group's last, [groups].
+        groups: how they are dealt. rest: what else the operator takes. rank, tp: this rank, of how many.
+
+    Returns: [rows, n].
+    """
+    ((start, mine),) = groups.spans(rank, tp)
+    before = ends[start - 1] if start else ends.new_zeros(())
+    rows = torch.arange(x.shape[0], device=x.device)
+    own = (rows < ends[start + mine - 1] - before).unsqueeze(-1)
+    front = torch.where(own, x.index_select(0, (rows + before) % x.shape[0]), 0)
+    operators: Any = torch.ops
+    function = reduce(getattr, kernel.split("."), operators)
+    product = function(front, weight, (ends[start : start + mine] - before).to(ends.dtype), *rest)
+    return torch.where(own, product, 0).index_select(0, (rows - before) % x.shape[0])
+
+
+@rule(aten.matrix_exp, aten.linalg_matrix_exp, aten.linalg_inv.default, aten.linalg_inv_ex.default)
+@rule(aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default, aten.linalg_qr.default)
+@rule(aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_householder_product.default)
+def matrices(op: Op) -> Rule:
+    """Rule of many matrices, each on its own."""
+    batch = len(op.ins[0]) - 2
+    terms = [f"...{'_' * (len(shape) - batch)}" for shape in (*op.ins, *op.outs)]
+    return einsum(op, f"{','.join(terms[: len(op.ins)])}->{','.join(terms[len(op.ins) :])}", empty=False)
+
+
+@rule(aten.linalg_solve.default)
+def solved(op: Op) -> Rule:
+    """Rule of many systems: each is on its own, and so is each right side of one; linear in these."""
+    if len(op.ins[0]) != len(op.ins[1]):
+        return Rule()
+    sides = "...__,..._n->..._n" if op.args["left"] else "...__,...n_->...n_"
+    return einsum(op, sides, linear=(frozenset({1}),), empty=False)
+
+
+@rule(aten.tril, aten.triu)
+def triangle(op: Op) -> Rule:
+    """Rows and columns stay whole; linear."""
+    n = len(op.ins[0])
+    return loops(op, [list(range(n))], [list(range(n))], whole=frozenset({n - 1, n - 2}), linear=(frozenset({0}),))
