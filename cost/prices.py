@@ -176,6 +176,7 @@ class Prices:
         if getattr(op.target, "overloadpacket", None) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
         nbytes = sum(sides)
+        # The part of the loop that a rank runs: of a split one the least that any operand or result has of it.
         part = min(map(self.share, [*ins, *outs]), default=1.0) if split is not None else 1.0
         dtype = ARITHMETIC.get(str(op.target), str(results[0].dtype if results else "int64").removeprefix("torch."))
         if split is not None:
@@ -243,12 +244,15 @@ class Prices:
         if self._forbidden(node, a, b):
             return None
         size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
+        # Forward a to b; backward the gradient goes from the dual of b to the dual of a. A plan that does not train has
+        # no backward, but stays legal for one that does: both ways must exist, and only the first is paid.
         ways = [(a, b), (b.dual, a.dual)] if node in self.grads else [(a, b)]
         times_of_ways = [self.one_way(x, y, size * self.narrow(node, x, y)) for x, y in ways[:1]]
         times_of_ways += [self.one_way(x, y, size) for x, y in ways[1:]]
         if any(seconds is None for seconds in times_of_ways):
             return None
         both = zip(ways, times_of_ways, strict=True) if self.objective.training else [(ways[0], times_of_ways[0])]
+        # A slice of a replicated value is a copy on each rank, which is computing and not communication.
         out: dict[str, float] = {}
         for (x, y), seconds in both:
             kind = conversions.KINDS.get(conversions.key(x, y))

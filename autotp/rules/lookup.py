@@ -122,6 +122,7 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
     # them second, x[i, :, j] first.
     together = at == list(range(at[0], at[-1] + 1))
     before = [d for d in free if together and d < at[0]]
+    # Labels of the indices' common shape; a shorter index has the last of them, as broadcasting aligns it.
     wide = [f"i{k}" for k in range(max(map(len, shapes)))]
     ends = [wide[len(wide) - len(s) :] for s in shapes]
     # A dimension of size 1 is broadcast, and no loop; but where it has size 1 in every index, it is the loop.

@@ -94,6 +94,7 @@ class _Einsum:
     @classmethod
     def read(cls, target: Any, equation: str, linear: Any, addends: Any, empty: bool) -> _Einsum:
         """Check the string and the names against the operator's schema."""
+        # Checked here rather than at the operator's first call: the line that wrote the rule is on the stack.
         schema, what = target._schema, f"the rule {equation!r} of {target._schema}"
         names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         kinds = [str(r.type) for r in schema.returns]
@@ -102,6 +103,7 @@ class _Einsum:
         sides = equation.replace(" ", "").split("->")
         if len(sides) != 2:
             raise InputError(f"{what} has no single '->' between its operands and its results.")
+        # An operator that takes no tensor has no term on the left, where splitting an empty text would give one.
         terms, results = sides[0].split(",") if names else [], sides[1].split(",")
         for side, own_terms, slots in (("operands", terms, names), ("results", results, kinds)):
             if len(own_terms) != len(slots):

@@ -139,6 +139,8 @@ class _Finder:
 
     def _heads(self, scores: fx.Node, sums: fx.Node, out: fx.Node | None) -> Heads:
         flow, op = self.flow, self.flow.ops[scores]
+        # A fused attention has batch and heads before its last two dimensions; of a product of queries and keys its
+        # rule says which loops are heads.
         if short_name(scores.target) in FUSED:
             dims = _before_last_two(op.ins[0]), _before_last_two(op.ins[1])
             width, value = op.ins[0][-1], op.ins[2][-1]
@@ -149,6 +151,8 @@ class _Finder:
         if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
             count = kv = divide(flow.width(out), value) or 1
             dims = ((0,), (0,))
+        # With grouped queries the keys are repeated on their way here. Each view of the keys alone that makes more of
+        # them divides the heads, and the fewest are those that a rank must hold whole.
         kv_at: HeadDims = (scores, 1, dims[1])
         whole = names(flow.roots.get(op.slots[1], ()))
         for n in (n for n in flow.back([op.slots[1]])[0] if names(flow.roots[n]) == whole):

@@ -74,9 +74,11 @@ def _without_gradient(node: fx.Node) -> bool:
 
 def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
     """The nodes of a region in place of it, those of regions within too; with `cut`, its results are detached."""
+    # A call's arguments are some of its own (whether gradients are on, a type), the region, and the region's operands.
     at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
     module, no_grad = getattr(owner, node.args[at].target), _without_gradient(node)  # type: ignore[union-attr,arg-type]
     body = module.graph
+    # Innermost first, so that what is copied out holds no further region.
     for inner in _regions(body):
         _inline(body, module, inner, _without_gradient(inner))
     env: dict[fx.Node, Any] = dict(
@@ -92,6 +94,7 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
         if cut:
             for i, r in enumerate(results):
                 results[i] = _detach(graph, r) if is_tensor(r) else r  # a region may give sizes
+    # Results are read by position only, so each reader is one of the region's results.
     for user in list(node.users):
         user.replace_all_uses_with(results[int(str(user.args[1]))])
         graph.erase_node(user)
@@ -160,6 +163,7 @@ class TileSlices(Pass[Capture]):
         total = expression(source.meta["val"].shape[dim])
         spans = {n: _span(n, dim, total) for n in cuts}
         points = sorted({s for s in spans.values() if s is not None})
+        # Slices that overlap, leave gaps or have symbolic ends are no partition of the dimension, and stay slices.
         if not isinstance(total, int) or None in spans.values() or len(points) < 2:
             return False
         if (

@@ -73,6 +73,8 @@ class Savings:
         readers = self._products(use)
         if not readers:
             return
+        # Forward, an all-gather runs in chunks beside the products of the chunks before; backward, the gradient's
+        # collective runs beside the products that make the weights' gradients.
         size, products = self._size(use.value), [p for _, p in readers]
         forward = self.model.gathering(size, self._rows(use.value), products).saved
         parts = sum(map(self.model.product, products))
@@ -87,12 +89,14 @@ class Savings:
                 chunks |= {(k, a, R): forward} if gathers else {}
         if not seconds:
             return
+        # The arithmetic beside it is that of the choice that each reader takes: a split product computes its share.
         arithmetic: dict[ChoiceKey, float] = {}
         for i, product in readers:
             alone = OverlapModel(1, self.prices.cluster, True).product(product)
             arithmetic |= dict.fromkeys(self._whole(i), alone)
             arithmetic |= dict.fromkeys(self._whole(i, split=True), self.model.product(product))
         yield Cap(seconds), Cap(choices=arithmetic)
+        # In chunks only if all readers are split: one that runs whole would wait for the last chunk.
         yield Cap(chunks), *(Cap(choices=dict.fromkeys(self._whole(i, split=True), forward)) for i, _ in readers)
 
     def _dealt(self, k: int, use: Use) -> Iterator[tuple[Cap, ...]]:

@@ -42,6 +42,7 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
         program: of a call without a cache. begun: of the call that begins one, for inputs of the same sizes.
         like: path of a block of the first -> path of one of the second that is of its kind, where it is another.
     """
+    # Both programs number their computations in one table, so that equal numbers are equal computations.
     numbers: Numbers = {}
     values: dict[Hashable, list[Value]] = defaultdict(list)
     for (maker, index), number in _numbered(program, numbers, like):
@@ -52,6 +53,8 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
     for node in (n for position, n in placed_outputs(begun) if begun.becomes(position) is not None):
         state = resolve(node)
         source, length = _source(state, own, values), sizes(tensors(state[0])[state[1]])
+        # A state that grows with the tokens and is not found would be priced as if nothing were kept; one of a fixed
+        # size (a convolution's, a recurrence's) costs the same in every step, and is passed over.
         if source is None and any(symbols_of(s) & lengths(begun) for s in length):
             return None
         state_sizes = [theirs(s) for s in length]
@@ -184,15 +187,18 @@ class _Reader:
         for factor in rule.factors if rule is not None else ():
             if not self._long(factor.size):
                 continue
+            # A loop over tokens runs over what its operands keep of them; where none keeps any, over the new one alone.
             carried = [(i, c.dim) for i, c in enumerate((*factor.ins, *factor.outs)) if c is not None]
             split |= {*carried}
             read = [sides[i][d] for i, d in carried if i < operands and d in sides[i]]
             steps *= max(read) if read else self._one_of(factor.size)
             for i, d in carried if read else ():
                 sides[i][d] = max(read)
+        # What is kept along dimensions that no factor has is run once, by the longest of them.
         whole: list[float] = []
         for i, side in enumerate(sides):
             whole += [part for d, part in side.items() if (i, d) not in split]
+        # And dimensions over tokens of the result, of which no factor speaks, are run for the new token alone.
         result = op.outs[0] if op.outs else ()
         alone = [s for d, s in enumerate(result) if self._long(s) and (operands, d) not in split]
         return steps * max(whole, default=1.0) * math.prod(map(self._one_of, alone))

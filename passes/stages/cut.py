@@ -213,6 +213,8 @@ class _Cutter:
         writer = _Writer(self, stage)
         wires_in, wires_out = self._wires(before, stage - 1), self._wires(after or (), stage)
         leaves = writer.begin(zip(before, wires_in, strict=True))
+        # What is written to comes first, each by the stage that holds it; then the model's results from the last stage,
+        # and from any other what crosses to the next.
         positions = [i for i, x in enumerate(self.result) if self._writes(i, x, stage)]
         if after is None:
             plain = [i for i in range(len(self.result)) if i not in self.program.mutations]
@@ -223,11 +225,15 @@ class _Cutter:
         outputs = [writer.env.get(self.result[i]) for i in positions]
         outputs += [writer.leave(x, wire) for x, wire in zip(values, wires, strict=True)]
         writer.graph.output(tuple(outputs))
+        # Positions of outputs are the stage's own: what is written stands first, so its k-th is the k-th output.
         mutations: dict[int, str | int] = {k: self.program.mutations[i] for k, i in enumerate(positions)}
         capture = replace(self.program, graph=writer.graph, leaves=leaves, mutations=mutations, out_spec=out_spec)
+        # A stage is called with the sizes that it was cut for, and hands no cache on.
         capture = replace(capture, symbols={}, carried={})
+        # The names of weights and buffers that this stage's rank must hold, also those that it only writes.
         names = {x.name for x in leaves if not x.kind.passed and x.kind is not SEEDS}
         names |= {str(x) for x in mutations.values()}
+        # The leaves after those that arrive from the stage before: what the caller passes to this stage itself.
         own = (x.node for x in leaves[len(before) :] if x.kind.passed)
         inputs = tuple(node.name for node in own if isinstance(node.meta.get("val"), Tensor))
         return Piece(capture, writer.out, wires_in, wires_out, names, writer.paths, inputs)
