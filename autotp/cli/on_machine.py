@@ -100,9 +100,8 @@ def _report(report: Report, sizes: str) -> Sheet:
     ]  # fmt: skip
     if (decoded := report.decoded) is not None:
         rows += [
-            ("positions", f"{decoded.positions}: {decoded.prompt} prefilled, {decoded.tokens} decoded"),
-            ("largest error of their logits", f"{decoded.logits_error:.1e}"),
-            ("largest error of the cache", f"{decoded.cache_error:.1e}, {decoded.states} tensors"),
+            ("calls of the model", f"{decoded.calls}: a prefill, {decoded.tokens} decoded tokens"),
+            ("largest error of these", f"{decoded.error:.1e}, {decoded.states} cached tensors"),
         ]
     if (certified := report.certificate) is not None:
         rows += [(f"types, by {certified.checker}", "accepted" if certified else "refused")]

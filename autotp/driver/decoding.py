@@ -1,40 +1,72 @@
-"""A prompt and tokens after it, decoded with a cache on simulated ranks, against one forward of all of them."""
+"""A prompt and tokens after it, decoded with a cache: each call of the model is proved as one call on simulated ranks.
+
+What a call is given, the cache among it, is what the call before left. So it is enough that every call gives on the ranks
+what the captured graph gives, that this is the model, and that a state is left in the layout that the next call takes.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autotp.capture.request import CaptureRequest
+from autotp import compat
+from autotp.capture.capture import skeleton
+from autotp.capture.request import CaptureRequest, mode_of
 from autotp.capture.selfcheck import Trial
-from autotp.errors import AutoTPError, InputError
-from autotp.inputs import Inputs
-from autotp.ir.graph import short_name, tensors
-from autotp.ir.scopes import module_path
+from autotp.capture.state_objects import entering
+from autotp.cost import Cluster
+from autotp.cost.objective import Objective
+from autotp.errors import InputError
+from autotp.inputs import CACHES, Inputs, bind
+from autotp.ir.carried import describe, is_carrier
+from autotp.ir.graph import Capture, copy_graph
+from autotp.ir.layouts import Layout
+from autotp.ir.leaves import SEEDS
+from autotp.ir.named_states import Names, follow
+from autotp.ir.program import MeshPlace, Planned, Sharded
+from autotp.passes.optimise import RankProgram, Setting
+from autotp.passes.optimise.cached_attention import CachedAttention
 from autotp.plans.plan import Plan
-from autotp.proof.differences import relative, rounding_of
-from autotp.proof.report import TOLERANCE, Decoded, Difference
-from autotp.proof.run import StepError
+from autotp.proof.differences import Rounding, differences
+from autotp.proof.equality import compare
+from autotp.proof.report import Decoded, Difference
+from autotp.proof.run import Values, real, run, weights_of
+from autotp.runtime.call_key import form
+from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.generation.carriers import Carriers
+from autotp.runtime.generation.generate_methods import calling
+from autotp.runtime.programs import Program, Programs
 
-from .decoded_calls import Generated, NamedCalls, calls_of
+from .compile import apply_plan, further
 from .options import Options
-from .simulated import CPU, DecodedModel, State, Step
 
-FAILS = (
-    "autotp.verify(generate={count}): the model itself fails {what}: {error}. Give shorter example inputs, or others."
+CPU = torch.device("cpu")
+NO_CACHE = (
+    "autotp.verify(generate={count}): {name} carries nothing from call to call that could be compared. Its class has "
+    "no generate(), and carried= names no output that comes back as an input. Leave generate out, or give carried, "
+    "such as {{1: 'past_k', 2: 'past_v'}}."
 )
-FORWARD = "decoding against the forward"  # a difference that the unsharded programs have too
+FAILS = (
+    "autotp.verify(generate={count}): the model itself fails while it decodes: {error}. Give shorter example inputs, or "
+    "others."
+)
+SPOILT = (*CACHES, "use_cache", "return_dict", "labels", "output_attentions", "output_hidden_states")
+Call = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]  # of the module at this path
+
+
+class _FailedError(Exception):
+    """An error of the model itself."""
 
 
 def decoded(
     model: nn.Module, inputs: Inputs, plan: Plan, options: Options, request: CaptureRequest, count: int
 ) -> Decoded:
-    """Generate on simulated ranks, with given tokens, and compare with one forward of all tokens.
+    """Generate, and prove every call on simulated ranks.
 
     Args:
         inputs: the prompt. plan: made with these `options`. request: says which states a user named.
@@ -45,149 +77,230 @@ def decoded(
         CaptureError, PlanError: a call cannot be captured, or not run under the plan.
     """
     trial = Trial.of(model, inputs, CPU)
-    copied = trial.copied.eval()
-    simulated = DecodedModel(copied, plan, options, request, lambda outputs: calls.rows(outputs))
-    calls = calls_of(model, simulated.bare, trial.mapped(), count, request.carried)
-    own, own_forward = _own(copied, calls, count)
+    proof = Decoding(trial.copied.eval(), plan, options, request, trial.tolerance())
     try:
-        calls.decode(simulated.call)
-        steps = simulated.restart(ranks=False)
-    except StepError as e:
-        return _failed(e, calls, count)
-    calls.forward(simulated.call)
-    comparison = compared(steps, simulated.restart(ranks=False)[0], calls.token_positions(), calls.total - count)
-    positions, tolerance = calls.token_positions(), max(trial.tolerance(), _rounding(simulated))
-    gap = _rows_error(_joined(own), _joined([step.outputs for step in steps]), positions)
-    alone = _rows_error(_joined(own), own_forward, positions)
-    difference = explained(comparison.difference, gap, alone, tolerance)
-    return Decoded(**{**vars(comparison), "model_error": gap, "difference": difference})
+        generate(proof.bare, trial.mapped(), count, request.carried, proof.call)
+    except _FailedError as failed:
+        error = failed.__cause__
+        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise InputError(FAILS.format(count=count, error=text)) from error
+    return proof.found(count)
 
 
-def explained(difference: Difference | None, gap: float, alone: float, tolerance: float) -> Difference | None:
-    """A difference with what the model's own generation says of it, or the one from that.
+def generate(bare: nn.Module, inputs: Inputs, count: int, names: Names, call: Call) -> None:
+    """Prefill, and decode tokens, by calls that another function makes.
 
     Args:
-        difference: of the ranks. gap: of the captured programs' logits from the model's own generation.
-        alone: of that from the model's own forward of all tokens. tolerance: what rounding may make of these two.
+        bare: the model's skeleton. inputs: the prompt. count: of tokens after it.
+        names: of the states that a user named; none: the model's own `generate()` makes the calls.
+        call: of the module at a path, with arguments.
     """
-    if difference is not None and difference.direction != FORWARD:
-        return difference
-    if not gap <= tolerance:
-        what = f"the logits of the captured programs are off by {gap:.1e} from those of the model's own generation"
-        return _difference("logits", gap, what, "capture")
-    if difference is None:
-        return None
-    if alone <= tolerance:
-        why = f"the model's own logits, decoded and of one forward, are within {alone:.1e} of each other in its dtype"
-    else:
-        why = f"so is the model itself, whose decoding is off by {alone:.1e} from its forward"
-    same = f"the ranks compute what its decoding does, within {gap:.1e}"
-    return replace(difference, detail=f"{difference.detail}; {why}: {same}")
+    bound = bind(bare.forward, inputs)
+    arguments = {**bound.arguments, **inputs.kwargs}
+    variadic = {n for n, p in bound.signature.parameters.items() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    arguments = {name: x for name, x in arguments.items() if name not in variadic}
+    if names:
+        return _by_names(arguments, count, names, call)
+    given = {name: x for name, x in arguments.items() if name not in SPOILT and x is not None}
+    # One token more: what is chosen last is in no call.
+    calling(bare, call).generate(
+        **given, max_new_tokens=count + 1, min_new_tokens=count + 1, do_sample=False, num_beams=1, use_cache=True,
+        return_dict_in_generate=False,
+    )  # fmt: skip
 
 
-def _rounding(simulated: DecodedModel) -> float:
-    """Return what the model's own casts may cost it, such as of angles to float32: here all is computed in float64."""
-    nodes = itertools.chain.from_iterable(p.capture.graph.nodes for p in simulated.programs)
-    values = itertools.chain.from_iterable(map(tensors, nodes))
-    return rounding_of({v.dtype for v in values if v.dtype.is_floating_point})
+def _by_names(inputs: dict[str, Any], count: int, names: Names, call: Call) -> None:
+    """Call a module some of whose outputs come back as inputs; new tokens are the prompt's again."""
+    states = {name for _, name in names}
+    tokens = {n: x for n, x in inputs.items() if n not in states and isinstance(x, Tensor) and x.ndim > 1}
+    length = next((x.shape[1] for x in tokens.values()), 0)
+    outputs = call("", (), inputs)
+    for at in range(count):
+        new = {n: x[:, at % length, None] for n, x in tokens.items() if x.shape[1] == length}
+        outputs = call("", (), {**inputs, **new, **{name: follow(outputs, path) for path, name in names}})
 
 
-def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Run the model itself, in its own dtype: each call of its decoding, and all tokens at once."""
-    rows: list[list[Tensor]] = []
+def check_count(model: nn.Module, count: Any, names: Names, cp: int = 1) -> None:
+    """Refuse what is no number of tokens, a model that has nothing to decode with, and parts of sequences.
 
-    def call(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = model.get_submodule(entry)(*args, **kwargs)
-        rows.extend([calls.rows(outputs)] if not entry else [])
+    Args:
+        model: that decodes. count: tokens. names: of states that calls carry. cp: ranks to which sequences are dealt.
+
+    Raises:
+        InputError: it says which.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"generate={count!r}: give how many tokens to decode after the example inputs, such as 16.")
+    if cp != 1:
+        raise InputError("generate= with cp: a cache is not dealt along the sequence. Leave out one of them.")
+    if not names and not callable(getattr(type(model), "generate", None)):
+        raise InputError(NO_CACHE.format(count=count, name=type(model).__name__))
+
+
+@dataclass
+class Decoding:
+    """Calls of a model that decodes, each of them proved. Programs are captured as calls want them, in eval mode.
+
+    Attributes:
+        tolerance: allowed of the difference between a captured graph and the model, in its own dtype.
+        programs: with the decisions of each. calls: of the model, not of its parts.
+        error, model_error: largest differences of the ranks, in float64, and of the captured graphs from the model.
+        values: compared on the ranks. difference: the first, None where all agree.
+        rewritten: how many attentions of the programs read their cache as it is, as on the ranks.
+    """
+
+    model: nn.Module
+    plan: Plan
+    options: Options
+    request: CaptureRequest
+    tolerance: float
+    programs: Programs = field(default_factory=Programs)
+    planned: list[Planned] = field(default_factory=list)
+    calls: int = 0
+    error: float = 0.0
+    model_error: float = 0.0
+    values: int = 0
+    difference: Difference | None = None
+    rewritten: int = 0
+
+    def __post_init__(self) -> None:
+        self.bare = skeleton(self.model, CPU).eval()
+        self.carriers = Carriers.of(self.bare, state_names=self.request.states)
+        self.layouts: dict[str, Layout] = dict(self.plan.states)
+
+    def found(self, count: int) -> Decoded:
+        """Return what came of decoding so many tokens."""
+        states = len({name for p in self.programs for name in p.sharded.states})
+        return Decoded(count, self.calls, states, self.values, self.error, self.model_error, self.difference)
+
+    @torch.no_grad()
+    def call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the captured graph of the model, or of the module of it at this path; prove it once it has run.
+
+        Args:
+            entry: path of the module, "" for the model. args, kwargs: of the call.
+        """
+        call = Arguments(self.carriers, args, kwargs, entry)
+        given = copy.deepcopy((args, kwargs))  # with states of their own, to which the model itself writes
+        program, order = self._find(call)
+        captured, tensors = program.capture, [call.flat[i] for i in order]
+        leaves = self._leaves(captured, tensors)
+        try:
+            theirs = self.model.get_submodule(entry)(*given[0], **given[1])
+        except Exception as error:  # whatever a user's forward may raise
+            raise _FailedError from error
+        (results,) = run(captured, {n: [_own(v)] for n, (v,) in leaves.nodes.items()}).outputs
+        for i, taker in captured.mutations.items():
+            if isinstance(taker, int):
+                tensors[taker].copy_(results[i])
+        results = [x for i, x in enumerate(results) if i not in captured.mutations]
+        outputs = call.settle(results, program.returns)
+        self._prove(program, leaves, outputs, theirs)
+        self.calls += not entry
         return outputs
 
-    for run, what in ((calls.decode, f"while it decodes {count} tokens"), (calls.forward, "on all tokens at once")):
-        try:
-            with torch.no_grad():
-                run(call)
-        except AutoTPError:
-            raise
-        except Exception as error:  # whatever a user's forward may raise
-            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise InputError(FAILS.format(count=count, what=what, error=text)) from error
-    return rows[:-1], rows[-1]
+    def _prove(self, program: Program, leaves: Values, ours: Any, theirs: Any) -> None:
+        """Hold the ranks against the captured graph, and what that gave against the model."""
+        if self.difference is not None:  # of which later calls are made
+            return
+        what = "the prompt" if self.calls == 0 else f"decoded token {self.calls}"
+        report = compare(self.planned[program.key], program.sharded, leaves)
+        self.error, self.values = max(self.error, report.output_error), self.values + report.values
+        if report.difference is not None:
+            detail = f"in the call of {what}, {report.difference.detail}"
+            self.difference = replace(report.difference, direction="decoding", detail=detail)
+            return
+        rounding = Rounding(self.tolerance)
+        gap = differences(_tensors(ours), _tensors(theirs), rounding)
+        self.model_error = max(self.model_error, rounding.worst)
+        if gap is not None:
+            detail = f"what the captured graph gives for {what} is off by {gap.error:.1e} from the model itself"
+            self.difference = Difference("capture", f"tensor {gap.key} of the outputs", "", "", gap.error, detail)
+
+    def _leaves(self, captured: Capture, tensors: Sequence[Tensor]) -> Values:
+        """Take copies of the model's weights and of these inputs as the leaves."""
+        arguments, weights = iter(tensors), weights_of(self.model)
+        leaves: dict[Any, list[Any]] = {}
+        for leaf in captured.leaves:
+            value: Any = leaf.node.meta.get("val")
+            if leaf.kind is SEEDS:
+                value = torch.arange(len(value))
+            elif not leaf.kind.passed:
+                value = real(weights.get(leaf.name, captured.constants.get(leaf.name)))
+            elif isinstance(value, Tensor):
+                value = next(arguments)
+            leaves[leaf.node] = [_own(value)]
+        return Values(leaves)
+
+    # ---- programs --------------------------------------------------------------------------------------------------
+
+    def _find(self, call: Arguments) -> tuple[Program, list[int]]:
+        """Find or capture the program of a call, and where its tensors lie among the call's leaves."""
+        for _ in range(2):
+            call_form, _ = form(self.bare.get_submodule(call.entry), call.whole, call.spec)
+            match = self.programs.find(call_form, call.whole, mode_of(self.bare.modules(), CPU), call.entry)
+            if match is not None:
+                return match
+            self._add(call)
+        raise AssertionError("a program does not take the call that it was captured for")
+
+    def _add(self, call: Arguments) -> None:
+        captured = self._captured(call)
+        while self.carriers.learn(captured):
+            call.read()
+            captured = self._captured(call)
+        planned, sharded = apply_plan(captured, self.plan, self.options, states=self.layouts)
+        for name in sharded.states.keys() & self.layouts.keys():
+            # The next call deals out whole states anew, so that it could not tell.
+            if sharded.states[name] != self.layouts[name]:
+                detail = f"one call leaves it {self.layouts[name]}, and another takes it {sharded.states[name]}"
+                self.difference = self.difference or Difference("decoding", name, "", "", float("inf"), detail)
+        self.layouts |= sharded.states
+        sharded, count = as_it_runs(sharded, self.plan.tp, self.options.objective)
+        self.rewritten += count
+        values = [x.node.meta.get("val") for x in captured.inputs]
+        call_form, _ = form(self.bare.get_submodule(call.entry), values, captured.in_spec)
+        self.planned.append(planned)
+        self.programs.append(
+            Program(planned.program, sharded, sharded.graph, len(self.programs), call_form, entry=call.entry)
+        )
+
+    def _captured(self, call: Arguments) -> Capture:
+        bare = skeleton(self.bare, CPU)
+        inputs = form(self.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+        with entering(bare, call.entry):
+            return further(bare, inputs, CPU, mode_of(bare.modules(), CPU), self.request)
 
 
-def compared(steps: Sequence[Step], forward: Step, unpadded: Tensor | None, prompt: int) -> Decoded:
-    """Hold the calls of the ranks against those of the unsharded programs, and these against one forward of all tokens.
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(outputs: Any) -> dict[int, Tensor]:
+    """Number the tensors of a call's outputs, those in a cache among them."""
+    leaves: list[Any] = []
+    for x in compat.tree_leaves(outputs):
+        leaves += describe(x, "").tensors if is_carrier(x) else [x]
+    return dict(enumerate(x for x in leaves if isinstance(x, Tensor)))
+
+
+def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> tuple[Sharded, int]:
+    """Rewrite attention over a cache as one call in the program of all ranks, which is proved as it runs.
 
     Args:
-        steps: the prompt's call, and one for each token. forward: of all tokens.
-        unpadded: which positions are no padding; None where all are. prompt: how many positions come before the tokens.
+        sharded: the program before the rank is known; it stays as it is. tp: number of ranks.
+        objective: what it is planned for.
+
+    Returns:
+        A copy, with layouts of its inputs and of what is left of the original's nodes, and how many attentions were
+        rewritten.
     """
-    whole, last = _joined([s.outputs for s in steps]), steps[-1].states
-    caches = {name: _cache_error(state.whole, forward.states.get(name), unpadded) for name, state in last.items()}
-    # What the ranks have is at most as far from the forward as both errors together.
-    logits = _rows_error(whole, forward.outputs, unpadded) + max(s.logits_error for s in steps)
-    cache = max(caches.values(), default=0.0) + max(s.cache_error for s in steps)
-    positions = max((min(a.shape[1], b.shape[1]) for a, b in zip(whole, forward.outputs, strict=False)), default=0)
-    first = next((_on_ranks(k, step, prompt) for k, step in enumerate(steps) if step.gap is not None), None)
-    if first is None and not max(logits, cache) <= TOLERANCE:
-        name, error = max(caches.items(), key=lambda x: x[1]) if cache > logits else ("the logits", logits)
-        first = _difference(name, error, f"off by {error:.2e} from one forward of all tokens, unsharded too", FORWARD)
-    return Decoded(prompt, len(steps) - 1, positions, len(last), logits, cache, 0.0, first)
-
-
-def _on_ranks(k: int, step: Step, prompt: int) -> Difference:
-    """Name the first value of a call that is another on the ranks than in the unsharded program."""
-    assert step.gap is not None
-    call = "the prompt" if k == 0 else f"decoded token {k}, at position {prompt + k - 1}"
-    key, error = step.gap.key, step.gap.error
-    if not isinstance(key, str):
-        return _difference("the logits", error, f"those of {call} are off by {error:.2e} on rank {key[0]}")
-    state = step.states[key]
-    where, value = "", (state.parts.joined() or [None])[0]
-    if value is not None and value.shape == state.whole.shape and value.numel():
-        at = torch.unravel_index((value - state.whole).abs().flatten().argmax(), value.shape)
-        where = f", most at {[int(i) for i in at]}"
-    return _difference(key, error, f"after {call} the ranks' parts are off by {error:.2e}{where}")
-
-
-def _joined(calls: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Outputs of several calls as those of one: along their positions, which are dimension 1."""
-    out = []
-    for each in zip(*calls, strict=False):
-        if all(x.ndim > 1 for x in each):
-            out.append(torch.cat(list(each), 1))
-    return out
-
-
-def _rows_error(rows_of_ranks: Sequence[Tensor], expected: Sequence[Tensor], positions: Tensor | None) -> float:
-    """Return how far the last positions of outputs are off, those of padding aside; inf where there are none."""
-    errors = []
-    for a, b in zip(rows_of_ranks, expected, strict=False):
-        rows = min(a.shape[1], b.shape[1])
-        a, b = a[:, -rows:].double(), b[:, -rows:].double()
-        where = None if positions is None or positions.shape[1] < rows else positions[:, -rows:]
-        errors.append(relative(a, b) if where is None else relative(a[where], b[where]))
-    return max(errors, default=float("inf"))
-
-
-def _cache_error(value: Tensor, state: State | None, positions: Tensor | None) -> float:
-    """Return how far a cached tensor is off, at positions that are no padding."""
-    if state is None:
-        return float("inf")
-    whole = state.whole
-    if positions is not None and value.shape == whole.shape and positions.shape[0] == whole.shape[0]:
-        for d in (d for d in range(1, whole.ndim) if whole.shape[d] == positions.shape[1]):
-            sizes = [1] * whole.ndim
-            sizes[0], sizes[d] = whole.shape[0], whole.shape[d]
-            mask = positions.view(sizes)
-            return relative(value * mask, whole * mask)
-    return relative(value, whole)
-
-
-def _failed(error: StepError, calls: Generated | NamedCalls, count: int) -> Decoded:
-    path = module_path(error.node)
-    what, detail = short_name(error.node.target), f"it fails on a rank: {str(error).splitlines()[0]}"
-    difference = Difference("decoding", error.node.name, what, path[-1] if path else "", float("inf"), detail)
-    return Decoded(calls.total - count, count, 0, 0, float("inf"), float("inf"), float("inf"), difference)
-
-
-def _difference(value: str, error: float, detail: str, direction: str = "decoding") -> Difference:
-    return Difference(direction, value, "", "", error, detail)
+    graph, copies = copy_graph(sharded.graph.nodes)
+    setting = Setting(MeshPlace(0, tp, ""), Cluster.resolve(None), objective, torch.device("cpu"))
+    program = RankProgram(graph, setting)
+    changes = CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
+    there = set(program.graph.nodes)
+    layouts = {copies[n]: layout for n, layout in sharded.layouts.items() if copies.get(n) in there}
+    origin = {copies[n]: value for n, value in sharded.origin.items() if copies.get(n) in there}
+    ends = {copies[n]: copies[end] for n, end in sharded.ends.items() if copies.get(n) in there}
+    return Sharded(program.graph, layouts, origin, ends, sharded.states), changes.count

@@ -23,8 +23,7 @@ from autotp.proof.report import Certificate, Difference, Report
 from autotp.proof.run import Values
 
 from .compile import apply_plan, capture_model, plain, solve_plan
-from .decoded_calls import check_count
-from .decoding import decoded
+from .decoding import check_count, decoded
 from .options import Options, Steering, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
@@ -58,8 +57,8 @@ def verify(
             together with a plan.
         carried: which outputs come back as which inputs, as for `autotp.compile`.
         generate: also decode so many tokens after the example inputs with a cache, by the model's own `generate()` or
-            with what `carried` names, and compare with one forward of all tokens: the logits at every position, and
-            the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
+            with what `carried` names, and prove each of these calls: every value, the logits and the cached tensors
+            (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
         cp: ranks of a second axis, simulated too, to which these whole sequences are dealt; results are compared.

@@ -37,20 +37,19 @@ class Decoded:
     """Findings of `verify` on a prompt and tokens after it, decoded one by one on the simulated ranks.
 
     Attributes:
-        prompt, tokens: how many positions are prefilled, and decoded.
-        positions: compared, of each sequence; `states`: cached tensors compared.
-        logits_error, cache_error: largest relative differences, of what the ranks have in all calls from one forward
-            of all tokens, in float64; each rank's parts of a cached tensor are put together.
-        model_error: of the logits from those of the model itself, generating in its own dtype.
+        tokens: how many were decoded after the prompt. calls: of the model. states: cached tensors that they carry.
+        values: compared on the ranks in all calls; `error`: the largest relative difference of outputs and of cached
+            tensors, each rank's parts put together, in float64.
+        model_error: largest relative difference of outputs and caches, in the model's own dtype, between the captured
+            graphs and the model itself.
         difference: the first that differs, None where all agree.
     """
 
-    prompt: int
     tokens: int
-    positions: int
+    calls: int
     states: int
-    logits_error: float
-    cache_error: float
+    values: int
+    error: float
     model_error: float
     difference: Difference | None = None
 
@@ -58,10 +57,9 @@ class Decoded:
         if self.difference is not None:
             return f"differs {self.difference}"
         return (
-            f"prefill of {self.prompt} and decoding of {self.tokens} tokens equal the forward of "
-            f"{self.prompt + self.tokens}: logits of {self.positions} positions within {self.logits_error:.1e}, "
-            f"{self.states} cached tensors, each rank's parts put together, within {self.cache_error:.1e} (float64); "
-            f"the logits are within {self.model_error:.1e} of the model's own generation"
+            f"a prefill and {self.tokens} decoded tokens are equal: outputs and {self.states} cached tensors, each "
+            f"rank's parts put together, within {self.error:.1e} (float64, {self.values} values compared); the "
+            f"captured graphs are within {self.model_error:.1e} of the model's own calls"
         )
 
 

@@ -198,13 +198,13 @@ def test_verify_proves_a_model(run, folder):
 def test_verify_decodes(run, monkeypatch):
     refused = run("verify", SMALL, "--generate", 3)
     assert refused.exit_code == 2 and "carries nothing from call to call" in refused.stderr.replace("\n", " ")
-    decoded = Decoded(16, 3, 19, 4, 2e-16, 1e-16, 0.0)
+    decoded = Decoded(3, 4, 4, 90, 1e-16, 0.0)
     report = Report(2, None, 0.0, 0.0, 0.0, 1, decoded=decoded)
     asked: list[int] = []
     monkeypatch.setattr(autotp, "verify", lambda *_, generate, **__: (asked.append(generate), report)[1])
     done = run("verify", SMALL, "--generate", 3)
-    assert asked == [3] and re.search(r"positions +19: 16 prefilled, 3 decoded", done.stdout)
-    assert re.search(r"error of the cache +1.0e-16, 4 tensors", done.stdout)
+    assert asked == [3] and re.search(r"calls of the model +4: a prefill, 3 decoded", done.stdout)
+    assert re.search(r"largest error of these +1.0e-16, 4 cached tensors", done.stdout)
 
 
 def test_verify_a_saved_plan(run):
