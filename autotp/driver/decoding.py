@@ -1,7 +1,8 @@
 """A prompt and tokens after it, decoded with a cache: each call of the model is proved as one call on simulated ranks.
 
-What a call is given, the cache among it, is what the call before left. So it is enough that every call gives on the ranks
-what the captured graph gives, that this is the model, and that a state is left in the layout that the next call takes.
+What a call is given, the cache among it, is what the call before left. So it is enough that every call gives on the
+ranks what the captured graph gives, that this is the model, and that a state is left in the layout that the next call
+takes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ NO_CACHE = (
     "such as {{1: 'past_k', 2: 'past_v'}}."
 )
 FAILS = (
-    "autotp.verify(generate={count}): the model itself fails while it decodes: {error}. Give shorter example inputs, or "
-    "others."
+    "autotp.verify(generate={count}): the model itself fails while it decodes: {error}. Give shorter example inputs, "
+    "or others."
 )
 SPOILT = (*CACHES, "use_cache", "return_dict", "labels", "output_attentions", "output_hidden_states")
 Call = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]  # of the module at this path
@@ -84,7 +85,7 @@ def decoded(
         error = failed.__cause__
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise InputError(FAILS.format(count=count, error=text)) from error
-    return proof.found(count)
+    return proof.summary(count)
 
 
 def generate(bare: nn.Module, inputs: Inputs, count: int, names: Names, call: Call) -> None:
@@ -101,10 +102,10 @@ def generate(bare: nn.Module, inputs: Inputs, count: int, names: Names, call: Ca
     arguments = {name: x for name, x in arguments.items() if name not in variadic}
     if names:
         return _by_names(arguments, count, names, call)
-    given = {name: x for name, x in arguments.items() if name not in SPOILT and x is not None}
+    prompt = {name: x for name, x in arguments.items() if name not in SPOILT and x is not None}
     # One token more: what is chosen last is in no call.
     calling(bare, call).generate(
-        **given, max_new_tokens=count + 1, min_new_tokens=count + 1, do_sample=False, num_beams=1, use_cache=True,
+        **prompt, max_new_tokens=count + 1, min_new_tokens=count + 1, do_sample=False, num_beams=1, use_cache=True,
         return_dict_in_generate=False,
     )  # fmt: skip
 
@@ -168,7 +169,7 @@ class Decoding:
         self.carriers = Carriers.of(self.bare, state_names=self.request.states)
         self.layouts: dict[str, Layout] = dict(self.plan.states)
 
-    def found(self, count: int) -> Decoded:
+    def summary(self, count: int) -> Decoded:
         """Return what came of decoding so many tokens."""
         states = len({name for p in self.programs for name in p.sharded.states})
         return Decoded(count, self.calls, states, self.values, self.error, self.model_error, self.difference)
@@ -181,12 +182,12 @@ class Decoding:
             entry: path of the module, "" for the model. args, kwargs: of the call.
         """
         call = Arguments(self.carriers, args, kwargs, entry)
-        given = copy.deepcopy((args, kwargs))  # with states of their own, to which the model itself writes
+        copies = copy.deepcopy((args, kwargs))  # with states of their own, to which the model itself writes
         program, order = self._find(call)
         captured, tensors = program.capture, [call.flat[i] for i in order]
         leaves = self._leaves(captured, tensors)
         try:
-            theirs = self.model.get_submodule(entry)(*given[0], **given[1])
+            theirs = self.model.get_submodule(entry)(*copies[0], **copies[1])
         except Exception as error:  # whatever a user's forward may raise
             raise _FailedError from error
         (results,) = run(captured, {n: [_own(v)] for n, (v,) in leaves.nodes.items()}).outputs

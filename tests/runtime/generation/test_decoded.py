@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp.capture.request import CaptureRequest
+from autotp.driver.compile import apply_plan
 from autotp.driver.decoding import Decoding, generate
 from autotp.driver.options import Options
 from autotp.errors import InputError
@@ -46,7 +47,7 @@ class Decoded:
         """Decode once more."""
         self.proof.difference, self.proof.calls = None, 0
         generate(self.proof.bare, Inputs(**prompt()), NEW, (), self.proof.call)
-        return self.proof.found(NEW)
+        return self.proof.summary(NEW)
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +124,15 @@ def test_a_captured_graph_that_is_not_the_model_is_told_apart(decoding):
 def test_a_state_that_is_left_otherwise_than_it_is_taken_is_named(decoding):
     proof = decoding.proof
     programs, planned, layouts = list(proof.programs), list(proof.planned), dict(proof.layouts)
-    apply = "autotp.driver.decoding.apply_plan"
-    made = __import__("autotp.driver.compile", fromlist=["apply_plan"]).apply_plan
 
     def whole(*args: Any, **kwargs: Any) -> Any:
-        found = made(*args, **kwargs)
-        found[1].states[KEYS] = R
-        return found
+        planned, sharded = apply_plan(*args, **kwargs)
+        sharded.states[KEYS] = R
+        return planned, sharded
 
     del proof.programs[1:], proof.planned[1:]
     try:
-        with patch(apply, whole):
+        with patch("autotp.driver.decoding.apply_plan", whole):
             found = decoding.again()
     finally:
         proof.programs[:], proof.planned[:], proof.layouts = programs, planned, layouts
