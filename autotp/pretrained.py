@@ -105,7 +105,10 @@ def _generation(folder: Path) -> Any:
 # ---- from a config --------------------------------------------------------------------------------------------------
 
 
-def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False) -> Any:
+def from_config(
+    path: Path | str, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False,
+    known: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """A model of the transformers library from its config, of the class that the config names.
 
     Args:
@@ -113,6 +116,7 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
         dtype: of the weights; None takes the config's.
         fields: other values for fields of the config.
         real: with random weights where they take less than 1 GB, and not on the meta device.
+        known: the config itself, where it stands in no file: `path` is then its name.
 
     Raises:
         InputError: the config cannot be read, or transformers cannot build it.
@@ -123,12 +127,15 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
     except ImportError as error:
         raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
     transformers.logging.set_verbosity_error()
-    data = _fields(path)
+    data = _fields(Path(path)) if known is None else known
     if "model_type" not in data:
         raise InputError(f"{path} is no config of transformers: it has no model_type.")
     _refuse_fetched(path, {**data, **fields})
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if known is None:
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        else:
+            config = transformers.AutoConfig.for_model(**known)
         for name, value in fields.items():
             getattr(config, name)  # a field that it has
             setattr(config, name, value)
@@ -160,7 +167,7 @@ def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Calla
     return lambda: table.from_config(config, trust_remote_code=False, **options)
 
 
-def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
+def _refuse_fetched(path: Path | str, data: Mapping[str, Any]) -> None:
     """Refuse a config by which transformers would fetch kernels: code that comes from a hub."""
     todo: list[tuple[str, Any, bool]] = [("", data, False)]
     while todo:

@@ -5,6 +5,8 @@ Needs no torch: help, and a saved plan, are there at once.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import os
 import re
@@ -20,6 +22,7 @@ MESH = re.compile(r"([1-9]\d*)[x*]([1-9]\d*)")
 PLACEMENT = re.compile(r"(?:shard|s)\s*[:(]\s*(-?\d+)\s*\)?|(replicate|r)\s*(?:\(\s*\))?", re.IGNORECASE)
 MAX_FILE_BYTES = 100_000_000  # of the plan of a large model; a config has thousands
 CONFIG = "config.json"
+SHAPES = Path(__file__).with_name("shapes.json")
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class ModelOptions:
     """Model
 
     Attributes:
-        batch: Examples in the batch. Default: the example's.
-        seq: Length of the sequence. Default: the example's.
+        batch: Examples in the batch. Default: the example's; of a known shape 8.
+        seq: Length of the sequence. Default: the example's; of a known shape at most 4096.
         dtype: Of the weights, such as bfloat16. Default: the config's.
         set: FIELD=VALUE, another value for a field of the config, such as num_hidden_layers=2. Repeatable.
     """
@@ -172,7 +175,7 @@ def writable(*paths: Path | None) -> None:
 
 
 def config_path(text: str) -> Path | None:
-    """The config.json that the text names; None where it names a factory."""
+    """The config.json that the text names; None where it names a known shape or a factory."""
     path = Path(text)
     if path.is_dir():
         if not (path / CONFIG).is_file():
@@ -180,12 +183,20 @@ def config_path(text: str) -> Path | None:
         return path / CONFIG
     if path.is_file():
         return path
-    if ":" in text and os.sep not in text:
+    if text in known_shapes() or ":" in text and os.sep not in text:
         return None
+    near = difflib.get_close_matches(text.lower(), known_shapes(), 3)
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
     raise InputError(
-        f"{text}: no such file or folder. Name a folder or {CONFIG} of transformers (nothing is downloaded), or "
-        "package.module:factory."
+        f"{text}: no such file or folder.{guess} Name a folder or {CONFIG} of transformers (nothing is downloaded), "
+        f"package.module:factory, or a known shape: {', '.join(known_shapes())}."
     )
+
+
+@functools.cache
+def known_shapes() -> Mapping[str, Any]:
+    """The public configs that come with autotp, by name: the source, the number of parameters, and the fields."""
+    return read_json(SHAPES)
 
 
 def is_plan(text: str) -> bool:

@@ -18,7 +18,9 @@ from autotp.errors import InputError
 from autotp.inputs import Inputs, for_model, normalise
 from autotp.pretrained import first_line, from_config
 
-from .flags import ModelOptions, config_path
+from .flags import ModelOptions, config_path, known_shapes
+
+SHAPE_BATCH, SHAPE_TOKENS = 8, 4096  # sizes that a known shape is priced for, where none are asked for
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = Fal
     """The model that the command line names, with example inputs of the sizes asked for.
 
     Args:
-        text: a folder or config.json of transformers, or `package.module:factory`.
+        text: a folder or config.json of transformers, a known shape, or `package.module:factory`.
         training: the mode of a model that is built from a config: with live dropout, or without.
         real: build it from a config with random weights, where they are small enough to be compared.
 
@@ -51,8 +53,10 @@ def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = Fal
     """
     dtype = read_dtype(sizes.dtype)
     path = config_path(text)
-    if path is not None:
-        model, example = from_config(path, dtype, sizes.fields(), real).train(training), None
+    shape = known_shapes().get(text) if path is None else None
+    if path is not None or shape is not None:
+        fields = None if shape is None else shape["config"]
+        model, example = from_config(path or text, dtype, sizes.fields(), real, fields).train(training), None
     elif sizes.set:
         raise InputError(f"{text} is a factory, which has no fields to set: --set goes with a config.json.")
     else:
@@ -63,7 +67,10 @@ def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = Fal
             f"{text}: {type(model).__name__} needs example inputs, and only a transformers config says them. Let the "
             "factory return (module, example_inputs)."
         )
-    return LoadedModel(model, resized(inputs, sizes.batch, sizes.seq), _too_long(model, sizes.seq))
+    batch, seq = sizes.batch, sizes.seq
+    if shape is not None and not real:  # what is only priced has sizes that somebody would train with
+        batch, seq = batch or SHAPE_BATCH, seq or min(SHAPE_TOKENS, _positions(model) or SHAPE_TOKENS)
+    return LoadedModel(model, resized(inputs, batch, seq), _too_long(model, sizes.seq))
 
 
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
@@ -154,8 +161,13 @@ def read_dtype(text: str | None) -> torch.dtype | None:
 
 def _too_long(model: nn.Module, seq: int | None) -> str:
     """A remark where the length asked for is more than the config allows."""
-    config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None)
-    if seq is None or not isinstance(most, int) or not 0 < most < seq:
+    most = _positions(model)
+    if seq is None or not 0 < most < seq:
         return ""
     return f"--seq {seq} is more than the config's max_position_embeddings, {most}"
+
+
+def _positions(model: nn.Module) -> int:
+    """The longest sequence that the config allows; 0 where it says none."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) else 0

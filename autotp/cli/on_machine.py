@@ -41,7 +41,8 @@ def verify(
     Everything runs in this process, in float64.
 
     Args:
-        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
+            package.module:factory.
         plan: Prove this plan, a JSON file.
         generate: Decode so many tokens with a cache too.
         certify: Have spmd_types check it too (extra certify).
@@ -150,7 +151,8 @@ def tune(
     Verdicts are kept in a file, which later runs read. Under torchrun what ranks send is measured too.
 
     Args:
-        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
+            package.module:factory.
         backend: What will run the model: eager, or a backend of torch.compile.
     """
     from autotp.passes.optimise import MEASURED, OPTIMISATIONS  # noqa: PLC0415  they need torch

@@ -26,8 +26,8 @@ def plan(
     """Find the cheapest legal placement, or show a saved plan.
 
     Args:
-        model: A folder or config.json of transformers (no weights needed), or package.module:factory. Or a saved
-            plan.json.
+        model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
+            package.module:factory. Or a saved plan.json.
         full: Print all of the plan.
         save: Write the plan, as JSON.
         html: Write a page that shows it.
@@ -56,7 +56,8 @@ def sweep(
     """Plan for several degrees and compare them, or all meshes of so many devices.
 
     Args:
-        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
+            package.module:factory.
         tp: The degrees, N,N,... Default: 1,2,4,8,16,32.
         devices: Compare all meshes of so many devices.
         global_batch: With --devices: examples of a step over all.
@@ -169,7 +170,8 @@ def explain(
     The alternatives with their cost, what binds, and what would change the choice.
 
     Args:
-        model: A folder or config.json of transformers (no weights needed), or package.module:factory.
+        model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
+            package.module:factory.
         name: Of a parameter.
     """
     result, priced = saved(model, sizes, degree, steering), ""

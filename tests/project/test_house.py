@@ -264,7 +264,7 @@ def test_the_wheel_holds_each_file_once_under_autotp(tmp_path):
     wanted = [f"{package_of(p).replace('.', '/')}/{p.name}" for p in sources("autotp", *ROOMS)]
     folder = "autotp/plans/show/templates"
     templates = [f"{folder}/{p.name}" for p in (ROOT / folder).iterdir()]
-    assert templates and sorted(held) == sorted([*wanted, *templates, "autotp/py.typed"])
+    assert templates and sorted(held) == sorted([*wanted, *templates, "autotp/py.typed", "autotp/cli/shapes.json"])
 
 
 def imported_tests(text: str) -> list[str]:
