@@ -107,7 +107,7 @@ def _generation(folder: Path) -> Any:
 
 def from_config(
     path: Path | str, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False,
-    known: Mapping[str, Any] | None = None,
+    shape: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """A model of the transformers library from its config, of the class that the config names.
 
@@ -116,7 +116,7 @@ def from_config(
         dtype: of the weights; None takes the config's.
         fields: other values for fields of the config.
         real: with random weights where they take less than 1 GB, and not on the meta device.
-        known: the config itself, where it stands in no file: `path` is then its name.
+        shape: the config itself, where it stands in no file: `path` is then its name.
 
     Raises:
         InputError: the config cannot be read, or transformers cannot build it.
@@ -127,15 +127,15 @@ def from_config(
     except ImportError as error:
         raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
     transformers.logging.set_verbosity_error()
-    data = _fields(Path(path)) if known is None else known
+    data = _fields(Path(path)) if shape is None else shape
     if "model_type" not in data:
         raise InputError(f"{path} is no config of transformers: it has no model_type.")
     _refuse_fetched(path, {**data, **fields})
     try:
-        if known is None:
+        if shape is None:
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         else:
-            config = transformers.AutoConfig.for_model(**known)
+            config = transformers.AutoConfig.for_model(**shape)
         for name, value in fields.items():
             getattr(config, name)  # a field that it has
             setattr(config, name, value)
