@@ -21,6 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between passes
 
+gc.disable()  # a quarter of what importing takes otherwise; `collect_rarely` begins it again
+
 import torch
 
 from tests.helpers.house.limits import LIMITS

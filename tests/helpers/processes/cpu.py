@@ -14,9 +14,10 @@ COLLECTIONS = 100_000, 50, 100  # captures make objects by the million and few c
 
 
 def collect_rarely() -> None:
-    """Leave what is imported by now out of Python's garbage collections, and let these be rare."""
+    """Leave what is imported by now out of Python's garbage collections, and let these be rare from here on."""
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
+    gc.enable()
 
 
 def cpu_seconds() -> float:

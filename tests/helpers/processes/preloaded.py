@@ -5,7 +5,10 @@ Four processes that each import torch and transformers spend as long at it as mo
 
 from __future__ import annotations
 
+import gc
 import warnings
+
+gc.disable()  # while libraries are imported
 
 import pytest  # noqa: F401 (for every file of tests imports it)
 import torch
