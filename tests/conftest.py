@@ -1,5 +1,7 @@
 """What every test shares: one thread, a fixed seed, the golden files, one pool of workers; marks, and CPU seconds."""
 
+# ruff: noqa: E402 (what is imported comes after what must be set before)
+
 from __future__ import annotations
 
 import difflib

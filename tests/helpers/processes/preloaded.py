@@ -3,6 +3,8 @@
 Four processes that each import torch and transformers spend as long at it as most tests take.
 """
 
+# ruff: noqa: E402 (what is imported comes after what must be set before)
+
 from __future__ import annotations
 
 import gc
