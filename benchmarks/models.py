@@ -1,4 +1,4 @@
-"""Run autotp over the list of architectures and write benchmarks/models.json and docs/models.md.
+"""Run autotp over the list of architectures and write benchmarks/results/models.json and docs/models.md.
 
 python -m benchmarks.models                          # the whole list at tp 2, 4 and 8
 python -m benchmarks.models --family decoder --tp 2  # a part; its results replace those in the file
@@ -22,7 +22,7 @@ from benchmarks.helpers.measure import measure
 
 from .helpers import isolate
 
-RESULTS = Path(__file__).with_name("models.json")
+RESULTS = Path(__file__).parent / "results" / "models.json"
 LIMIT = 300.0  # seconds for one architecture at one degree
 
 

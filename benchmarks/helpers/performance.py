@@ -1,4 +1,4 @@
-"""docs/performance.md: one section for each benchmark, which its command rewrites."""
+"""docs/performance.md: one section for each benchmark, which its command rewrites, with a file of what it found."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import argparse
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotp.cost.machines.this_machine import processor
+
 from .command import made
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
-HEAD = "# Performance\n\nEach section is written by the command that it names, with `--write`.\n"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results" / "performance"
+LOAD = round(os.getloadavg()[0], 1)  # as the command began
+HEAD = (
+    "# Performance\n\nEach section and its file of results are written by the command that it names, with `--write`.\n"
+)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -47,7 +55,11 @@ def command(
 
 
 def write_section(title: str, text: str, page: Path = PAGE) -> None:
-    """Put the text under the heading `## title` of the page, in the place of what was there, or at the end."""
+    """Put the text under the heading `## title` of the page, in the place of what was there, or at the end.
+
+    The text also goes into a file of benchmarks/results, with what it was made with: figures elsewhere name that file
+    (`benchmarks/results/figures.toml`).
+    """
     before = page.read_text(encoding="utf-8") if page.exists() else HEAD
     section = f"## {title}\n\n{text.strip()}\n"
     parts = re.split(r"^(?=## )", before, flags=re.MULTILINE)
@@ -55,3 +67,20 @@ def write_section(title: str, text: str, page: Path = PAGE) -> None:
     at = next((i for i, part in enumerate(kept) if part.splitlines()[0] == f"## {title}"), len(kept))
     kept[at : at + 1] = [section]
     page.write_text("\n".join(kept), encoding="utf-8")
+    if page == PAGE:
+        record = {"title": title, **made_now(), "text": text.strip().splitlines()}
+        result_of(title).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def result_of(title: str) -> Path:
+    """The file of results behind the section of this title."""
+    return RESULTS / f"{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.json"
+
+
+def made_now() -> dict[str, Any]:
+    """Commit, versions, machine, date, command, and the load before it ran: what a figure is to be read with."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    command = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).stem
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=RESULTS, capture_output=True, text=True)
+    machine = f"{os.cpu_count()} cores of {processor()}"
+    return {"commit": commit.stdout.strip(), **made(command, None), "machine": machine, "load": LOAD}

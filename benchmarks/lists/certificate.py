@@ -24,7 +24,7 @@ from benchmarks.helpers.command import add_choice, choose, each, made
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.certified import PROGRAMS, certified, tried
 
-RESULTS = Path(__file__).parents[1].joinpath("certificate.json")
+RESULTS = Path(__file__).parents[1] / "results" / "certificate.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 PRELOAD = "benchmarks.helpers.lists.certified"
 LIMIT = 300.0  # seconds for one architecture

@@ -1,4 +1,4 @@
-"""`generate()` over the list of architectures: writes benchmarks/generation.json and its part of docs/models.md.
+"""`generate()` over the list of architectures: writes results/generation.json and its part of docs/models.md.
 
 python -m benchmarks.lists.generation                        # all that can generate, at tp=2 and 3
 python -m benchmarks.lists.generation --only llama t5 --tp 3 # a part; its results replace those in the file
@@ -24,7 +24,7 @@ from benchmarks.helpers.isolate import Record, run
 from benchmarks.helpers.lists.generated import generated
 from benchmarks.helpers.lists.page import PAGE, load, render
 
-RESULTS = Path(__file__).parents[1].joinpath("generation.json")
+RESULTS = Path(__file__).parents[1] / "results" / "generation.json"
 LIMIT, TOKENS = 1200.0, 32
 WARM = "benchmarks.helpers.lists.warm_generation"
 

@@ -38,7 +38,7 @@ from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.lists.page import PAGE, render
 from benchmarks.helpers.measure import LENGTH, ROWS, TEXT, example, reason
 
-RESULTS = Path(__file__).parents[1].joinpath("hand_plans.json")
+RESULTS = Path(__file__).parents[1] / "results" / "hand_plans.json"
 LIMIT = 200.0
 SAME = 1.03  # parameters held: times which theirs may be more and still count as split alike
 Distribute = Callable[[Any, Mapping[str, Any], int], nn.Module]

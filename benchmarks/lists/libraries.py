@@ -1,4 +1,4 @@
-"""Run autotp over models of other libraries; writes benchmarks/libraries.json and its part of docs/models.md.
+"""Run autotp over models of other libraries; writes results/libraries.json and its part of docs/models.md.
 
 python -m benchmarks.lists.libraries --install FOLDER        # the pinned packages, without their dependencies
 python -m benchmarks.lists.libraries --folder FOLDER         # the models that have no result yet
@@ -27,7 +27,7 @@ from benchmarks.helpers.lists.library import Listed, examine, listed
 from benchmarks.helpers.lists.page import PAGE, load, render
 
 COMMAND = "benchmarks.lists.libraries"
-RESULTS = Path(__file__).parents[1].joinpath("libraries.json")
+RESULTS = Path(__file__).parents[1] / "results" / "libraries.json"
 LIMIT = 300.0  # seconds for one model
 OWN = ("torch==", "transformers==", "numpy==")  # packages of the environment, which no list may replace
 

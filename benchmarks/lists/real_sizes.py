@@ -1,4 +1,4 @@
-"""Plan well-known configurations on the meta device; writes benchmarks/real_sizes.json and its part of docs/models.md.
+"""Plan well-known configurations on the meta device; writes results/real_sizes.json and its part of docs/models.md.
 
 python -m benchmarks.lists.real_sizes --folder FOLDER            # those that have no result yet
 python -m benchmarks.lists.real_sizes --folder FOLDER --only NAME ...
@@ -23,7 +23,7 @@ from benchmarks.helpers.lists.page import PAGE, load, render
 from benchmarks.helpers.lists.real import examine, reals
 
 COMMAND, WARM = "benchmarks.lists.real_sizes", "benchmarks.helpers.lists.real"
-RESULTS = Path(__file__).parents[1].joinpath("real_sizes.json")
+RESULTS = Path(__file__).parents[1] / "results" / "real_sizes.json"
 LIMIT = 600.0  # seconds for one configuration at all degrees
 
 

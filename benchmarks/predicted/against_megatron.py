@@ -32,7 +32,7 @@ from benchmarks.helpers.command import made
 from benchmarks.helpers.performance import table, write_section
 
 TITLE = "Step and bytes against Megatron's plan"
-RESULTS = Path(__file__).parents[1].joinpath("against_megatron.json")
+RESULTS = Path(__file__).parents[1] / "results" / "against_megatron.json"
 ROWS, LENGTH = 8, 2048
 BYTES = 1.05  # times Megatron's: what a plan may send that is not faster by more than the band
 ROUNDED = 1e-6

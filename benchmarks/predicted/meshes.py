@@ -1,6 +1,6 @@
 """Published meshes of large runs, and where each ranks among those that the cost model chooses from.
 
-    python -m benchmarks.predicted.meshes           # prices what benchmarks/meshes.json lacks, and prints the tables
+    python -m benchmarks.predicted.meshes           # prices what results/meshes.json lacks, and prints the tables
     python -m benchmarks.predicted.meshes --write   # and their sections of docs/performance.md
 
 Nothing runs: models are on the meta device, and every figure is predicted. Each case is a process of its own.
@@ -32,7 +32,7 @@ from benchmarks.helpers.performance import table, write_section
 from benchmarks.plan_time import MODELS, build
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs/performance.md", ROOT / "benchmarks/meshes.json"
+PAGE, RESULTS = ROOT / "docs/performance.md", ROOT / "benchmarks/results/meshes.json"
 DRAWING = ROOT / "docs/assets/mesh-llama-70b.svg"
 LIMIT, CHOSEN = 1800.0, "Llama-70B on 512"
 Degrees = tuple[int, int, int, int]  # pp, dp, cp, tp

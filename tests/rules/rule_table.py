@@ -28,7 +28,7 @@ from autotp.rules.notation import letters, linear, notation
 from tests.rules.cases import CASES, program_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, MODELS = ROOT / "docs/rules.md", ROOT / "benchmarks/models.json"
+PAGE, MODELS = ROOT / "docs/rules.md", ROOT / "benchmarks/results/models.json"
 RANKS = (2, 3)
 WITHOUT = "## Operators without a rule"
 
@@ -220,8 +220,8 @@ Shown is the call with most loops; what the rule says of others depends on their
 [guide.md](guide.md#a-rule-for-your-own-operator).
 """
 WHOLE = """These run whole on every rank, which is right and slower, and plans name them. Met in {models} models of the
-transformers library by `python -m benchmarks.models`, which writes `benchmarks/models.json`; operators that draw
-random numbers or write to a buffer run whole too, with or without a rule."""
+transformers library by `python -m benchmarks.models`, which writes `benchmarks/results/models.json`; operators that
+draw random numbers or write to a buffer run whole too, with or without a rule."""
 
 if __name__ == "__main__":
     main()

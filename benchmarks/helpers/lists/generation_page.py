@@ -1,4 +1,4 @@
-"""The part of docs/models.md on `generate()`, from benchmarks/generation.json."""
+"""The part of docs/models.md on `generate()`, from benchmarks/results/generation.json."""
 
 from __future__ import annotations
 

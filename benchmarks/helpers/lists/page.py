@@ -1,4 +1,4 @@
-"""docs/models.md, from benchmarks/models.json and benchmarks/hand_plans.json."""
+"""docs/models.md, from benchmarks/results/models.json and benchmarks/results/hand_plans.json."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HEAD = """\
 What autotp makes of {count} architectures of the transformers library, each small and with random weights. The list
 is [benchmarks/architectures.toml](../benchmarks/architectures.toml): model types, and the few sizes that do not
 follow from their config classes. `make models` runs it and writes this page, from
-[models.json](../benchmarks/models.json) and [hand_plans.json](../benchmarks/hand_plans.json). `make zoo` runs it as
-tests, at tp=2.
+[models.json](../benchmarks/results/models.json) and
+[hand_plans.json](../benchmarks/results/hand_plans.json). `make zoo` runs it as tests, at tp=2.
 
 {made}
 
@@ -81,8 +81,8 @@ it. This counts; it does not say that their results are right.
 
 
 def load(name: str) -> dict[str, Any]:
-    """The results in a file of this folder; empty where there is none."""
-    path = HERE / name
+    """The results in a file of benchmarks/results; empty where there is none."""
+    path = HERE / "results" / name
     return json.loads(path.read_text()) if path.exists() else {"made": {}, "models": {}}
 
 
