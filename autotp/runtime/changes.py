@@ -23,6 +23,7 @@ from autotp.capture.copies import parts_of
 from autotp.errors import StateError
 
 from .revision import CONTAINERS, HOOKS, Revision, attributes_of, contents, counted, hooks_of, words_of
+from .weight_reads import MADE
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)  # what is in one is run
@@ -87,6 +88,9 @@ class Changes:
                 now = value.contents if value.container else sorted(value.contents.items())
                 value.watched.note(WITHIN + value.name, now)
         if self.revision != Revision.number:
+            # Before anything is sent: amid a program the other ranks would wait.
+            if self.whole is not None and (name := self.whole._shards.taken_away()):
+                raise StateError(MADE.format(name=name))
             hooks = {w.path: now for w in self.parts if (now := hooks_of(w.module)) != w.hooks}
             for watched in self.parts:
                 if not all(isinstance(hook, str) for hook in hooks.get(watched.path, ())):

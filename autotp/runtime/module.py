@@ -474,7 +474,7 @@ class ShardedModule(Part):
         memo[id(self._changes)] = Changes()
         for part in self._order:
             if isinstance(part, Part):
-                memo |= {id(table): {} for table in (part._programs, part._turns, part._boundaries, part._calls_made)}
+                memo |= {id(table): {} for table in (part._programs, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         watch(new._shards.parts, self._source.bare, new._changes).stale = True
         for program in self._programs_made:

@@ -44,14 +44,12 @@ class Part(nn.Module):
         self._detail = original.extra_repr()
         self._leaf = "" if original._modules else repr(original)
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._turns: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}  # reads weights again, see `forward`
         self._boundaries: dict[Any, Boundary] = {}  # what hooks see of a call
         self._calls_made: dict[Any, Boundary] = {}  # likewise hooks on the backward, of those that may be to come
         self._backward_ran = False
         self._storages: dict[str, Storage] = {}  # how its parameters are held, by the original's names of them
         self._due = False  # what stands in its place is to call it with a program
         self._alone = False  # it is called by itself, perhaps by what stands in its place
-        self._late = False  # a weight is no parameter: a hook makes it at this part's turn
         self.training = original.training
 
     def __call__(self, *args: Any, program: Any = None, **kwargs: Any) -> Any:
@@ -79,8 +77,6 @@ class Part(nn.Module):
             return self._by_itself(args, kwargs)  # pyright: ignore[reportCallIssue]
         if self._backward_hooks or self._backward_pre_hooks:
             note(self, program)
-        if (self._forward_pre_hooks or self._late) and program in self._turns:
-            args = self._turns[program](args)
         return self._programs[program](*args)
 
     @torch.compiler.disable  # a function that is compiled around it goes on after it

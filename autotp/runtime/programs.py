@@ -132,7 +132,7 @@ AGAIN = (
     "scaling it would be computed by other scales than in its forward, which has left its largest values to the next. "
     "Put checkpoint around its layers, as docs/training.md shows, or take the recipe 'tensorwise'."
 )
-TABLES = ("_programs", "_turns", "_boundaries")  # of a part, by program
+TABLES = ("_programs", "_boundaries")  # of a part, by program
 
 
 @dataclass(eq=False)

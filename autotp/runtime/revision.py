@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.capture.rank0 import Untold, words
 from autotp.capture.request import TRAINING, Mode, mode_with, parameters_of, shortened
-from autotp.runtime.interop import data_writes
-from autotp.runtime.interop.data_writes import DataWrites
 
 from .module_hooks import hooked
 
@@ -100,31 +98,27 @@ def counted(table: dict[Any, Any]) -> dict[Any, Any]:
 
 @dataclass
 class WriteCount:
-    """Count of writes to tensors: to themselves, by this rank's parts (`to_local()`), or by their `.data`.
+    """Count of writes to tensors: to themselves, or by this rank's parts (`to_local()`).
 
     Attributes:
         tensors: plain ones or DTensors.
     """
 
     tensors: Sequence[Tensor]
-    _revision: int = -1
     _counted: list[Tensor] = field(default_factory=list)
-    _data_writes: list[DataWrites] = field(default_factory=list)
 
     def forget(self) -> None:
         """Look for the parts of the tensors anew at the next count: others stand for them."""
-        self._revision = -1
+        self._counted = []
 
     def number(self) -> int:
         """The sum over all, which a write makes larger."""
-        if self._revision != data_writes.tables.revision:
-            parts, self._revision = list(map(compat.part_of, self.tensors)), data_writes.tables.revision
-            self._counted, self._data_writes = [*self.tensors, *parts], data_writes.entries_of(parts)
+        if not self._counted:
+            self._counted = [*self.tensors, *map(compat.part_of, self.tensors)]
         try:
-            versions = sum(map(VERSION, self._counted))
+            return sum(map(VERSION, self._counted))
         except RuntimeError:  # tensors of inference count no versions
-            versions = sum([t._version for t in self._counted if not t.is_inference()])
-        return versions + sum([entry.number for entry in self._data_writes])
+            return sum([t._version for t in self._counted if not t.is_inference()])
 
 
 @dataclass

@@ -91,6 +91,14 @@ class ShardState:
                 if piece is not None:
                     yield piece, not isinstance(storage.layout, Shard)
 
+    def taken_away(self) -> str:
+        """Return the name of a parameter that a part does not have any more; "" where all are there."""
+        for name, storage in self.storages.items():
+            owner, _, leaf = name.rpartition(".")
+            if any(self.parts[owner]._parameters.get(n) is None for n in storage.names(leaf)):
+                return name
+        return ""
+
     def loaded(self) -> None:
         """Note that weights were loaded, on all ranks alike: that ends what was written apart."""
         if self.counter is not None:

@@ -157,13 +157,11 @@ class Storage:
         return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
 
     def mine(self, pieces: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
-        """Return the rank's slice of the parameter, differentiable; None where it is left to its module's call.
+        """Return the rank's slice of the parameter, differentiable.
 
         Args:
             pieces: the rank's slices of them. ranks: None in one plain process.
         """
-        if any(t is None for t in pieces):
-            return pieces[0]
         if not self.held_whole or ranks is None:
             return self.local(pieces)
         whole, mine = INVARIANT, self.layout.to_runtime()

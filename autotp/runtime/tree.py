@@ -98,7 +98,7 @@ class Assembler:
         constants: Mapping[str, Tensor], compiler: Compiler | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
-        self.ranks, self.reads = ranks, {r.node: r for r in reads if r.storage is not None}
+        self.ranks = ranks
         self.own = {r.node for r in reads}
         self.whole = scopes(graph)
         self.calls = 0
@@ -192,17 +192,14 @@ class Assembler:
             out.append(([r.node for r in kind], self._fetch(kind)))
         return out
 
-    def _fetch(self, reads: Sequence[Read], now: str | None = None) -> Callable[[], Any]:
-        """Return a function that reads these off the tree, parameters unwrapped in one step, each as its local tensor.
-
-        `now` is the module at whose own call that is.
-        """
+    def _fetch(self, reads: Sequence[Read]) -> Callable[[], Any]:
+        """Return a function that reads these off the tree, parameters in one step, each as its local tensor."""
         parameters: list[Place] = []
         locals_: list[tuple[Storage, slice]] = []
         for read in reads:
             if read.storage is not None:
                 module, first = self.parts[read.owner], len(parameters)
-                parameters += places(read.storage, module, read.name, self.ranks, read.has_turn and read.owner != now)
+                parameters += places(read.storage, module, read.name, self.ranks)
                 locals_.append((read.storage, slice(first, len(parameters))))
         buffers = [self._buffer(r.name) for r in reads if r.storage is None]
         whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
@@ -219,23 +216,6 @@ class Assembler:
 
         fetch.__name__ = "parameters"
         return fetch
-
-    def _turn(self, path: str, takes: Sequence[fx.Node]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
-        """Return what reads again, at the call of a module, those of its arguments that are parameters in it."""
-        turns = [
-            (i, r) for i, n in enumerate(takes) if (r := self.reads.get(n)) and f"{r.owner}.".startswith(f"{path}.")
-        ]
-        if not turns:
-            return None
-        fetch = self._fetch([r for _, r in turns], now=path)
-
-        def again(args: tuple[Any, ...]) -> tuple[Any, ...]:
-            out = list(args)
-            for (i, _), value in zip(turns, fetch(), strict=True):
-                out[i] = value
-            return tuple(out)
-
-        return again
 
     def _buffer(self, name: str) -> Callable[[], Tensor]:
         if name in self.constants:
@@ -301,9 +281,6 @@ class Assembler:
         self.calls += 1
         program = (self.key, self.calls)
         part._programs[program] = self._function(scope, takes, gives)
-        turn = self._turn(path, takes)
-        if turn is not None:
-            part._turns[program] = turn
         part._boundaries[program] = Boundary(path, flows(takes, self.own), flows(gives, self.own), self.ranks)
         standing: list[nn.Module] = [part]
 

@@ -23,6 +23,10 @@ from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from .revision import Revision
 from .storage import Storage, unwrap
 
+MADE = (
+    "{name} is no parameter any more: a hook, pruning or a parametrization makes it before its layer's forward, and "
+    "programs read weights before that. Put it into the original model, and compile that."
+)
 SHAPE, LOCAL, TRAINED = attrgetter("shape"), attrgetter("_local_tensor"), attrgetter("requires_grad")
 
 
@@ -41,15 +45,6 @@ class Read:
     def owner(self) -> str:
         """The module that has it."""
         return self.name.rpartition(".")[0]
-
-    @property
-    def has_turn(self) -> bool:
-        """Return whether it is read before its own module is called, and used in such calls alone."""
-        inside = []
-        for path in map(scope_path, self.node.users):
-            at = next((i for i, p in enumerate(path) if self.scope in (p, module_of(p))), -1)
-            inside.append(any(module_of(p) == self.owner for p in path[at + 1 :]))
-        return self.owner != "" and all(inside)
 
     @cached_property
     def unit(self) -> str:
@@ -78,7 +73,6 @@ class Place:
         name: of the attribute, in the whole tree.
         shape: of the whole tensor; `local`: of this rank's part; `dim`: which dimension is split.
         mesh: None in one plain process.
-        turn: leave it to the module's own call where it is no parameter, because a hook makes it there.
     """
 
     module: nn.Module
@@ -88,15 +82,17 @@ class Place:
     local: torch.Size
     dim: int | None
     mesh: DeviceMesh | None
-    turn: bool = False
 
-    def settle(self, tensor: Tensor | None) -> Tensor | None:
-        """Return what stands there, as a tensor that lies as the program takes it; differentiable.
+    def settle(self) -> Tensor:
+        """Return the parameter, or what was put in its place, as the program takes it; differentiable.
 
         Raises:
-            StateError: it is another tensor than that.
+            StateError: it is another tensor than that, or none.
         """
-        if tensor is None or _fits(tensor, self):
+        tensor = self.module._parameters.get(self.leaf)
+        if tensor is None:
+            raise StateError(MADE.format(name=self.name))
+        if _fits(tensor, self):
             return tensor
         dtensor = isinstance(tensor, DTensor)
         if tensor.shape != self.shape or self.mesh is None or (dtensor and tensor.device_mesh != self.mesh):
@@ -109,12 +105,12 @@ class Place:
         return whole.redistribute(placements=[Whole() if self.dim is None else Split(self.dim)])
 
 
-def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, turn: bool) -> list[Place]:
+def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None) -> list[Place]:
     """Return the places of one parameter of the original.
 
     Args:
         storage: how it is held. module: the part that holds it. name: whole, of the original.
-        ranks: None in one plain process. turn: whether a backward through it takes turns over the ranks.
+        ranks: None in one plain process.
     """
     owner, _, leaf = name.rpartition(".")
     mesh, rank = (ranks.mesh, ranks.rank) if ranks is not None else (None, 0)
@@ -122,12 +118,12 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, 
     for n, piece in zip(storage.names(leaf), storage.pieces, strict=True):
         full, whole = f"{owner}.{n}" if owner else n, torch.Size(piece.shape)
         local = piece.share(rank, storage.tp)[1] if ranks is not None else whole
-        out.append(Place(module, n, full, whole, local, piece.dim, mesh, turn))
+        out.append(Place(module, n, full, whole, local, piece.dim, mesh))
     return out
 
 
 def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
-    """Return a function that reads these, unwrapped in one step; None for one that is left to its module's own call."""
+    """Return a function that reads these, unwrapped in one step."""
     names = [(place.module, place.leaf) for place in places]
     shapes = [place.local for place in places]
     split = bool(places) and places[0].mesh is not None
@@ -144,35 +140,14 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
         except AttributeError:  # no parameter, or no DTensor
             local, fit = [], False
         if not fit:
-            return _settled([place.settle(_at(place)) for place in places])
+            return unwrap([place.settle() for place in places])
         plain = split and not torch.is_grad_enabled() and not any(map(TRAINED, local))
         return local if plain else unwrap(tensors)
 
     return read
 
 
-def _settled(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    there = iter(unwrap([t for t in tensors if t is not None]))
-    out: list[Any] = []
-    for t in tensors:
-        out.append(None if t is None else next(there))
-    return tuple(out)
-
-
-def _fits(tensor: Tensor | None, place: Place) -> bool:
+def _fits(tensor: Tensor, place: Place) -> bool:
     if place.mesh is None:
-        return tensor is not None and tensor.shape == place.local
+        return tensor.shape == place.local
     return isinstance(tensor, DTensor) and local_of(tensor).shape == place.local
-
-
-def _at(place: Place) -> Tensor | None:
-    """Return the parameter; what stands in its place where the module was changed."""
-    module = place.module
-    parameter = module._parameters.get(place.leaf)
-    if parameter is not None:
-        return parameter
-    if place.turn:
-        module.__dict__["_late"] = True
-        Revision.number += 1
-        return None
-    return getattr(module, place.leaf)

@@ -1,4 +1,4 @@
-"""Operators on DTensors that torch computes from a rank's own part, or not at all: here of the whole tensors.
+"""Operators on DTensors that torch computes from a rank's own part: here of the whole tensors, or refused.
 
 Torch looks an operator up in a table of handlers before it asks how its operands are split. What stands in that table
 holds for the whole process, so a handler refuses only what lies over the ranks of a sharded module, and is otherwise
@@ -25,11 +25,25 @@ from autotp import compat
 from autotp.comm.lockstep import lost, meet_in, whole_backward
 from autotp.errors import StateError
 
-from . import whole_tensors
 from .ownership import in_parts, ours, stepping, wide_group
 from .tool_refusals import DDP, refuse_clipping
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
+
+PART_BY_PART = (  # draws, and writes of what is whole
+    aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default,
+    aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default, aten.random_.default,
+    aten.random_.to, getattr(aten.random_, "from"), aten.eye.m_out, aten.t_.default, aten.fill_.Tensor,
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+)  # fmt: skip
+VIEWS = (
+    aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default,
+    aten.view.default,
+)  # fmt: skip
+WHOLE_INSTEAD = (
+    "Take the whole, w = p.detach().full_tensor(), and read or change that; load it on every rank by "
+    "sharded.load_state_dict({name: w}, strict=False)."
+)
 COMPARED = ("gt", "ge", "lt", "le", "eq", "ne")
 Handler = Callable[[Any, Sequence[Any], Any], Any]
 COMPARISONS = tuple(getattr(getattr(aten, name), over) for name in COMPARED for over in ("Scalar", "Tensor"))
@@ -37,9 +51,9 @@ COMPARISONS = tuple(getattr(getattr(aten, name), over) for name in COMPARED for 
 
 @functools.cache
 def install() -> None:
-    """Let torch compute these operators as this file and `whole_tensors` have them. Once per process."""
-    whole_tensors.install()
+    """Let torch compute these operators as this file has them. Once per process."""
     compat.operator_handlers().update(HANDLERS)
+    compat.replace_data(_data)
     compat.around_redistribution(_compared_first)
     compat.around_backward(whole_backward)
 
@@ -176,7 +190,7 @@ def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     mask = indices[0]
     number = not isinstance(value, DTensor) and value.numel() == 1
     if len(indices) > 1 or not number or not isinstance(mask, DTensor) or mask.dtype != torch.bool:
-        return whole_tensors.write(op, tuple(args), kwargs) if ours(into) else compat.by_default(op, args, kwargs)
+        return _on_parts(op, args, kwargs)
     _refuse_unlike(op, [into, mask])
     op(*map(_local, args), **kwargs)
     return into
@@ -236,7 +250,67 @@ def _broadcast(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return compat.by_default(op, args, kwargs)
 
 
+# ---- what is refused of a tensor that lies over ranks ----------------------------------------------------------------
+
+
+def _on_parts(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """An operator that each rank would do for its part alone: under a common seed all parts would draw the same."""
+    tensor = kwargs.get("out", args[0])
+    if ours(tensor) and not tensor.is_meta:
+        raise StateError(f"{op} of a tensor that lies over ranks: a rank has its part alone. {WHOLE_INSTEAD}")
+    return compat.by_default(op, args, kwargs)
+
+
+def _view(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """A row, slice or view: where it is a copy on a rank, a write to it would be lost, so it is refused.
+
+    An optimizer's step may read it, and autograd lets nobody write to a view of what it records.
+    """
+    views, of = compat.by_default(op, args, kwargs), args[0]
+    if not ours(of) or of.is_meta or stepping() or (torch.is_grad_enabled() and of.requires_grad):
+        return views
+    for view in views if isinstance(views, list | tuple) else [views]:
+        if _memory(view) != _memory(of):
+            raise StateError(f"{op} of a tensor that is split there gives a copy, and no view. {WHOLE_INSTEAD}")
+    return views
+
+
+def _memory(tensor: DTensor) -> int:
+    return compat.local_of(tensor).untyped_storage()._cdata
+
+
+def _data(torchs: Any) -> property:
+    """Make `.data` of DTensors: writes to a parameter's are counted as its own, and an assignment writes to it.
+
+    Args:
+        torchs: its property, whose assignment leaves the local tensor as it is.
+    """
+
+    def get(self: Any) -> Any:
+        return self.detach() if isinstance(self, nn.Parameter) and ours(self) else torchs.__get__(self)
+
+    def put(self: Any, value: Any) -> None:
+        if not ours(self):
+            torchs.__set__(self, value)
+            return
+        if not isinstance(value, DTensor) or _kind(value) != _kind(self):
+            raise StateError(
+                f".data = a tensor of shape {tuple(value.shape)} that does not lie over the ranks as this one does, of "
+                f"shape {tuple(self.shape)} over {self.device_mesh}. {WHOLE_INSTEAD}"
+            )
+        with torch.no_grad():
+            compat.local_of(self).copy_(compat.local_of(value))
+
+    return property(get, put)
+
+
+def _kind(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, compat.local_of(tensor).device, *_way(tensor)
+
+
 HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(PART_BY_PART, _on_parts),
+    **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
     **dict.fromkeys(COMPARISONS, _compared),

@@ -170,10 +170,7 @@ class Watch:
             return False
         if tuple(map(dict.get, map(CHILDREN, self.above), self.leaves)) != self.modules:
             return False
-        # A forward of its own, or a weight that is made at the module's own call.
-        return not any(map(dict.__contains__, self.own, repeat("forward"))) and not any(
-            map(dict.get, self.own, repeat("_late"))
-        )
+        return not any(map(dict.__contains__, self.own, repeat("forward")))  # a forward of its own
 
 
 def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:
