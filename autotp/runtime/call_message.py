@@ -123,6 +123,22 @@ def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
     return ""
 
 
+def refuse_generators(states: Sequence[bytes], what: str) -> None:
+    """Refuse a forward with operators that draw as torch does, where the ranks' generators would give other numbers.
+
+    Args:
+        states: of the generators of the ranks of a slice, zeros where nothing draws so. what: the call in words.
+
+    Raises:
+        RankError: with the states that differ.
+    """
+    if len(set(states)) > 1:
+        raise RankError(
+            f"In {what} operators draw as torch does, and the ranks' generators are in different states: "
+            f"{by_value([state.hex() for state in states])}. Call torch.manual_seed with one number on every rank."
+        )
+
+
 def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
     """Refuse weights that were written on some ranks only, or more often, and other values of the inputs.
 
@@ -141,6 +157,8 @@ def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
         slices = [everyone]  # with cp all pass the same
     if differences := written_apart(slices):
         raise RankError(f"Since the call before {what} the ranks have parted: {differences}.\n{CAUSES}")
+    for each in slices:
+        refuse_generators([message.state for message in each], what)
     if differences := valued_apart(slices):
         axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
         raise RankError(

@@ -23,14 +23,26 @@ from torch.distributed.fsdp import FSDPModule
 
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
-from autotp.comm.ranks import agree, broadcast, from_all
+from autotp.comm.ranks import agree, from_all
 from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
 
 from . import state
-from .call_message import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted
+from .call_message import (
+    HOOKED,
+    NEW,
+    SEQUENCES,
+    WHOLE,
+    CallMessage,
+    Ticket,
+    compare,
+    kind_of,
+    mode_of,
+    parted,
+    refuse_generators,
+)
 from .changes import Changes
 from .data_parallel import follow_types, show_gradients
 from .module_hooks import compare_hooks
@@ -40,19 +52,6 @@ from .samples import NOTHING, alike, sampled
 from .shard_state import ShardState
 
 COUNT_VALUES = 1 << 32  # of a number that is sent
-
-
-@dataclass
-class RandomSource:
-    """Source of the random numbers of a forward.
-
-    Attributes:
-        seed: one number, of rank 0, for what draws by counters.
-        apart: whether the ranks' generators are in different states, for what draws as torch does.
-    """
-
-    seed: int = 0
-    apart: bool = False
 
 
 @dataclass
@@ -138,13 +137,13 @@ class Calls:
                 lost(error, self.channel.group)
             raise
 
-    def begin(self, kind: CallKind, call: Arguments, program: Program | None) -> tuple[bool, RandomSource | None]:
+    def begin(self, kind: CallKind, call: Arguments, program: Program | None) -> tuple[bool, int | None]:
         """Hold a forward against those of the other ranks. A collective call.
 
         Args:
             kind: of the call, and `program` the one that is known for it. call: the inputs.
 
-        Returns: whether the call is of a new kind to any rank, and what its random numbers come from, if that is known.
+        Returns: whether the call is of a new kind to any rank, and rank 0's seed, if the program is known.
         """
         channel = self.channel
         self.number += 1
@@ -164,7 +163,7 @@ class Calls:
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
             self.writes_before, self.hooked = count, bool(flags & HOOKED)
-            return program is None, _random_source([own]) if program is not None else None
+            return program is None, own.seed if program is not None else None
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
@@ -174,7 +173,7 @@ class Calls:
         self.hooked = any(message.flags & HOOKED for message in everyone)
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
-        return new, _random_source(beside) if program is not None else None
+        return new, beside[0].seed if program is not None else None
 
     def compare_sequences(self, sequences: Sequence[Any]) -> None:
         """Refuse whole sequences that differ on ranks of either axis, on any device. A collective call.
@@ -223,27 +222,15 @@ class Calls:
         yield
         end_hooks(self.channel, self.what)
 
-    def numbers(self, program: Program) -> RandomSource:
-        """Return the source of the random numbers of a forward whose program was not known before. Collective."""
+    def seed(self, program: Program) -> int:
+        """Return rank 0's seed for a forward whose program was not known before. Collective."""
         seed, generator = self._numbers(program)
         if self.own is None or not (program.seeds or program.draws):
-            return RandomSource(seed)
+            return seed
         everyone = meet(self.own, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
         pairs = [struct.unpack("!q8s", one) for one in everyone]
-        return RandomSource(pairs[0][0], len({one[1] for one in pairs}) > 1)
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """While the program runs, where the ranks' generators are apart: random numbers are rank 0's."""
-        ranks, device = self.shards.ranks, self.shards.device
-        own = _generator(device)
-        theirs = broadcast(ranks, own)
-        try:
-            _generator(device, theirs)
-            yield
-        finally:
-            if ranks is not None and ranks.rank:
-                _generator(device, own)
+        refuse_generators([pair[1] for pair in pairs], self.what)
+        return int(pairs[0][0])
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.
@@ -340,18 +327,3 @@ class Calls:
         ranks = self.shards.ranks
         agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")
-
-
-def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:
-    """The state of the generator that a device's operators draw from, after it was given a new one, if there is one."""
-    if device.type == "cuda":
-        if new is not None:
-            torch.cuda.set_rng_state(new, device)
-        return torch.cuda.get_rng_state(device)
-    if new is not None:
-        torch.set_rng_state(new)
-    return torch.get_rng_state()
-
-
-def _random_source(everyone: Sequence[CallMessage]) -> RandomSource:
-    return RandomSource(everyone[0].seed, len({message.state for message in everyone}) > 1)

@@ -37,7 +37,7 @@ from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, 
 
 from . import data_parallel, optimizer_steps, program_search, state
 from .call_key import form
-from .calls import Calls, RandomSource
+from .calls import Calls
 from .changes import Changes
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
@@ -131,17 +131,17 @@ class ShardedModule(Part):
         call = self._arguments(args, kwargs, entry)
         kind = program_search.kind_of(self, call)
         match = kind.program(call.shapes)
-        new, source = self._calls.begin(kind, call, match and match[0])
+        new, seed = self._calls.begin(kind, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = self._find(call)
             inputs = [call.flat[i] for i in order]
-            outputs = self._first(program, inputs, source or self._calls.numbers(program))
+            outputs = self._first(program, inputs, self._calls.seed(program) if seed is None else seed)
             program_search.kind_of(self, call).learn(program, order)  # which may be read otherwise now
         else:
             program, order = match
             inputs = [call.flat[i] for i in order]
-            outputs = self._run(program, inputs, source or self._calls.numbers(program))
+            outputs = self._run(program, inputs, self._calls.seed(program) if seed is None else seed)
         return call.settle(self._finish(program, outputs, inputs), program.returns)
 
     def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,25 +165,25 @@ class ShardedModule(Part):
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
         return call
 
-    def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
-        inputs = [*inputs, *program.random(self._shards, source.seed)] if program.seeds else inputs
+    def _run(self, program: Program, inputs: list[Tensor], seed: int) -> Any:
+        inputs = [*inputs, *program.random(self._shards, seed)] if program.seeds else inputs
         self._programs_made.run(program)
         try:
             # A capture under autocast holds its casts already.
             cast = program.capture.state[-1] is not None
             plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
-            with self._calls.running(), plain, self._calls.drawing() if source.apart else nullcontext():
+            with self._calls.running(), plain:
                 return self._programs[program.key](*inputs)
         except RuntimeError as error:
             self._calls.lost(error)
             raise
 
-    def _first(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
+    def _first(self, program: Program, inputs: list[Tensor], seed: int) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
         if self._source.tp == 1 or program.draws:
-            return self._run(program, inputs, source)
+            return self._run(program, inputs, seed)
         before = state.random_state(self._shards.device)
-        outputs = self._run(program, inputs, source)
+        outputs = self._run(program, inputs, seed)
         if state.random_state(self._shards.device) != before:
             agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
             program.draws = True
