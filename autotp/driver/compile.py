@@ -44,9 +44,9 @@ from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.plan import Plan
 from autotp.runtime import state
+from autotp.runtime.call_message import few
 from autotp.runtime.lower.lower import EAGER, Lowering
 from autotp.runtime.programs import Source
-from autotp.runtime.samples import few
 
 from .begun_cache import BegunCache, begun_cache
 from .options import Options, warn_of_cache

@@ -37,11 +37,10 @@ from autotp.proof.differences import Rounding, differences
 from autotp.proof.equality import compare
 from autotp.proof.report import Decoded, Difference
 from autotp.proof.run import Values, real, run, weights_of
-from autotp.runtime.call_key import form
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generate_methods import calling
-from autotp.runtime.programs import Program, Programs
+from autotp.runtime.programs import Program, Programs, form
 
 from .compile import apply_plan, further
 from .options import Options

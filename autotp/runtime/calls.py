@@ -33,23 +33,25 @@ from . import state
 from .call_message import (
     HOOKED,
     NEW,
+    NOTHING,
     SEQUENCES,
     WHOLE,
     CallMessage,
     Ticket,
+    alike,
     compare,
     kind_of,
     mode_of,
     parted,
     refuse_generators,
+    sampled,
 )
 from .changes import Changes
 from .data_parallel import follow_types, show_gradients
 from .module_hooks import compare_hooks
 from .programs import MAX_KINDS, CallKind, Program, short
 from .revision import Inventory, WriteCount
-from .samples import NOTHING, alike, sampled
-from .shard_state import ShardState
+from .storage import ShardState
 
 COUNT_VALUES = 1 << 32  # of a number that is sent
 

@@ -23,7 +23,7 @@ from autotp.comm.lockstep import recoveries
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 
-from .shard_state import ShardState
+from .storage import ShardState
 from .weight_reads import Read
 
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given

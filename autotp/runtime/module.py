@@ -36,14 +36,12 @@ from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, refuse_transforms
 
 from . import data_parallel, optimizer_steps, program_search, state
-from .call_key import form
 from .calls import Calls
 from .changes import Changes
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
-from .programs import Program, Programs, Source, train_as
-from .shard_state import ShardState
-from .storage import Storage
+from .programs import Program, Programs, Source, form, train_as
+from .storage import ShardState, Storage
 
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,32 +78,26 @@ class Boundary:
         return tuple(out[place] for place in places)
 
     def with_replaced(
-        self, values: Sequence[Any], flows: Sequence[Flow], before: Sequence[Any], new: Any,
-        unwritten: Set[int] | None = None, graded: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, values: Sequence[Any], flows: Sequence[Flow], before: Sequence[Any], new: Any, graded: bool = False
+    ) -> tuple[Any, ...]:
         """The values, with what a hook put in the place of those that it saw.
 
         Args:
-            values, flows: those at the boundary. before: what the hook saw; new: what it gave.
-            unwritten: places in `before` to which it did not write; None for all.
-            graded: whether these are gradients.
+            values, flows: those at the boundary. before: what the hook saw, nothing where it wrote to that; new: what it
+                gave. graded: whether these are gradients.
 
         Raises:
             StateError: it gave another number of values.
         """
         gives = tuple(new) if isinstance(new, tuple | list) else (new,)
-        if len(gives) != len(before):
+        places = dict.fromkeys(flow.place for flow in flows if flow.shown)
+        if len(gives) != len(places):
             raise StateError(
-                f"a hook on {self.path} returned {len(gives)} values in the place of {len(before)}: those that flow "
+                f"a hook on {self.path} returned {len(gives)} values in the place of {len(places)}: those that flow "
                 "there in the captured graph. Return as many."
             )
-        places = dict.fromkeys(flow.place for flow in flows if flow.shown)
-        pairs = enumerate(zip(places, before, gives, strict=True))
-        new_at = {
-            p: value
-            for i, (p, old, value) in pairs
-            if value is not old or (unwritten is not None and i not in unwritten)
-        }
+        seen = set(map(id, before))
+        new_at = {place: value for place, value in zip(places, gives, strict=True) if id(value) not in seen}
         out = []
         for value, flow in zip(values, flows, strict=True):
             if flow.place not in new_at:
@@ -207,27 +201,16 @@ def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any]) ->
         raise RankError(f"In {what} the ranks have parted: hooks that see whole values: {differences}.\n{CAUSES}")
 
 
-def _versions(values: Sequence[Any]) -> list[Any]:
-    """By which writes to the values are seen afterwards."""
-    out: list[Any] = []
-    for v in values:
-        out.append(_version(v) if isinstance(v, Tensor) else None)
-    return out
+def _call(hook: Callable[..., Any], module: Any, wholes: Sequence[Any], *args: Any) -> tuple[Any, bool]:
+    """Call a hook with these arguments, among which are the whole values that it is shown.
 
-
-def _version(value: Tensor) -> Any:
-    return value.clone() if value.is_inference() else value._version
-
-
-def _unwritten_places(values: Sequence[Any], before: Sequence[Any]) -> set[int]:
-    """The places of values that were not written to."""
-    return {i for i, (v, was) in enumerate(zip(values, before, strict=True)) if not _writes_to(v, was)}
-
-
-def _writes_to(value: Any, before: Any) -> bool:
-    if isinstance(before, Tensor):
-        return not torch.equal(value, before)
-    return isinstance(value, Tensor) and value._version != before
+    Returns: what it gave, and whether it may have written to what it saw: tensors of inference do not count writes.
+    """
+    tensors = [x for x in wholes if isinstance(x, Tensor)]
+    if any(x.is_inference() for x in tensors):
+        return call_hook(hook, module, *args), True
+    before = [x._version for x in tensors]
+    return call_hook(hook, module, *args), [x._version for x in tensors] != before
 
 
 def _grade(values: Sequence[Any], flows: Sequence[Flow], wholes: Sequence[Any]) -> None:
@@ -245,16 +228,16 @@ def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[...,
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
         wholes = args if boundary is None else boundary.whole_values(args, boundary.takes)
-        before = _versions(wholes)
-        new = call_hook(hook, module, wholes, rest) if with_kwargs else call_hook(hook, module, wholes)
-        unwritten = _unwritten_places(wholes, before)
-        if new is None and (boundary is None or len(unwritten) == len(wholes)):
+        new, wrote = _call(hook, module, wholes, wholes, *((rest,) if with_kwargs else ()))
+        if new is None and (boundary is None or not wrote):
             return None
         if new is not None and with_kwargs:
             new, rest = new
         new = wholes if new is None else new
         new = new if isinstance(new, tuple) else (new,)
-        arguments = new if boundary is None else boundary.with_replaced(args, boundary.takes, wholes, new, unwritten)
+        arguments = (
+            new if boundary is None else boundary.with_replaced(args, boundary.takes, () if wrote else wholes, new)
+        )
         return arguments, rest | {k: v for k, v in kwargs.items() if k == "program"}
 
     return run
@@ -272,18 +255,16 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
         several = len(boundary.gives) > 1
         values: tuple[Any, ...] = output if several else (output,)
         wholes = boundary.whole_values(values, boundary.gives)
-        before = _versions(wholes)
         arguments = boundary.whole_values(args, boundary.takes)
-        new = call_hook(hook, module, arguments, *options, wholes[0] if len(wholes) == 1 else wholes)
-        unwritten = _unwritten_places(wholes, before)
-        if new is None and len(unwritten) == len(wholes):
+        new, wrote = _call(hook, module, wholes, arguments, *options, wholes[0] if len(wholes) == 1 else wholes)
+        if new is None and not wrote:
             _grade(values, boundary.gives, wholes)
             return None
         if new is None:
             new = wholes
         elif len(wholes) <= 1:
             new = (new,)
-        results = boundary.with_replaced(values, boundary.gives, wholes, new, unwritten)
+        results = boundary.with_replaced(values, boundary.gives, () if wrote else wholes, new)
         return results if several else results[0]
 
     return run

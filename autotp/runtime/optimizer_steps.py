@@ -28,8 +28,8 @@ from autotp.errors import RankError
 from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_unknown
 from autotp.runtime.interop.ownership import begin_step, end_step, outside_of_steps
 
+from .call_message import NOTHING, SAMPLES, alike, sampled
 from .calls import Calls
-from .samples import NOTHING, SAMPLES, alike, sampled
 
 BODY = struct.Struct(f"!II{SAMPLES}d")
 MAX_GRADIENTS = SAMPLES  # of which values are read

@@ -22,8 +22,7 @@ from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.lower.lower import accumulate_in
 
 from . import data_parallel, state
-from .call_key import CallKey, Form, form
-from .programs import CallKind, Program, readings
+from .programs import CallKey, CallKind, Form, Program, form, readings
 from .tree import Assembler
 
 WITHIN = (

@@ -13,7 +13,7 @@ import autotp
 from autotp.errors import StateError
 from autotp.kernels import attention
 from autotp.runtime import calls
-from autotp.runtime.samples import NOTHING, Sample, sampled
+from autotp.runtime.call_message import NOTHING, Sample, sampled
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.errors import message_of
 from tests.helpers.modules.two_axes import model_of

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from autotp.errors import StateError
 from autotp.runtime import state
 from autotp.runtime.interop.ownership import INSTEAD, of_another_rank
-from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import Box
+from autotp.runtime.storage import Box, ShardState
 
 from .digests import Entry
 

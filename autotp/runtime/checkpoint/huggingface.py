@@ -19,7 +19,7 @@ from torch import Tensor
 from autotp.comm.ranks import Ranks, together
 from autotp.inputs import is_transformers
 from autotp.runtime import state
-from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import ShardState
 
 from . import folders
 from .archives import reverted

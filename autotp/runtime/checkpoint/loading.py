@@ -21,9 +21,8 @@ from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
 from autotp.ir.files import opened
 from autotp.runtime import state
-from autotp.runtime.samples import few
-from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import Box, as_dtensor, same_layout
+from autotp.runtime.call_message import few
+from autotp.runtime.storage import Box, ShardState, as_dtensor, same_layout
 
 from . import dcpfiles, folders, optimizers
 from .archives import Archive, NameMatch, TensorArchive, match, under_own_names

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from autotp.errors import StateError
 from autotp.runtime import state
-from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import ShardState
 
 from .archives import Archive
 from .dcpfiles import Tensors

@@ -22,8 +22,7 @@ from autotp.comm.ranks import Ranks, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
-from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import Box
+from autotp.runtime.storage import Box, ShardState
 
 from . import folders, huggingface, optimizers
 from .dcpfiles import Planner, Tensors, Writer

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from autotp.comm.ranks import together
 from autotp.errors import StateError
-from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import ShardState
 
 from .ownership import INSTEAD, of_another_rank
 

@@ -23,7 +23,7 @@ from autotp.passes.decompose.counter_random import base_seed, seeds
 from autotp.runtime import state
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.programs import Program
-from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import ShardState
 
 WORLD = "0"  # what torch calls the group of all processes
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.comm.lockstep import meet_in
-from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import Storage
+from autotp.runtime.storage import ShardState, Storage
 
 from .ownership import ours
 

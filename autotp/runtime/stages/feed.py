@@ -18,7 +18,7 @@ from autotp.ir.layouts import Layout
 from autotp.ir.op import expression
 from autotp.ir.sizes import substitute
 from autotp.passes.stages.cut import Wire
-from autotp.runtime.call_key import Form, form
+from autotp.runtime.programs import Form, form
 
 
 @dataclass(frozen=True)

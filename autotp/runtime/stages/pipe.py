@@ -27,7 +27,7 @@ from autotp.passes.stages.balance import Staging
 from autotp.passes.stages.cut import Piece
 from autotp.plans.plan import Plan
 from autotp.runtime import checkpoint
-from autotp.runtime.samples import NOTHING, Sample, sampled
+from autotp.runtime.call_message import NOTHING, Sample, sampled
 from autotp.text import amount, seconds
 
 from .feed import Feed, local_example, split_of

@@ -17,8 +17,8 @@ from autotp.comm.channel import by_value
 from autotp.comm.lockstep import CAUSES
 from autotp.errors import RankError
 from autotp.runtime import state
-from autotp.runtime.samples import SAMPLES, Sample, alike, few, leading
-from autotp.runtime.shard_state import ShardState
+from autotp.runtime.call_message import SAMPLES, Sample, alike, few, leading
+from autotp.runtime.storage import ShardState
 
 HEAD, TIED = struct.Struct(f"!IIIB?III{SAMPLES}dI{SAMPLES}d"), struct.Struct("!I")
 MAX_TIED = 64  # tied weights of which values are compared: a message has a largest length

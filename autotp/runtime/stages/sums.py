@@ -17,7 +17,7 @@ from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.runtime import state
 from autotp.runtime.interop.ownership import begin_step, end_step
-from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import ShardState
 
 
 @dataclass
