@@ -83,8 +83,8 @@ class Boundary:
         """The values, with what a hook put in the place of those that it saw.
 
         Args:
-            values, flows: those at the boundary. before: what the hook saw, nothing where it wrote to that; new: what it
-                gave. graded: whether these are gradients.
+            values, flows: those at the boundary. graded: whether these are gradients.
+            before: what the hook saw, nothing where it wrote to that; new: what it gave.
 
         Raises:
             StateError: it gave another number of values.
