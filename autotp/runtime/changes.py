@@ -46,8 +46,8 @@ class AttributeValue:
 
     watched: Watched
     name: str
-    value: Any
-    contents: Any = None
+    value: object
+    contents: object = None
 
     def __post_init__(self) -> None:
         self.contents = contents(self.value)

@@ -64,7 +64,7 @@ class CallKey(NamedTuple):
     mode: Mode
     of: Hashable
     grad: bool
-    spec: Any
+    spec: compat.TreeSpec
     leaves: tuple[Any, ...]
 
     @classmethod

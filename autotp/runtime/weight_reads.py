@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as Whole
-from torch.distributed.tensor import Shard as Split
 
 from autotp.comm.ranks import Ranks
 from autotp.compat import local_of
@@ -71,20 +69,18 @@ class Place:
     Attributes:
         module, leaf: what has it as an attribute.
         name: of the attribute, in the whole tree.
-        shape: of the whole tensor; `local`: of this rank's part; `dim`: which dimension is split.
+        local: shape of this rank's part.
         mesh: None in one plain process.
     """
 
     module: nn.Module
     leaf: str
     name: str
-    shape: torch.Size
     local: torch.Size
-    dim: int | None
     mesh: DeviceMesh | None
 
     def settle(self) -> Tensor:
-        """Return the parameter, or what was put in its place, as the program takes it; differentiable.
+        """Return the parameter, or what was put in its place and lies as that does.
 
         Raises:
             StateError: it is another tensor than that, or none.
@@ -94,15 +90,12 @@ class Place:
             raise StateError(MADE.format(name=self.name))
         if _fits(tensor, self):
             return tensor
-        dtensor = isinstance(tensor, DTensor)
-        if tensor.shape != self.shape or self.mesh is None or (dtensor and tensor.device_mesh != self.mesh):
-            kind = f"a DTensor {tuple(tensor.shape)} over {tensor.device_mesh}" if dtensor else str(tuple(tensor.shape))
-            raise StateError(
-                f"the tensor in the place of {self.name} has the shape {kind}, and the program takes "
-                f"{tuple(self.shape)}. Give a tensor in that shape, or a DTensor that lies as the parameter does."
-            )
-        whole = tensor if dtensor else DTensor.from_local(tensor, self.mesh, [Whole()], run_check=False)
-        return whole.redistribute(placements=[Whole() if self.dim is None else Split(self.dim)])
+        lies = f" over the ranks as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        raise StateError(
+            f"the tensor in the place of {self.name} has the shape {tuple(tensor.shape)}{lies}, and does not lie as "
+            f"the parameter does, of which this rank holds {tuple(self.local)}. Give one that does, such as one made from "
+            "it, or load whole values with load_state_dict."
+        )
 
 
 def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None) -> list[Place]:
@@ -118,7 +111,7 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None) 
     for n, piece in zip(storage.names(leaf), storage.pieces, strict=True):
         full, whole = f"{owner}.{n}" if owner else n, torch.Size(piece.shape)
         local = piece.share(rank, storage.tp)[1] if ranks is not None else whole
-        out.append(Place(module, n, full, whole, local, piece.dim, mesh))
+        out.append(Place(module, n, full, local, mesh))
     return out
 
 

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.comm.lockstep import meet_in
 from autotp.runtime.storage import ShardState, Storage
-
-from .ownership import ours
 
 WRITERS = ("merge", "unmerge")
 
@@ -68,7 +65,10 @@ def _translate(
 
 
 def on_whole_weights(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a class that its parts run on whole weights. Collective calls."""
+    """Return the methods of a class that its parts run on whole weights. Collective calls.
+
+    What was merged is an attribute of the layer, which ranks compare at their next call; the gathers are turns.
+    """
     methods = {name: getattr(original, name, None) for name in WRITERS}
     return {name: _run(method) for name, method in methods.items() if callable(method)}
 
@@ -76,27 +76,10 @@ def on_whole_weights(original: type[nn.Module]) -> dict[str, Callable[..., Any]]
 def _run(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _agree(self, f"{method.__name__}({_text((*args, *kwargs.items()))[1:-1]})")
         with whole_weights(self):
             return method(self, *args, **kwargs)
 
     return run
-
-
-def _agree(part: Any, call: str) -> None:
-    """Make sure that the ranks which a part's weights lie over make the same call of it. A collective call."""
-    groups = {
-        p.device_mesh.get_group(i).group_name for p in part.parameters() if ours(p) for i in range(p.device_mesh.ndim)
-    }
-    for group in sorted(groups):
-        meet_in(group, f"{call} of {part._watched.path}")
-
-
-def _text(value: Any) -> str:
-    """Return an argument in words that are the same in every process."""
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_text, value))})"
-    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 @contextlib.contextmanager

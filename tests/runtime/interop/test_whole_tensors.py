@@ -1,4 +1,4 @@
-"""Parameters drawn, assigned, pruned, or handed in whole: as on the original, or refused."""
+"""Parameters drawn, assigned, pruned, or handed in: as on the original, or refused."""
 
 from __future__ import annotations
 
@@ -122,13 +122,16 @@ def written(model: Any, sharded: Any) -> dict[str, Any]:
 
 
 def handed_in(model: Any, sharded: Any) -> dict[str, Any]:
-    """Whole tensors through `functional_call`: values and gradients."""
-    given = {n: (p.detach() * 2).requires_grad_() for n, p in model.named_parameters()}
-    outputs = [functional_call(m, given, (inputs(),)) for m in (model, sharded)]
-    grads = [torch.autograd.grad(y.square().sum(), list(given.values())) for y in outputs]
-    close = [torch.allclose(a, b, rtol=1e-10) for a, b in zip(*grads, strict=True)]
-    with pytest.raises(StateError, match=r"in the place of 0.weight has the shape \(3, 3\)"):
-        functional_call(sharded, {"0.weight": torch.ones(3, 3)}, (inputs(),))
+    """Tensors through `functional_call`: values and gradients of such as lie as parameters do; others are refused."""
+    outputs, grads = [], []
+    for m in (model, sharded):
+        given = {n: (p.detach() * 2).requires_grad_() for n, p in m.named_parameters()}
+        outputs.append(functional_call(m, given, (inputs(),)))
+        grads.append(torch.autograd.grad(outputs[-1].square().sum(), list(given.values())))
+    close = [torch.allclose(a, b.full_tensor(), rtol=1e-10) for a, b in zip(*grads, strict=True)]
+    for value in (model[0].weight.detach(), torch.ones(3, 3)):
+        with pytest.raises(StateError, match="the tensor in the place of 0.weight has the shape .* load_state_dict"):
+            functional_call(sharded, {"0.weight": value}, (inputs(),))
     return {"functional_call": torch.allclose(*outputs, rtol=1e-10) and all(close)}
 
 
