@@ -166,12 +166,14 @@ class Calls:
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
             self.writes_before, self.hooked = count, bool(flags & HOOKED)
             return program is None, own.seed if program is not None else None
+        # In order of what misleads most: another call has other values too, and other weights give other values.
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(kind, call, how)
         compare(slices, self.what)
         self.writes_before = count
+        # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)

@@ -83,6 +83,7 @@ class Changes:
         Raises:
             StateError: ranks cannot tell of something that has changed whether it is the same on all.
         """
+        # A field of a config, or an entry of a list: nobody tells of it, so all that was handed out is compared.
         for value in self.values:
             if value.has_changed():
                 now = value.contents if value.container else sorted(value.contents.items())
@@ -91,11 +92,13 @@ class Changes:
             # Before anything is sent: amid a program the other ranks would wait.
             if self.whole is not None and (name := self.whole._shards.taken_away()):
                 raise StateError(MADE.format(name=name))
+            # Hooks on the skeleton are run by a capture. One known by its identity alone may be another on each rank.
             hooks = {w.path: now for w in self.parts if (now := hooks_of(w.module)) != w.hooks}
             for watched in self.parts:
                 if not all(isinstance(hook, str) for hook in hooks.get(watched.path, ())):
                     watched.refuse("a hook", UNTOLD)
             self.stale, self.hooks, self.revision = self.stale or hooks != self.hooks, hooks, Revision.number
+        # Made anew only where something was noted: it is asked for before every call.
         if self.stale:
             changes = ((w.path, n, t) for w in self.parts for n, t in sorted(w.versions.items()))
             self.last_key, self.stale = (*changes, *self.hooks.items()), False

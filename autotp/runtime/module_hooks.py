@@ -66,13 +66,14 @@ class Boundary:
             values, flows: those at the boundary, this rank's part of each. graded: whether these are gradients.
         """
         out: dict[int, Any] = {}
+        # One value may flow in several layouts (sharded for one reader, whole for another), and is shown once.
         places = {flow.place for flow in flows if flow.shown}
         for value, flow in zip(values, flows, strict=True):
             if flow.place in places and (flow.shown or graded):
                 whole, before = self._whole(value, self._spec(value, flow, graded)), out.get(flow.place)
                 if before is None or whole is None:
                     out[flow.place] = whole if before is None else before
-                else:
+                else:  # a gradient, of which each of those layouts carries a summand
                     out[flow.place] = before + whole
         places = dict.fromkeys(f.place for f in flows if f.shown)
         return tuple(out[place] for place in places)
@@ -96,6 +97,7 @@ class Boundary:
                 f"a hook on {self.path} returned {len(gives)} values in the place of {len(places)}: those that flow "
                 "there in the captured graph. Return as many."
             )
+        # What the hook handed back as it saw it stays as it is: converting it would cost a collective, and rounding.
         seen = set(map(id, before))
         new_at = {place: value for place, value in zip(places, gives, strict=True) if id(value) not in seen}
         out = []

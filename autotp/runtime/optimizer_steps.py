@@ -62,9 +62,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     refuse_unknown(optimizer, calls.shards)
                     refuse_states(optimizer, calls.shards)
             channels.append(calls.channel)
+        # A pipeline asks its stages how many updates they had: a step that a scaler skips is none.
         if updated and calls.updates is not None:
             overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
             calls.updates += overflow is None or not overflow.item()
+    # From here on collectives of torch are not compared one by one, but those of a closure, which runs forwards.
     begin_step(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
     if not channels or not callable(closure):

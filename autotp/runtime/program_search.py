@@ -66,6 +66,7 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
     data_parallel.refuse_others(module._shards)
     if call.sequences is not None:
         module._calls.compare_sequences(call.sequences)
+    # Where a program holds for some values alone, ranks with other values would choose other programs.
     values = source.check or any(p.capture.conditions is not None for p in module._programs_made)
     facts = {**state.input_text(call.whole, call.spec, values), **module._changes.facts()}
     agree(source.ranks, "the inputs of this call", facts)
@@ -74,6 +75,7 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
     ranks, anew = source.ranks, match is None
     if anew if ranks is None else any(from_all(ranks, anew, "a program for the call")):
         captured = _capture_once(module, call)
+        # Graphs that differ would hang in their collectives, so they are compared before the program exists.
         agree(source.ranks, "the model for this call", {"graph": captured.digest()})
         layouts, outputs = module._carriers.layouts, source.want_of(call.entry).outputs
         sharded = together(source.ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs))
@@ -92,15 +94,17 @@ def _capture_once(module: Any, call: Arguments) -> Capture:
         captured = _captured(module, call)
         return captured, (set(carriers.moving), dict(carriers.sizes))
 
+    # A rank that takes rank 0's graph did not see the capture: what it taught of states comes with it.
     def take(captured: Capture, learned: Any) -> tuple[Capture, Any]:
         moving, sizes = learned
-        again = moving - carriers.moving
+        again = moving - carriers.moving  # a counter that the call was read with as a constant
         carriers.moving |= moving
         carriers.sizes.update(sizes)
         if again:
             call.read()
         return captured, learned
 
+    # Rank 0 captures for all only where the ranks can tell that each would capture the same; else each does.
     def key() -> tuple[str | None, str]:
         changes = module._changes.key()
         if not all(carried.shape.comparable() for _, carried in call.state_objects):

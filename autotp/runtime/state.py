@@ -61,6 +61,7 @@ def _place_parameters(
         storage = shards.storages.setdefault(
             first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
         )
+        # Tied parameters are cut once, so that they stay one tensor and train together.
         if id(parameter) not in parts:
             cut = _cut(shards, storage, parameter)
             parts[id(parameter)] = [nn.Parameter(t, parameter.requires_grad) for t in cut]

@@ -257,6 +257,7 @@ class Assembler:
         within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
         own = {r.node for path in within for r in self.units.get(path, ())}
         operands = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
+        # Also what only later calls read: a value that leaves the scope must be returned by it.
         results = [n for n in inside if n in gives or not n.users.keys() <= inside.keys()]
         return list(operands), results
 
@@ -281,6 +282,7 @@ class Assembler:
         self.calls += 1
         program = (self.key, self.calls)
         part._programs[program] = self._function(scope, takes, gives)
+        # What hooks on the part are shown: how each value that flows in or out lies over the ranks.
         part._boundaries[program] = Boundary(path, flows(takes, self.own), flows(gives, self.own), self.ranks)
         standing: list[nn.Module] = [part]
 
@@ -288,8 +290,10 @@ class Assembler:
             module = eager.submodule(start, steps, part)
             if module is not standing[0]:
                 standing[0] = standing_for(part, module)
+            # The part itself, or a wrapper that is called by itself just now: torch's own call, which runs the hooks.
             if module is part or part.__dict__["_alone"]:
                 return CALL(part, *args, program=program)
+            # A wrapper must hand `program` on; one that drops it would run the part as a call of its own.
             part.__dict__["_due"] = True
             try:
                 return module(*args, program=program)

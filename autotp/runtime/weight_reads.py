@@ -93,7 +93,7 @@ class Place:
         lies = f" over the ranks as {tensor.placements}" if isinstance(tensor, DTensor) else ""
         raise StateError(
             f"the tensor in the place of {self.name} has the shape {tuple(tensor.shape)}{lies}, and does not lie as "
-            f"the parameter does, of which this rank holds {tuple(self.local)}. Give one that does, as one made from it "
+            f"the parameter does, of which this rank holds {tuple(self.local)}. Give one that does, as one made of it "
             "by operators, or load whole values with load_state_dict."
         )
 

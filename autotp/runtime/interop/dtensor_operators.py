@@ -100,6 +100,7 @@ def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
         if isinstance(g, DTensor):
             split = {i for i, p in enumerate(g.placements) if not isinstance(p, Replicate)}
             meshes[g.device_mesh] = meshes.get(g.device_mesh, set()) | split
+    # Once for each mesh, over all axes that some gradient is split on: on a rank without a part of it there is no note.
     for mesh, split in meshes.items():
         if split:
             placements: list[Placement] = [Replicate()] * mesh.ndim

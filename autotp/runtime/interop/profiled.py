@@ -82,6 +82,7 @@ def measure(module: Any, batch: Any) -> Profile:
     inputs, plan, layer, marks = normalise(batch), module._plan, layer_of(module._plan), Marks()
     trace = profile(acc_events=True)
     with ExitStack() as undo:
+        # Blocks get their names in the trace by hooks, and all that the steps change is put back at the end.
         for path, part in module._shards.parts.items():
             undo.callback(part._buffers.update, dict(part._buffers))
             if generic(path) == generic(layer.module):
@@ -108,6 +109,7 @@ def measure(module: Any, batch: Any) -> Profile:
     wire = json.dumps(_seconds(trace.events() or [])).encode()
     ranks = [json.loads(other) for other in meet(module._calls.channel, "profile", wire)]
     rows = {name: tuple(map(itemgetter(name), ranks)) for name in ranks[0]}
+    # The plan's figures are of one block, the rows of all equal ones together.
     predicted = {"step": plan.totals.passes}
     for direction in ("forward", "backward"):
         took = sum(getattr(step, direction) for step in layer.steps)
