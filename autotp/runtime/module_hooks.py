@@ -98,8 +98,8 @@ class Boundary:
                 "there in the captured graph. Return as many."
             )
         # What the hook handed back as it saw it stays as it is: converting it would cost a collective, and rounding.
-        seen = set(map(id, before))
-        new_at = {place: value for place, value in zip(places, gives, strict=True) if id(value) not in seen}
+        unchanged_ids = set(map(id, before))
+        new_at = {place: value for place, value in zip(places, gives, strict=True) if id(value) not in unchanged_ids}
         out = []
         for value, flow in zip(values, flows, strict=True):
             if flow.place not in new_at:
@@ -237,10 +237,9 @@ def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[...,
             new, rest = new
         new = wholes if new is None else new
         new = new if isinstance(new, tuple) else (new,)
-        arguments = (
-            new if boundary is None else boundary.with_replaced(args, boundary.takes, () if wrote else wholes, new)
-        )
-        return arguments, rest | {k: v for k, v in kwargs.items() if k == "program"}
+        if boundary is not None:
+            new = boundary.with_replaced(args, boundary.takes, () if wrote else wholes, new)
+        return new, rest | {k: v for k, v in kwargs.items() if k == "program"}
 
     return run
 

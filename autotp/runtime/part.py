@@ -168,24 +168,12 @@ class Part(nn.Module):
         kind = type(self)
         return [n for n in nn.Module.__dir__(self) if not isinstance(inspect.getattr_static(kind, n, None), Refused)]
 
-    def _get_name(self) -> str:
-        return self._original
-
     def extra_repr(self) -> str:
         """The original's."""
         return self._detail
 
     def __repr__(self) -> str:
         return self._leaf or super().__repr__()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class Standing(type):
@@ -212,7 +200,6 @@ def class_of(original: type[nn.Module], kind: type[Part] = Part, forward_class: 
     meta = Standing if issubclass(Standing, meta_of) else type("Standing", (Standing, meta_of), {})
     instead = on_whole_weights(original) | in_place_of(original) | while_generating(original)
     body = {n: function for n, function in instead.items() if kind is Part or not hasattr(kind, n)}
-    body |= {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
     body |= {n: getattr(original, n) for n in ("__module__", "__qualname__")} | {"_class": original}
     body["__doc__"] = original.__doc__ if kind is Part else kind.__doc__
     if forward_class is not None or while_generating(original):
