@@ -90,7 +90,7 @@ class Shape:
     """
 
     name: str
-    tree: Any
+    tree: object
     names: tuple[str, ...]
     counts: frozenset[int] = frozenset()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ class GroupedSpec(NamedTuple):
     """`layouts.Grouped`: groups are dealt by `segments`; `ends` is the tensor of the row after each group's last."""
 
     dim: int
-    ends: Any
+    ends: Tensor
     segments: Segments
     mark: str = "G"
     whole = False

@@ -35,7 +35,7 @@ class Name:
 class Call:
     """A call of an operator, in any of its overloads, with these arguments and no others."""
 
-    operator: Any
+    operator: object
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class Call:
 class Cast:
     """An expression, or a cast of it to another dtype."""
 
-    of: Any
+    of: Name | Call | Cast | Either
 
 
 @dataclass(frozen=True)

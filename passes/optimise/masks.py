@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm.conversions import as_invariant, f
+from autotp.ir.layouts import Size
 from autotp.ir.marks import mark
 from autotp.ir.op import expression, is_tensor, symbols_of
 from autotp.kernels.attention import attention_mask
@@ -34,8 +35,8 @@ ARITHMETIC = (operator.add, operator.sub, operator.mul)
 class MaskFamily:
     """A mask of the family: arguments of `seen`, of which tensors and sizes may be nodes."""
 
-    new: Any
-    length: Any
+    new: fx.Node | Size
+    length: fx.Node | Size
     position: fx.Node | None
     padding: fx.Node | None
     window: int | None
@@ -166,8 +167,8 @@ class _Sizes(NamedTuple):
     """The symbols of a mask: of the batch, of new tokens, and of those before them."""
 
     symbols: Mapping[Any, str]
-    new: Any
-    whole: Any
+    new: Size
+    whole: Size
 
     @classmethod
     def of(cls, mask: fx.Node) -> _Sizes | None:

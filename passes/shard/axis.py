@@ -71,7 +71,7 @@ TENSOR = AxisRules()
 class Result(NamedTuple):
     """One output of the program: a value with the layout that it leaves in, or a size or literal `x`."""
 
-    x: Any
+    x: object
     value: Value | None = None
     layout: Layout | None = None
 
