@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones, no_skips
+from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones
 from .capture_errors import kinds_of, line_of_error
 from .export import Attempt
 from .repeated_blocks import CannotRepeat
@@ -161,7 +161,6 @@ DECIDE = Change("draft_export", _kind("value"), _draft)
 EVERY = Change("loops over all indices", _kind("loop"), every_index)
 LOOPS = Change("loops over indices", _kind("loop"), lambda attempt: ("", None))  # only where there are any
 BUT_LAST = Change("all of them but the last", _kind("index"), all_but_the_last)
-NONE_SKIPPED = Change("nothing skipped", _kind("skip"), no_skips)
 ONES = Change("masks of ones", _kind("none"), masks_of_ones)
 GROUPED, BATCHED = _experts("grouped_mm"), _experts("batched_mm")
 
@@ -177,11 +176,9 @@ ATTEMPTS: tuple[tuple[Change, ...], ...] = (
     (ONES, EVERY),
     (STATIC,),
     (DRAFT,),
-    (NONE_SKIPPED,),
     (STATIC, DECIDE),
     (STATIC, EVERY),
     (STATIC, LOOPS, BUT_LAST),
-    (STATIC, NONE_SKIPPED),
     (STATIC, ONES),
     (STATIC, ONES, DECIDE),
     (STATIC, ONES, EVERY),

@@ -14,9 +14,7 @@ from torch import fx, nn
 
 from .fake import fake_mode
 
-pickler: Any = None
-with contextlib.suppress(ImportError):  # a torch without it
-    pickler = importlib.import_module("torch.fx._graph_pickler")
+pickler: Any = importlib.import_module("torch.fx._graph_pickler")
 # What the exporter notes for its own use, with references to what stays in its process.
 DROPPED = {"from_node", "source_fn_stack", "fwd_source_fn_stack", "original_aten", "tensor_meta", "eager_input_vals"}
 
@@ -33,8 +31,8 @@ def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
     Raises:
         Exception: of many kinds; something in it has no form in bytes.
     """
-    if pickler is None or any(node.op == "get_attr" for node in graph.nodes):
-        raise LookupError("a graph with modules of its own" if pickler is not None else "this torch packs no graphs")
+    if any(node.op == "get_attr" for node in graph.nodes):
+        raise LookupError("a graph with modules of its own")
     copy, nodes, own = fx.Graph(), {}, {}
     for place, node in enumerate(graph.nodes):
         nodes[node] = copied = copy.node_copy(node, nodes.__getitem__)
