@@ -11,8 +11,7 @@ it.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,17 +41,15 @@ class Boundary:
 
     Attributes:
         module: its path.
-        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split.
+        kind: "column" or "row", as the weight is split.
         lookup: whether it is an embedding.
         split: whether the output of "column" leaves, and the input of "row" comes, split along the last dimension.
-        dim: of "whole", along which the input comes and the output leaves split.
     """
 
     module: str
     kind: str
     lookup: bool = False
     split: bool = False
-    dim: int = 0
 
 
 @dataclass
@@ -81,7 +78,6 @@ class Boundaries:
         self.sites = {n: site for n, op in self.builder.ops.items() if (site := self._site(n, op)) is not None}
         self.sets, self.reasons = UnionFind(), dict[fx.Node, str]()
         self.split: dict[fx.Node, None] = {}
-        self.owners: dict[str, list[tuple[fx.Node, str]]] = defaultdict(list)  # module -> operator, whole parameter
         # Equal layers do the same: a style has one name for layers.*.q_proj, so one that cannot stops the others.
         first: dict[str, fx.Node] = {}
         for node, (module, _) in self.sites.items():
@@ -104,8 +100,6 @@ class Boundaries:
         for value in map(resolve, self.ends):
             if self._layout(value) is not None:
                 self._refuse(value[0], "" if value[0] in self.sites else "the model's output is whole")
-        # From here on regions are whole: norms of single heads are read once all are joined.
-        wholes = list(self._wholes())
         # A part that the code of a module was seen not to run on.
         for node in self.split:
             for path in map(generic, ("", *module_path(node))):
@@ -115,7 +109,7 @@ class Boundaries:
         for node, (module, kind) in self.sites.items():
             split = node in self.split and self.sets[node] not in why
             sites.append(Boundary(module, kind, node.target is aten.embedding.default, split))
-        return [*sites, *(b for node, b in wholes if self.sets[node] not in why)]
+        return sites
 
     def _site(self, node: fx.Node, op: Op) -> tuple[str, str] | None:
         """The module and kind of an operator that is all of a linear layer or embedding with a split weight."""
@@ -226,41 +220,8 @@ class Boundaries:
             self.without_style.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
             self._refuse(node, f"no style splits {leaf.name}")
         elif beside:
-            # A whole weight beside a part, as a norm's: its gradient is a sum over the ranks, which a module can say.
-            self.owners[innermost(node)[0]].append((node, leaf.name))
-
-    def _wholes(self) -> Iterator[tuple[fx.Node, Boundary]]:
-        """Modules whose parameters are whole and whose activations are split, such as norms of single heads; refuses
-        what is not of that form."""
-        within: dict[str, dict[fx.Node, None]] = defaultdict(dict)
-        for node in self.builder.ops if self.owners else ():
-            for path in module_path(node):
-                within[path][node] = None
-        for path, reads in self.owners.items():
-            node, names = reads[0][0], {name for _, name in reads}
-            dim = self._one_dim(within[path])
-            # A parameter of another module, read here, would get its gradient from that module's style.
-            if dim is not None and all(name.rpartition(".")[0] == path for name in names):
-                yield node, Boundary(path, "whole", dim=dim)
-            else:
-                parameters = ", ".join(sorted(names))
-                self._refuse(node, f"the gradient of {parameters} is a sum over parts, and no style is for that")
-
-    def _one_dim(self, inside: Mapping[fx.Node, None]) -> int | None:
-        """The dimension along which all that a module reads and gives is split; None where there is no such one.
-
-        A style says one dimension for the input and one for the output, and the parameters' gradients are summed over
-        the ranks only where both are the same.
-        """
-        ops, ends = self.builder.ops, [set[Layout | None](), set[Layout | None]()]
-        for node in inside:
-            for layout, slot in zip(self.decisions[node.name].ins, ops[node].slots, strict=True):
-                if resolve(slot)[0] not in inside and resolve(slot)[0] not in self.builder.leaves:
-                    ends[0].add(_split(layout))
-            if any(user in ops and user not in inside for user in node.users):
-                ends[1].add(self._layout((node, 0)))
-        dims = {x and x.sharded_dim for end in ends for x in end}
-        return dims.pop() if len(dims) == len(ends[0]) == len(ends[1]) == 1 else None
+            # A whole weight beside a part, as that of a norm of single heads: its gradient is a sum over the ranks.
+            self._refuse(node, f"the gradient of {leaf.name} is a sum over parts")
 
 
 def _split(layout: Layout) -> Layout | None:

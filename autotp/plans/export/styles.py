@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from autotp import compat
 from autotp.errors import InputError, PlanError
@@ -121,8 +121,6 @@ def _between(of: Boundaries) -> Iterator[tuple[str, str]]:
 
 def _style(b: Boundary) -> ParallelStyle:
     """The style of torch."""
-    if b.kind == "whole":
-        return SequenceParallel(sequence_dim=b.dim, use_local_output=True)
     if b.kind == "column":
         return ColwiseParallel(output_layouts=Shard(-1) if b.split else Replicate())
     return RowwiseParallel(input_layouts=Shard(-1) if b.split else Replicate())
@@ -130,8 +128,6 @@ def _style(b: Boundary) -> ParallelStyle:
 
 def _name(b: Boundary) -> str:
     """The name of the style in transformers."""
-    if b.kind == "whole":
-        return "replicated_with_grad_allreduce"
     if b.lookup:
         return "embedding_rowwise" if b.kind == "row" else "embedding_colwise"
     if b.kind == "column":
