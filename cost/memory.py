@@ -100,10 +100,13 @@ def line_bytes(
     """
     line = _Line(planned, sharded, objective, hints)
     savers, extras = line.savers() if objective.training else ({}, [])
+    # Kept values, and what operators keep beside (masks, statistics): both are there until the backward comes by.
     savings = [(node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers]
     savings += [(line.nodes[moment], size) for moment, size in extras]
+    # The line runs through the nodes and back; in inference it ends after the forward, where `zip` stops.
     both = [*line.nodes, *reversed(line.nodes)]
     working = list(zip(both, line.levels([life for life in line.lives() if not life.kept]), strict=False))
+    # Only what carries a gradient must be kept to compute a block again; a mask is made anew.
     inputs = []
     for nodes in parts:
         read = (x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder")

@@ -53,15 +53,18 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
         # A tensor within an object of the user's would be a constant of the graph: no gradient would reach it.
         if not isinstance(x, (Tensor, torch.SymInt)) and type(x) not in PLAIN_TYPES:
             raise _refused(function, f"it is given {_text(x)}, which may hold tensors", _line())
+    # Tensors and sizes are operands, so that values and gradients flow; all else is in the record of the call.
     xs = [x for x in leaves if isinstance(x, Tensor)]
     numbers = [x for x in leaves if isinstance(x, torch.SymInt)]
     key = enter(FunctionCall(function, tuple(map(_slot, leaves)), spec, tuple(x.dtype for x in xs), _line()))
     record = CALLS[key]
+    # A Function that writes to its arguments says so nowhere: their versions tell.
     version = [x._version for x in xs]
     results = iter(CALL(xs, numbers, key))
     record.writes = record.writes or version != [x._version for x in xs]
     if any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in record.outs):
         raise _refused(function, "it returns a number that depends on sizes or values", record.where)
+    # Outputs that are no tensors, such as None, stand where the Function returned them.
     outs: list[Any] = []
     for x in record.outs:
         outs.append(next(results) if x is TENSOR else x)
@@ -92,16 +95,20 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
         CaptureError: an argument is an input or a weight, or something reads it after the call.
     """
     calls = [n for n in graph.nodes if n.target is CALL and CALLS[n.args[2]].writes]
+    # A dropout that drops nothing shares no memory in the graph, and does in the model.
     if calls:
         drop_inert_dropouts(graph)
     places_of = memory(graph) if calls else {}
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in calls:
+        # All values that lie in the same memory, views and what they are views of: a write to one is seen in all.
         places = set().union(*(places_of[x] for x in writes_to(node)))
         names = [n for n, own in places_of.items() if own & places and order[n] < order[node]]
         record = CALLS[node.args[2]]
+        # The caller, or the next step, would see the change in the model and not here.
         if any(n.op in ("placeholder", "get_attr") for n in names):
             raise _refused(record.function, "it writes to an argument that is an input or a weight", record.where)
+        # So would an operator that comes later. What nothing reads any more may be written to.
         if any(order[user] > order[node] for n in names for user in n.users):
             raise _refused(record.function, "it writes to an argument that is read afterwards", record.where)
 
@@ -116,16 +123,19 @@ def read_functions(graph: fx.Graph) -> None:
         xs, _, key = node.args
         record, values = CALLS[key], [x.meta["val"] for x in xs]
         kind = tuple(v.ndim for v in values)
+        # Traced by itself, with a symbol for every size: whether a dimension may be split is read off this graph.
         try:
             graph, count, guards = _traced(lambda *xs, node=node: _again(node, xs), values)
         except Exception as error:  # whatever the user's code may raise
             reason = (str(error).splitlines() or [""])[0]
             why = f"its forward and backward cannot be traced by themselves ({type(error).__name__}: {reason})"
             raise _refused(record.function, why, record.where) from error
+        # One that draws random numbers is another operator, which no rule splits.
         if any(draws(n) for n in graph.nodes if n.op == "call_function"):
             node.target = DRAW
         loops = loops_of(graph, len(values), count, guards) if node.target is CALL and not node.args[1] else ()
         record.linear = record.linear and linear_backward(graph, len(values))
+        # Calls of one record share what is known: a loop holds for all of them or counts for none.
         before = record.loops.get(kind, loops)
         record.loops[kind] = tuple(x for x in loops if x in before)
 

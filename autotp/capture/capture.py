@@ -124,12 +124,14 @@ def _of_attempt(
     attempt: Attempt, changes: tuple[Change, ...], passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
 ) -> Capture | None:
     """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
+    # What changes nothing for this model, as masks of ones where none is missing, was tried by another row.
     changes_made = [change.apply(attempt) for change in changes]
     applied = [each for each in changes_made if each is not None]
     if len(applied) < len(changes_made):
         return None
     proofs = [proof for _, proof in applied if proof is not None]
     compared = trial if trial is not None and not trial.skip else None
+    # The model itself is asked before anything is traced: an assumption that it refutes rules out further attempts.
     attempt.assumes = True
     trials = []
     if compared is not None:
@@ -138,6 +140,7 @@ def _of_attempt(
     program = _exported(attempt, state)
     if compared is None:  # else the comparison shows it: the model itself is called twice
         refuse_hidden_state(attempt.bare, attempt.stores, replace(attempt, repeats=Repeats(attempt.bare)).run)
+    # A reader of the plan is to know what was traced in the place of his model, and what nobody could prove.
     program.notes += [note for note, _ in applied if note]
     if proofs and trial is not None and trial.skip:
         program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
@@ -145,6 +148,7 @@ def _of_attempt(
     if compared is not None:
         with stage("self-check"):
             program.error = compared.compare(program)
+    # Once more on the inputs of each proof, for the example's may hide the difference.
     for each in trials:
         each.compare(program)
     return program

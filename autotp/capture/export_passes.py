@@ -170,12 +170,15 @@ class Conditions:
             CaptureError: an operator was guessed at; or something was decided by weights, by random numbers or (with
                 `symbolic` sizes) by sizes alone.
         """
+        # A guessed shape would be planned for as if it were known.
         guessed = [f for f in compat.draft_failures(program) if f.failure_type.name in GUESSED]
         if guessed:
             raise CaptureError(f"the operator {guessed[0].data['op']} has no fake kernel, or a wrong one")
+        # The graph asserts what was decided: each condition is found in the text of its assertion.
         decided = compat.decided_by_values(program)
         checks = [n for n in program.graph.nodes if n.target is aten._assert_scalar.default]
         check_of = {text: n for n in checks for text in decided if f"expression {text} on node" in str(n.args[1])}
+        # One without an assertion could not be asked of a later call, which would run the wrong branch.
         lost = decided - check_of.keys()
         if lost or (compat.draft_failures(program) and not decided):
             raise CaptureError(f"the condition {min(lost, default='')} cannot be evaluated from the inputs")
@@ -196,19 +199,25 @@ def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic:
     """Say whether a condition depends on the inputs of a call; refused where it depends on anything else that may
     vary."""
     operands = _operands_of(check)
+    # The line of the branch itself where torch noted it, otherwise of what it is computed from.
     lines = [line for n in [*check.all_input_nodes, *operands] if (line := line_of(n))]
     what = f"the branch that needs {text}" + (f" ({lines[0]})" if lines else "")
     kinds = {n: _kind(program, n) for n in operands if n.op == "placeholder"}
+    # Weights change by training, and a rank has a part of them: no call could ask again what was decided.
     other = [n.name for n, kind in kinds.items() if kind not in GIVEN]
     if other:
         raise CaptureError(f"{what} depends on weights ({other[0]}), not only on the inputs")
+    # Drawn again, they would be others than those that the draft decided by.
     if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in operands):
         raise CaptureError(f"{what} depends on random numbers")
     inputs = [n for n, kind in kinds.items() if kind == "USER_INPUT"]
+    # Sizes are read off inputs too: only what reads values counts as a condition on values.
     readers = [(n, u) for n in inputs for u in n.users if u in operands and u.target is not aten.sym_size.int]
+    # A state of no dimensions, such as a count, is whole on every rank; of a cache a rank has its heads.
     states = state_places(program)
     if state := next((n.name for n, _ in readers if n.name in states and n.meta["val"].ndim), ""):
         raise CaptureError(f"{what} depends on the values of the state {state}, of which a rank may have a part only")
+    # With fixed sizes such a branch is settled; with symbolic ones the program would have the example's.
     if inputs and not readers and symbolic:
         raise CaptureError(f"{what} depends on sizes, which are symbolic")
     return bool(inputs)
@@ -272,14 +281,18 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
         CaptureError: something without a gradient is written into a value that carries one.
     """
     specs = program.graph_signature.input_specs
+    # A region under no_grad loses its frame below; what detaches it must then stand in the graph, behind every value
+    # that has a gradient.
     leaves = {s.arg.name for s in specs if s.kind.name == "PARAMETER"}
     leaves |= {n.name for n in program.graph.nodes if n.op == "placeholder" and _wants_gradient(n.meta.get("val"))}
     odd = detach_regions(program.graph, leaves)
     if odd is not None:
         raise CaptureError(f"a write that has no gradient changes a value that has one ({line_of(odd)})")
+    # The second trace runs the modules' code, which does not yet have what was put into their graphs.
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
+    # The trace holds every tensor as an attribute of a graph module, where a buffer called `graph` cannot be.
     names = {str(s.target): _other(str(s.target)) for s in specs if s.target is not None}
     others = {name: other for name, other in names.items() if name != other}
     shared = _apart(program)

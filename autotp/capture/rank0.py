@@ -50,17 +50,20 @@ def capture_once(
         captured, rest = make()
         run_passes(captured, agreed)
         return captured, rest
+    # Without the key a rank whose dropout or config is another's would run rank 0's program, and nothing would show it.
     mine = together(ranks, WHAT, key)
     rank_keys = from_all(ranks, mine, "what a capture depends on")
     why = next((reason for word, reason in rank_keys if word is None), "")
     if why or len({word for word, _ in rank_keys}) > 1:
         return _each(ranks, agreed, make, why or "what it depends on differs between the ranks")
+    # Rank 0 captures and says why there are no bytes: its error is raised by all ranks, each by its own capture.
     own, error, message = _first(make) if ranks.rank == 0 else (None, None, None)
     data, why = broadcast(ranks, message)  # type: ignore[misc]
     if data is None:
         return _each(ranks, agreed, lambda: _again(own, error, make), why)
     if ranks.rank:
         own, why = _as_own(data, ranks, take)
+    # One that cannot read it makes all capture for themselves, or the ranks would take different ways from here on.
     if odd := next((x for x in from_all(ranks, why, WHAT) if x), ""):
         return _each(ranks, agreed, lambda: _again(own, None, make), odd)
     assert own is not None
@@ -121,6 +124,7 @@ def pack(captured: Capture) -> bytes:
     Raises:
         Unpackable: it cannot be written.
     """
+    # What stands in this process alone, or is large, has no bytes: each rank then captures for itself.
     if captured.conditions is not None:
         raise Unpackable("the capture holds conditions on the values of its inputs")
     if any(node.target is CALL for node in captured.graph.nodes):
@@ -131,6 +135,7 @@ def pack(captured: Capture) -> bytes:
     rest = {f.name: getattr(captured, f.name) for f in fields(captured) if f.name not in ("graph", "origin", "begun")}
     rest["leaves"] = [(x.node.name, x.kind, x.name) for x in captured.leaves]
     rest["symbols"] = [(symbol, node.name, dim) for symbol, (node, dim) in captured.symbols.items()]
+    # By name and place: a copied graph names some nodes otherwise, and plans know operators by their names.
     names = [node.name for node in captured.graph.nodes]
     try:
         return pickle.dumps((compat.packed_graph(captured.graph, rest), names))

@@ -116,6 +116,8 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
         InputError: no tensor has such a dimension.
     """
     tensors = [x for x in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(x, Tensor) and x.ndim]
+    # The first tensor tells the batch, and the first with two or three dimensions the length: ids of a decoder beside
+    # those of an encoder keep their ratio.
     rows = tensors[0].shape[0] if tensors else None
     lengths = [x.shape[1] for x in tensors if _has_length(x)]
     if batch is not None and rows is None:
@@ -126,6 +128,7 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
     def resize(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.ndim:
             return x
+        # Features of another length, such as those of an image, are no part of the sequence; ids always are.
         if seq is not None and _has_length(x) and (x.shape[1] == lengths[0] or not x.is_floating_point()):
             x = _tiled(x, 1, max(1, x.shape[1] * seq // lengths[0]))
         return _tiled(x, 0, batch) if batch is not None and x.shape[0] == rows else x

@@ -137,6 +137,7 @@ class _Explainer:
         choice = alternatives[0]
         faster = [a for a in alternatives[1:] if not a.why and a.seconds < choice.seconds * (1 - RELATIVE_SECONDS)]
         limit = self.plan.totals.least_parameter_bytes * SLACK
+        # A faster one was there, so the limit on parameters ruled it out: it comes before time.
         if faster:
             best = faster[0]
             return (
@@ -146,6 +147,7 @@ class _Explainer:
             )
         if self.builder.memory is not None and any("memory=" in a.why for a in alternatives):
             return f"memory={amount(self.builder.memory)}: other placements leave no plan that fits"
+        # Of what is left, whole heads forbid some placements before the solver sees them.
         limits = [b.limit for b in self.plan.blocks if self.parameter.name in b.parameters and b.limit]
         if limits:
             return limits[0]

@@ -129,11 +129,13 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
             "version that saved it, or plan again."
         )
     mesh = {"tp": innermost["size"], "batch": {**other[0][1], "name": other[0][0]} if other else _plain(ALONE)}
+    # Records of equal blocks stand in a file once, decisions as rows without the names of their fields.
     folded = {key: unfold(data[key]) for key in FOLDED}
     names = [f.name for f in fields(Decision)]
     folded["decisions"] = [(n, dict(zip(names, how, strict=True))) for n, *how in folded["decisions"]]
     pairs = {key: dict(folded[key]) for key in PAIRS}
     plan = _reader(Plan)({**{key: data[key] for key in SAVED}, **mesh, **folded, **pairs})
+    # A number that a file may hold is not yet one that ranks can be: 10**18 of them would be made later.
     for axis, size in (("tp", plan.tp), (plan.batch.name, plan.batch.size)):
         if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")

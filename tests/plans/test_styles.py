@@ -161,7 +161,8 @@ def test_torch_sends_what_the_plan_says_and_each_module_its_own(pool: Pool):
 def test_a_missing_style_would_be_noticed(pool: Pool):
     split = {"gate_proj", "up_proj"}
     styles = Styles({k: v for k, v in styles_of("torch", "llama").items() if k.rpartition(".")[2] not in split})
-    with pytest.raises(Exception, match="must have same reduction dim"):  # the down projection takes whole rows for a part
+    # The down projection takes whole rows for a part.
+    with pytest.raises(Exception, match="must have same reduction dim"):
         pool.run(compared, "torch", "llama", styles, plan_of("llama"), world=2)
 
 

@@ -42,10 +42,12 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     groups: dict[str, list[Parameter]] = defaultdict(list)
     for p in plan.parameters:
         groups[block_of(p.name)].append(p)
+    # Group by group, as `fully_shard` and DDP send them: each call starts anew.
     sends = Sends()
     for weights in groups.values():
         graded = _bytes(p for p in weights if p.name in trained)
         sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded))
+    # What the program itself converts over this axis, such as a loss over all rows, is in the solver's seconds already.
     values = 0.0
     for op in planned.ops.values():
         if (over := mark(op.node).batch) is not None:
@@ -60,6 +62,7 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
     totals = replace(plan.totals, local_parameters=-(-plan.totals.local_parameters // own))
     totals = lengthened(totals, Cost(waiting=priced.exposed, optimizer=less), builder.objective)
+    # Split weights leave a rank its part, and the whole of one group while that runs.
     memory = plan.memory
     if axis.fully_shard:
         parts = {k: getattr(memory, k) / own for k in ("parameters", "gradients", "states")}

@@ -27,10 +27,12 @@ def layer(steps: Sequence[Placed]) -> Layer:
     Args:
         steps: of the whole model, as `timed` gives them.
     """
+    # A step is in every indexed module around it: layers of experts repeat within layers of the model.
     inside: dict[str, list[Timed]] = defaultdict(list)
     for step, paths in steps:
         for path in paths:
             inside[path].append(step)
+    # Blocks of one kind run the same operators; conversions may differ, as they do in the first and the last block.
     kinds: dict[Any, list[str]] = defaultdict(list)
     for path, own in inside.items():
         kinds[INDEXED.sub("", path), tuple(step.name for step in own if not step.converts)].append(path)
@@ -39,6 +41,7 @@ def layer(steps: Sequence[Placed]) -> Layer:
         times = []
         for path in paths:
             times.append(tuple((step.name, step.forward, step.backward) for step in inside[path]))
+        # The times that most of them have speak for all; `alike` says for how many that is true.
         common, alike = Counter(times).most_common(1)[0]
         total = sum(step.seconds for path in paths for step in inside[path])
         repeated += [(alike > 1, total, alike, paths[times.index(common)], paths)] if len(paths) > 1 else []

@@ -75,14 +75,17 @@ def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool
         return "there is one rank"
     if pinned or not users:
         return "pinned by the user" if pinned else "nothing reads it"
+    # One reader that can split no dimension keeps it whole whatever the others can.
     limits = [(*_limit(planned, u, slot), u, slot) for u, slot in users]
     blamed = next((cause for dims, cause, *_ in limits if not dims), None)
     if blamed is not None:
         return blamed
+    # Each can split some: a split must be along one that all of them can.
     dims = set.intersection(*(dims for dims, *_ in limits))
     names = " and ".join(dict.fromkeys(short_name(u.target) for _, _, u, _ in limits))
     if not dims:
         return f"{names} cannot split the same dimension of it"
+    # The solver had a choice where some partition of it fits the operands beside; otherwise that is the reason.
     possible = sorted(d for d in dims if candidates.of.get(((planned.same[node], 0), d)))
     if not possible:
         return f"{names} could split dim {min(dims)}, but no partition over {planned.tp} ranks fits the other operands"

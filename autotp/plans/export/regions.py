@@ -118,9 +118,11 @@ class Boundaries:
         leaf = self.builder.leaves.get(op.slots[weight]) if kind else None
         if leaf is None or made_by != kind:
             return None
+        # A style's output is split, or a sum over ranks that the module takes; a split weight that gives neither has none.
         layout, out = self.decisions[leaf.node.name].outs[0], self.decisions[node.name].outs[0]
         if layout.sharded_dim is None or (out.sharded_dim is None and not out.partial):
             return None
+        # A style deals out the parameter of one module: of a tied one the other module would read a part.
         tied = any(first == leaf.name and name != leaf.name for name, first in self.builder.program.aliases.items())
         shared = SHARED if tied or leaf.name != f"{path}.weight" or len(leaf.node.users) != 1 else None
         if reason := shared or self.refused.get(generic(leaf.name)):

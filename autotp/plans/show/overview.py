@@ -195,11 +195,13 @@ def _avoidable(plan: Plan) -> Iterator[tuple[float, str]]:
     t, heads = plan.totals, {i for i, block in enumerate(plan.blocks) if block.kind == "head"}
     outputs = [c for c in plan.collectives if c.name == "gather" and c.forward and c.block in heads]
     gathered, trains = sum(c.forward_bytes for c in outputs), plan.objective == "training"
+    # Whole logits are asked for by default, and cost more than any layer where the vocabulary is large.
     if gathered:
         part = t.communication * gathered / (t.forward_bytes + (t.backward_bytes if trains else 0.0))
         names = ", ".join(dict.fromkeys(last(c.source or c.module) for c in outputs))
         way = 'outputs="loss" or "sharded"' if trains else 'outputs="sharded"'
         yield part, f"go into gathering whole outputs ({names}, {amount(gathered)}), which {way} leaves split"
+    # What is not split is computed on every rank: the share above an even one is lost.
     even = t.flops / plan.tp
     if t.local_flops > 1.05 * even:
         extra = (t.seconds - t.communication) * (1 - even / t.local_flops)
