@@ -118,7 +118,7 @@ class Boundaries:
         leaf = self.builder.leaves.get(op.slots[weight]) if kind else None
         if leaf is None or made_by != kind:
             return None
-        # A style's output is split, or a sum over ranks that the module takes; a split weight that gives neither has none.
+        # What a style's module gives is split, or a sum over ranks that it takes: a weight that gives neither has none.
         layout, out = self.decisions[leaf.node.name].outs[0], self.decisions[node.name].outs[0]
         if layout.sharded_dim is None or (out.sharded_dim is None and not out.partial):
             return None
