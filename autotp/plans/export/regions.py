@@ -105,6 +105,7 @@ class Boundaries:
             for path in map(generic, ("", *module_path(node))):
                 if path in self.refused:
                     self._refuse(node, self.refused[path])
+        # Only now are all joined: what makes one end of a region whole makes the other one so.
         why, sites = self.why, []
         for node, (module, kind) in self.sites.items():
             split = node in self.split and self.sets[node] not in why
