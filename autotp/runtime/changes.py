@@ -47,7 +47,7 @@ class AttributeValue:
     watched: Watched
     name: str
     value: object
-    contents: object = None
+    contents: Any = None
 
     def __post_init__(self) -> None:
         self.contents = contents(self.value)

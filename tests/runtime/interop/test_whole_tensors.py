@@ -64,9 +64,14 @@ def initialised(model: Any, sharded: Any) -> dict[str, Any]:
 def assigned(model: Any, sharded: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     weight = model[0].weight.detach() * 3
+    counts = [sharded._calls.count()]  # of writes, by which ranks notice one that others did not make
     for m in (model, sharded):
         m[2].weight.data = m[2].weight.data * 0.5
+        counts.append(sharded._calls.count())
+        m[2].weight.data.mul_(0.5)
+        counts.append(sharded._calls.count())
     found["data"] = apart(model, sharded) < 1e-12
+    found["counted"] = counts[0] == counts[1] == counts[2] < counts[3] < counts[4]
     for value in (
         weight,
         torch.ones(3),
