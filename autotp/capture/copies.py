@@ -156,8 +156,8 @@ class Recipe:
         parts: its attributes, each with the recipe of what it holds; None where that is a plain tensor.
     """
 
-    kind: Any
-    described: Any
+    kind: type[Any]
+    described: object
     size: tuple[int, ...]
     strides: tuple[int, ...]
     parts: tuple[tuple[str, Recipe | None], ...]

@@ -189,7 +189,7 @@ class FirstCall:
 
     block: int
     leaves: list[Any]
-    spec: Any
+    spec: compat.TreeSpec
 
 
 @dataclass

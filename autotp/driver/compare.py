@@ -170,7 +170,7 @@ class Call:
     """
 
     flat: list[Any]
-    spec: Any
+    spec: compat.TreeSpec
     buffers: dict[str, Tensor]
     device: torch.device
     random: list[Tensor]
@@ -340,6 +340,7 @@ class _Comparison:
         """Find the first module of the user's own that gives what the captured graph does not compute."""
         original: nn.Module = self.module._compared_with  # type: ignore[assignment]
         memo: dict[int, Any] = {}
+        # A copy of the module by deepcopy, in whose memo its weights are the whole ones of now: tied ones stay tied.
         for name, p in original.named_parameters(remove_duplicate=False):
             first = self.shards.aliases[name]
             trained = self.whole[first].requires_grad
@@ -348,6 +349,7 @@ class _Comparison:
         for name, b in original.named_buffers(remove_duplicate=False):
             memo[id(b)] = self.buffers[self.shards.aliases[name]].clone()
         model = copy.deepcopy(original, memo)
+        # The user may have switched parts to eval since.
         for module, part in zip(model.modules(), self.module._order, strict=True):
             module.training = part.training
         module_values: list[tuple[str, list[Tensor]]] = []
@@ -356,6 +358,7 @@ class _Comparison:
             module.register_forward_hook(hook)
         args, kwargs = compat.tree_unflatten(again(self.call.flat), self.call.spec)
         inputs = without_cache(model, Inputs(*args, **kwargs))[0]
+        # The numbers that the call drew.
         self.call.rewind()
         self.users_outputs = compat.tree_leaves(model(*inputs.args, **inputs.kwargs))
         candidates = _by_shape(

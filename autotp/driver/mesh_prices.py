@@ -219,15 +219,18 @@ class Pricer:
 
     def _unit(self, unit: UnitCost, mesh: Mesh) -> tuple[float, ...]:
         """Return a row of `UnitSums`: tokens scale kernels, bytes and what is kept, and not what a start takes."""
+        # Kernels and bytes grow with the tokens of a rank; what a start takes (launches) does not.
         size = mesh.batch / self.example
         part, both, block = size / mesh.cp, (unit.block, unit.rest), unit.block
         backward = sum(part * x.backward.kernels + x.backward.launches for x in both)
         compute = backward + sum(part * x.forward.kernels + x.forward.launches for x in both)
         calls = _total(way.calls for x in both for way in (x.forward, x.backward))
         again, kept_bytes, working = 0.0, part * (block.kept_bytes + unit.rest.kept_bytes), part * unit.working
+        # Slices of what was gathered are kept in its place: gathered again in the backward, smaller until then.
         if mesh.keep == "slices":
             again = part * sum(x.again for x in both)
             kept_bytes -= part * sum(x.saved for x in both)
+        # A block's inputs alone: its forward runs again, so that one block's values live beside what works.
         if mesh.keep == "inputs":
             again = part * block.forward.kernels + block.forward.launches
             again += self._over_tp(block.forward.calls, part)[0]
@@ -269,11 +272,13 @@ class Pricer:
         degree = dict.fromkeys(SPLIT["weights"], 1) | dict.fromkeys(SPLIT[mesh.shard], mesh.replicas)
         parts = [self.steady[name] / n for name, n in degree.items()]
         rank_bytes = np.add.reduceat(np.sum(parts, 0), starts)
+        # A tied weight is held by every stage that reads it; the first has it among its own.
         for size, places in self.terms.tied:
             homes = sorted({int(np.searchsorted(starts, p, side="right")) - 1 for p in places})
             for stage in homes[1:]:
                 rank_bytes[stage] += size / degree["weights"]
         rank_bytes = rank_bytes + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept_bytes
+        # Weights that are split over dp are whole for one unit at a time.
         gathered = float(self.steady["weights"].max()) if mesh.shard == "weights" else 0.0
         return float((rank_bytes.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
 

@@ -178,6 +178,7 @@ def _pipe(
     names = [_first(piece.names, first) for piece in pieces]
     placed = [place for place, size in zip(grid.places, division.division.sizes, strict=True) for _ in range(size)]
     blocks = tuple(f"{u}." for u, place in zip(division.units, placed, strict=True) if place == grid.rank)
+    # The first stage also holds what nobody reads: checkpoints of the whole have it.
     names[0] |= unread(model, set().union(*names))
     mine = set().union(*(names[i] for i in own))
     paths = set().union(*(pieces[i].paths for i in own))
@@ -194,6 +195,7 @@ def _pipe(
     module._shards.elsewhere = frozenset(elsewhere)
     if grid.size > 1:
         refuse_clipping_of(module)
+    # A weight of several stages has one gradient, their sum, and counts once in a norm: at its first holder.
     parameters = {n for n, _ in model.named_parameters()}
     tied = tied_over_ranks({i: n & parameters for i, n in enumerate(names)}, grid.places)
     shared = {name: holders for name, holders in tied.items() if grid.rank in holders}
@@ -201,6 +203,7 @@ def _pipe(
     sums = Sums(module._shards, tied, shared, frozenset(counted), grid.pipeline, ranks.batch)
     inputs = without_cache(model, inputs)[0]
 
+    # Stages of the other mode (train or eval) are cut once they are called, at the same units.
     ready = {captured.training: (Feed(bare, captured), pieces)}
 
     def cut_in(training: bool) -> tuple[Feed, list[Piece]]:

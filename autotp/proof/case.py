@@ -27,7 +27,7 @@ RuleOf = Callable[[Op], Rule | None]
 class Case:
     """One call of an operator: its arguments, with tensors where they are tensors."""
 
-    target: Any
+    target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     frozen: int = 0  # of the last operands, how many have no gradient

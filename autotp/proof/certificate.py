@@ -214,10 +214,12 @@ class Typing(Simulated):
 
     def _typed_call(self, node: fx.Node, args: Any, kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         target: Any = node.target
+        # The checker types a call alike on all ranks, so that one which knows its rank has a type of its own.
         if mark(node).axis == "tp":
             return self._own(partial(target, *args, **kwargs), operands)
         if not operands:
             return self._factory(node, partial(target, *args, **kwargs))
+        # Without a function in the checker's table a linear operator would take no pending sum.
         groups = linear_slots(target, args, kwargs)
         if groups is not None:
             with spmd_types().no_typecheck():
@@ -228,6 +230,7 @@ class Typing(Simulated):
         function, sums = spelled(target, kwargs)
         if function is None:
             return target(*args, **kwargs)
+        # A bias is added to the sum once: the product is asserted to be a summand before.
         pending = self._summand if self._pending(node) else _as_it_is
         return function(pending, *args, **kwargs) if sums else function(*args, **kwargs)
 

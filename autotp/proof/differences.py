@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,15 +20,18 @@ FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a v
 PLAIN_TYPES = (bool, int, float, complex, str, type(None))
 
 
+Key = TypeVar("Key")
+
+
 @dataclass(frozen=True)
-class Gap:
+class Gap(Generic[Key]):
     """A value that is not what it should be.
 
     Attributes:
         key: of the value. error: by how much, as a part of the largest; inf where no number says it.
     """
 
-    key: Any
+    key: Key
     error: float
 
 
@@ -95,7 +98,7 @@ class Rounding:
         return 0.0  # objects of which nothing tells whether they are equal
 
 
-def differences(ours: Mapping[Any, Any], theirs: Mapping[Any, Any], rounding: Rounding) -> Gap | None:
+def differences(ours: Mapping[Key, Any], theirs: Mapping[Key, Any], rounding: Rounding) -> Gap[Key] | None:
     """Find the first value of ours that is not theirs.
 
     Args:

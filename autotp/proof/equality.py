@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, resolve, short_name
+from autotp.ir.graph import Capture, short_name
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
@@ -178,7 +178,7 @@ class _Proof:
         self.output_error = rounding.worst
         return gap and self._output(gap)
 
-    def _output(self, gap: Gap) -> Difference:
+    def _output(self, gap: Gap[tuple[int, int]]) -> Difference:
         """Return what makes an output that differs."""
         position = gap.key[0]
         node, state = self._output_nodes()[position], self.whole.becomes(position)
@@ -190,6 +190,7 @@ class _Proof:
 
     def _backward(self) -> tuple[Difference | None, Difference | None]:
         """Find the first gradient that differs, from the last value back to the leaves, and the first of a leaf."""
+        # One backward for all ranks: a conversion of values sends gradients from each rank to every other.
         totals = [self._loss(rank) for rank in range(self.on.cp * self.on.tp)]
         failed: RuntimeError | None = None
         if any(t.requires_grad for t in totals):
@@ -198,6 +199,7 @@ class _Proof:
             except RuntimeError as e:
                 failed = e
         inner = [n for n in reversed(self.ours.nodes) if n not in self.leaves and self.on.cp == 1]
+        # Values inside come first, from the last one back, so that what is named is where a fault begins.
         pairs = self.call.paired(self.ours, self.expected, inner, backward=True)
         first = self._gradient_gap(pairs, self.gradients, failed)
         result = first if first and failed else self._gradient_gap(self._leaf_gradients(), self.leaf_gradients, failed)
@@ -266,6 +268,9 @@ class _Proof:
             if not (whole.is_floating_point() or whole.is_complex()):
                 continue
             value, weight = self.ours.outputs[rank][i], weights(whole)
+            # A part is weighed as its place in the whole is: the sum over ranks is then the loss of the whole. What all
+            # ranks have counts on each, as their gradient is one for all (I); a gathered value (R) of another axis not,
+            # but it keeps a graph, without which a backward would stop.
             if layout.sharded_dim is not None:
                 size, at = (cp, rank // self.on.tp) if cp > 1 else (self.on.tp, rank)
                 total = total + cp * weighted(value, self.call.spec(layout).split(weight, size)[at])
@@ -274,30 +279,10 @@ class _Proof:
         return total
 
     def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:
-        """Return the value itself, unless an operand of its operator arrives in another layout than was decided."""
-        result = next((n for n in _onwards(node) if n in self.sharded.origin), node)
-        op = self.planned.ops.get(self.sharded.origin[result][0]) if result in self.sharded.origin else None
-        if op is not None and mark(result).conversion is None:
-            slots = list(zip(map(resolve, op.slots), self.planned.decisions[op.node].ins, strict=True))
-            for operand in self._arrivals(result):
-                decided = [layout for value, layout in slots if value == self.sharded.origin[operand]]
-                has = self.sharded.layouts[operand]
-                if decided and has not in decided:
-                    arrives = f"arrives at {op.node.name} as {has}, should be {decided[0]}; there {detail}"
-                    return self._difference("forward", operand, error, arrives)
+        """Name the planned value of a node, or the next one: a rule writes others before it."""
+        nodes = list(node.graph.nodes)
+        result = next((n for n in nodes[nodes.index(node) :] if n in self.sharded.origin), node)
         return self._difference("forward", result, error, detail)
-
-    def _arrivals(self, node: fx.Node) -> list[fx.Node]:
-        """Return the planned values that this node is made of, through what its rule wrote in between."""
-        arrivals, todo, visited = [], list(node.all_input_nodes), set()
-        while todo:
-            n = todo.pop(0)
-            if n in self.sharded.origin:
-                arrivals += [n] if n not in visited else []
-            elif n not in visited:
-                todo += n.all_input_nodes
-            visited.add(n)
-        return arrivals
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
         origin = self.sharded.origin[node][0] if node in self.sharded.origin else node
@@ -306,9 +291,3 @@ class _Proof:
         detail += f" (conversions of this value: {', '.join(conversions)})" if conversions else ""
         path = module_path(origin)
         return Difference(direction, origin.name, short_name(origin.target), path[-1] if path else "", error, detail)
-
-
-def _onwards(node: fx.Node) -> list[fx.Node]:
-    """Return the node and those after it: what a rule writes for an operator comes just before its result."""
-    nodes = list(node.graph.nodes)
-    return nodes[nodes.index(node) :]

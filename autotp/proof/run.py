@@ -378,12 +378,15 @@ def promoted(*graphs: fx.Graph) -> Iterator[None]:
     nodes = [n for g in graphs for n in g.nodes]
     narrow = {str(target) for target in NARROW}
     operators = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}
+    # Only these are written to, and put back: the graphs are the plan's own.
     saved = [(n, n.args, n.kwargs) for n in nodes if _has_dtype(n.args) or _has_dtype(n.kwargs)]
     default = torch.get_default_dtype()
     for node, args, kwargs in saved:
         node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
+    # Factories without a dtype take the default one.
     torch.set_default_dtype(torch.float64)
     try:
+        # The mode costs every call of torch, so that only graphs with such operators run in it.
         with nullcontext() if narrow.isdisjoint(map(str, operators)) else _InFloat64():
             yield
     finally:

@@ -244,7 +244,7 @@ FUNCTIONS = (
     "unsqueeze select narrow index_select gather split chunk unbind flip roll movedim diagonal mul mm bmm matmul dot mv"
 )
 METHODS = "view_as expand_as repeat unfold"
-SAME: dict[Any, Callable[..., Any]] = {
+EQUAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name): getattr(torch, name) for name in FUNCTIONS.split()},
     **{getattr(aten, name): getattr(torch.Tensor, name) for name in METHODS.split()},
     aten.concat: torch.cat,
@@ -254,7 +254,7 @@ SAME: dict[Any, Callable[..., Any]] = {
     aten.multiply: torch.mul,
 }
 # Where its arguments are others.
-TURNED: dict[Any, Callable[..., Any]] = {
+ADAPTED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.sum: _dims(torch.sum),
     aten.mean: _dims(torch.mean),
     aten.alias: lambda x: x.view_as(x),
@@ -321,7 +321,7 @@ def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | N
         return None, False
     if packet in QUOTIENTS:
         return torch.div, False
-    return SAME.get(packet, TURNED.get(packet)), False
+    return EQUAL_FUNCTIONS.get(packet, ADAPTED_FUNCTIONS.get(packet)), False
 
 
 def _real(dtype: torch.dtype | None) -> bool:

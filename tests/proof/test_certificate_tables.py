@@ -13,7 +13,17 @@ from torch import Tensor
 from autotp import compat
 from autotp.proof.case import Case
 from autotp.proof.certificate import checking
-from autotp.proof.spelling import CONVOLUTIONS, LINEAR, QUOTIENTS, SAME, SUMS, TURNED, blank, linear_slots, spelled
+from autotp.proof.spelling import (
+    CONVOLUTIONS,
+    LINEAR,
+    QUOTIENTS,
+    EQUAL_FUNCTIONS,
+    SUMS,
+    ADAPTED_FUNCTIONS,
+    blank,
+    linear_slots,
+    spelled,
+)
 from tests.rules.cases import CASES
 
 spmd = pytest.importorskip("spmd_types")
@@ -39,7 +49,7 @@ def close(found: Any, wanted: Any) -> bool:
 
 
 def test_an_operator_is_spelled_as_what_it_is():
-    known = {*SAME, *TURNED, *QUOTIENTS, *SUMS}
+    known = {*EQUAL_FUNCTIONS, *ADAPTED_FUNCTIONS, *QUOTIENTS, *SUMS}
     seen, wrong = set(), []
     for case in CASES:
         function, sums = spelled(case.target, case.kwargs) if packet(case) in known else (None, False)
