@@ -268,9 +268,7 @@ class _Proof:
             if not (whole.is_floating_point() or whole.is_complex()):
                 continue
             value, weight = self.ours.outputs[rank][i], weights(whole)
-            # A part is weighed as its place in the whole is: the sum over ranks is then the loss of the whole. What all
-            # ranks have counts on each, as their gradient is one for all (I); a gathered value (R) of another axis not,
-            # but it keeps a graph, without which a backward would stop.
+            # A part has the weights of its place in the whole: over all ranks that is the loss of the whole.
             if layout.sharded_dim is not None:
                 size, at = (cp, rank // self.on.tp) if cp > 1 else (self.on.tp, rank)
                 total = total + cp * weighted(value, self.call.spec(layout).split(weight, size)[at])

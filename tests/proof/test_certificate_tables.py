@@ -14,12 +14,12 @@ from autotp import compat
 from autotp.proof.case import Case
 from autotp.proof.certificate import checking
 from autotp.proof.spelling import (
+    ADAPTED_FUNCTIONS,
     CONVOLUTIONS,
+    EQUAL_FUNCTIONS,
     LINEAR,
     QUOTIENTS,
-    EQUAL_FUNCTIONS,
     SUMS,
-    ADAPTED_FUNCTIONS,
     blank,
     linear_slots,
     spelled,
