@@ -349,7 +349,6 @@ class _Comparison:
         for name, b in original.named_buffers(remove_duplicate=False):
             memo[id(b)] = self.buffers[self.shards.aliases[name]].clone()
         model = copy.deepcopy(original, memo)
-        # The user may have switched parts to eval since.
         for module, part in zip(model.modules(), self.module._order, strict=True):
             module.training = part.training
         module_values: list[tuple[str, list[Tensor]]] = []
@@ -358,7 +357,6 @@ class _Comparison:
             module.register_forward_hook(hook)
         args, kwargs = compat.tree_unflatten(again(self.call.flat), self.call.spec)
         inputs = without_cache(model, Inputs(*args, **kwargs))[0]
-        # The numbers that the call drew.
         self.call.rewind()
         self.users_outputs = compat.tree_leaves(model(*inputs.args, **inputs.kwargs))
         candidates = _by_shape(
