@@ -3,8 +3,8 @@
 `autotp::class_terms` gives for each example the largest of this rank's scores, the sum of exponentials by that, and the
 target's score. From the maximum over the ranks `autotp::class_sums_of` makes what `autotp::class_sums` gives, out of a
 few numbers an example: the running sum of Milakov and Gimelshein 2018, over blocks of classes and then over ranks. The
-gradient is `autotp::class_sums_fused_backward`: it reads the scores a second time and writes their gradient. No pass
-writes a copy of them. `autotp::class_sums_fused` is both passes in one call.
+gradient is `autotp::class_terms_backward`: it reads the scores a second time and writes their gradient. No pass
+writes a copy of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES, WIDE, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
-from .operators import _keep, _sums_fake, _sums_gradient_fake, class_sums, class_sums_backward
+from .operators import _sums_gradient_fake, class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8
@@ -104,12 +104,6 @@ def _launch_sums_of(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor,
     return out
 
 
-def _launch_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    if scores.dtype not in DTYPES:
-        return class_sums(scores, most, target, total)
-    return _launch_sums_of(scores, most, target, _launch_terms(scores, target, total), total)
-
-
 def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
     if scores.dtype not in DTYPES:
         return class_sums_backward(grad, scores, most, target, total)
@@ -182,7 +176,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return OPS.class_sums_fused_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
+    return OPS.class_terms_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
 
 
 OPS: Any = torch.ops.autotp
@@ -196,11 +190,6 @@ register(
 )  # fmt: skip
 differentiable("class_sums_of", _gradient, _setup)
 register(
-    "class_sums_fused(Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
-    twin=class_sums, launch=_launch_sums, fake=_sums_fake,
-)  # fmt: skip
-register(
-    "class_sums_fused_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
+    "class_terms_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
     twin=class_sums_backward, launch=_launch_backward, fake=_sums_gradient_fake,
 )  # fmt: skip
-differentiable("class_sums_fused", lambda ctx, grad: _gradient(ctx, grad)[:4], _keep)

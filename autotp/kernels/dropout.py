@@ -1,8 +1,8 @@
-"""Dropout and uniform numbers by global counter: the same numbers as `autotp.kernels.operators` draws, bit by bit.
+"""Dropout by global counter: the same mask as `autotp.kernels.operators` draws, bit by bit.
 
-They are `autotp::counter_dropout_fused` and `counter_uniform_fused`, in the place of those without the suffix where
-kernels are asked for. The number of an element is drawn where the element is dropped and again for its gradient, so a
-forward reads x, writes the result, and keeps nothing but the seed.
+It is `autotp::counter_dropout_fused`, in the place of that without the suffix where kernels are asked for. The number
+of an element is drawn where the element is dropped and again for its gradient, so a forward reads x, writes the result,
+and keeps nothing but the seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES, differentiable, jit, power_of_two, register, tiles, tl
-from .operators import _dropout_fake, _keep_seed, _uniform_fake, counter_dropout, counter_uniform
+from .operators import _dropout_fake, _keep_seed, counter_dropout
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`
@@ -57,13 +57,6 @@ def _drop(x, out, seed, place, columns, length, whole, least, keep, BY: tl.const
     tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
-def _draw(out, seed, place, columns, length, whole, BY: tl.constexpr, TILE: tl.constexpr):
-    column, here, index = _where(place, columns, length, whole, BY, TILE)
-    number = _uniform_bits(seed, index).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-    tl.store(out + here, number.to(out.dtype.element_ty), mask=column < columns)
-
-
 def _launch_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float) -> Tensor:
     if x.dtype not in DTYPES or not _counts(x.shape, place, dim, whole):
         return counter_dropout(x, seed, place, dim, whole, p)
@@ -74,20 +67,6 @@ def _launch_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, who
         place = seed if place is None else place.contiguous()
         arguments = x.contiguous(), out, seed, place, *sizes, _least(p), 1 - p if p < 1 else 1.0
         _drop[(rows * tiles(sizes[0], tile),)](*arguments, BY=by, TILE=tile)
-    return out
-
-
-def _launch_uniform(
-    size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    if dtype not in DTYPES or not _counts(size, place, dim, whole):
-        return counter_uniform(size, seed, place, dim, whole, dtype)
-    out = torch.empty(list(size), dtype=dtype, device=seed.device)
-    if out.numel():
-        rows, by, *sizes = _dealt(size, place, dim, whole)
-        tile = power_of_two(sizes[0], TILE)
-        place = seed if place is None else place.contiguous()
-        _draw[(rows * tiles(sizes[0], tile),)](out, seed, place, *sizes, BY=by, TILE=tile)
     return out
 
 
@@ -119,10 +98,5 @@ OPS: Any = torch.ops.autotp
 register(
     "counter_dropout_fused(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p) -> Tensor",
     twin=counter_dropout, launch=_launch_dropout, fake=_dropout_fake,
-)  # fmt: skip
-register(
-    "counter_uniform_fused(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype) "
-    "-> Tensor",
-    twin=counter_uniform, launch=_launch_uniform, fake=_uniform_fake,
 )  # fmt: skip
 differentiable("counter_dropout_fused", _gradient, _keep_seed)

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, with a residual added before where there is one.
 
-Statistics are in float32, and rows of any length: what a program cannot hold it reads in pieces.
+Statistics are in float32. A program holds whole rows, so rows have a largest length.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from .common import (
 
 OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]
-WHOLE, WHOLE_BACK = 16384, 8192  # columns that a program holds, forward and backward; longer rows are read in pieces
-PIECE = 4096
+MAX_COLUMNS = 16384  # of a row: a program holds it whole
 TILE = 1024  # elements that a program holds at least: of several rows, where they are short
 
 
@@ -76,40 +75,6 @@ def _forward(
     tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
     tl.store(stats + row, mean, mask=row < rows)
     tl.store(stats + rows + row, scale, mask=row < rows)
-
-
-@jit
-def _forward_in_pieces(
-    x, residual, weight, bias, out, total, stats, rows, columns, eps, x_row, residual_row,
-    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A row that is too long to hold: it is read for the mean, for the spread, and for the result."""
-    row = tl.program_id(0).to(tl.int64)
-    mean = 0.0
-    if CENTRED:
-        added = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            added += _value(x, residual, row * x_row + column, row * residual_row + column, column < columns, ADD)
-        mean = tl.sum(added) / columns
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        value = _value(x, residual, row * x_row + column, row * residual_row + column, column < columns, ADD)
-        value = tl.where(column < columns, value - mean, 0.0)
-        squares += value * value
-    scale = tl.rsqrt(tl.sum(squares) / columns + eps)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < columns
-        value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
-        if ADD:
-            tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
-        y = _scaled((value - mean) * scale, weight, bias, column, columns, WEIGHT, BIAS)
-        tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
-    tl.store(stats + row, mean)
-    tl.store(stats + rows + row, scale)
 
 
 @jit
@@ -169,55 +134,11 @@ def _backward(
         tl.store(sums + step * columns + at, tl.sum(to_bias, 0), mask=there)
 
 
-@jit
-def _backward_in_pieces(
-    grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
-    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rows that are too long to hold: each program adds to its own sums in memory, which start as zeros."""
-    first, step = tl.program_id(0), tl.num_programs(0)
-    for i in range(first, rows, step):
-        # As int64: in 40,000 rows of 65,536 columns the last offset is more than 2^31.
-        row = tl.cast(i, tl.int64)
-        mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
-        # Two passes over the row: each element's gradient needs the sums over all of them, and the row does not fit in
-        # registers.
-        along, across = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            normal, comes, g = _normal_and_slope(
-                grad, x, weight, row, column, columns, column < columns, mean, scale, grad_row, x_row, WEIGHT
-            )  # fmt: skip
-            along += g * normal
-            across += g
-        slope, level = tl.sum(along) / columns, 0.0
-        if CENTRED:
-            level = tl.sum(across) / columns
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < columns
-            normal, comes, g = _normal_and_slope(
-                grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
-            )  # fmt: skip
-            value = (g - normal * slope - level) * scale
-            _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
-            # Its own sums, with no other program's: added up atomically they would be in another order in each run.
-            if WEIGHT:
-                at = sums + first * columns + column
-                tl.store(at, tl.load(at, mask=inside, other=0) + comes * normal, mask=inside)
-            if BIAS:
-                at = sums + (step + first) * columns + column
-                tl.store(at, tl.load(at, mask=inside, other=0) + comes, mask=inside)
-        tl.debug_barrier()  # before the next row's loads of the sums, by whichever threads
-
-
-def _block(columns: int, limit: int) -> tuple[bool, dict[str, int]]:
-    """Say whether a program holds whole rows, and how a kernel is compiled for that."""
-    whole = columns <= limit
-    block = power_of_two(columns, limit) if whole else PIECE
-    rows = max(1, TILE // block) if whole else 1
-    return whole, {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(16, rows * block // 512))}
+def _block(columns: int) -> dict[str, int]:
+    """Options that a kernel is compiled with: how many rows a program holds, of how many columns."""
+    block = power_of_two(columns, MAX_COLUMNS)
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(16, rows * block // 512))}
 
 
 def launch_forward(
@@ -235,12 +156,12 @@ def launch_forward(
     other = rows if residual is None else as_rows(residual)
     n, columns = rows.shape
     stats = torch.empty((2, n), dtype=torch.float32, device=x.device)
-    whole, compiled = _block(columns, WHOLE)
+    compiled = _block(columns)
     vectors = [x, x]
     for i, v in enumerate((weight, bias)):
         vectors[i] = x if v is None else v.contiguous()
     if n:
-        (_forward if whole else _forward_in_pieces)[tiles(n, compiled["ROWS"]),](
+        _forward[tiles(n, compiled["ROWS"]),](
             rows, other, *vectors, out, total, stats, n, columns, eps, rows.stride(0), other.stride(0),
             CENTRED=centred, ADD=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, **compiled,
         )  # fmt: skip
@@ -260,13 +181,13 @@ def launch_backward(
     to_x, rows, d = empty_like(x), as_rows(x), as_rows(grad)
     other = d if extra is None else as_rows(extra)
     n, columns = rows.shape
-    whole, compiled = _block(columns, WHOLE_BACK)
+    compiled = _block(columns)
     count = min(tiles(n, compiled["ROWS"]), programs(x, max(2, 32 // compiled["num_warps"])))
-    make = torch.empty if whole and n else torch.zeros
+    make = torch.empty if n else torch.zeros
     vectors = 1 + bias if bias or weight is not None else 0
     summed = make((vectors, count, columns), dtype=torch.float32, device=x.device)
     if n:
-        (_backward if whole else _backward_in_pieces)[count,](
+        _backward[count,](
             d, other, rows, stats, x if weight is None else weight.contiguous(), to_x, summed, n, columns,
             d.stride(0), other.stride(0), rows.stride(0),
             CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, BIAS=bias, **compiled,
@@ -362,8 +283,8 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ce
     check_floats("norm", x=x, weight=weight, bias=bias)
     check_vector("norm", "weight", weight, x)
     check_vector("norm", "bias", bias, x)
-    if x.shape[-1] == 0:
-        refuse("norm", f"takes rows that are not empty, and x is {list(x.shape)}")
+    if not 0 < x.shape[-1] <= MAX_COLUMNS:
+        refuse("norm", f"takes rows that are not empty and of at most {MAX_COLUMNS}, and x is {list(x.shape)}")
 
 
 def _check_add(

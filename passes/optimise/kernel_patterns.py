@@ -14,6 +14,7 @@ from autotp.ir.marks import write
 from autotp.ir.op import aten, is_tensor, sizes
 from autotp.ir.scopes import scope_path
 from autotp.kernels.common import DTYPES
+from autotp.kernels.norm import MAX_COLUMNS
 
 from .expressions import (
     Call,
@@ -102,11 +103,14 @@ def _written_out(node: fx.Node) -> FoundNorm | None:
 def _fits(match: FoundNorm, node: fx.Node) -> bool:
     """Say whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
     x, out = value_of(match.x), value_of(node)
+    columns = sizes(x)[-1] if x.ndim else 0
     vectors = [value_of(v) for v in (match.weight, match.bias) if v is not None]
     return (
         x.dtype in DTYPES
         and x.dtype == out.dtype
         and sizes(x) == sizes(out)
+        and isinstance(columns, int)
+        and columns <= MAX_COLUMNS
         and all(v.dtype in DTYPES and sizes(v) == sizes(x)[-1:] for v in vectors)
         and whole_along(match.x, -1)
         and summable(match.x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +21,10 @@ OPS: Any = torch.ops.autotp
 Pattern = Callable[[fx.Node], Rewrite | None]
 
 
-def fused(name: str, node: fx.Node) -> Rewrite | None:
-    """Find an operator of ours whose kernel takes the same arguments: the call itself, by its kernel."""
-    if node.target is not getattr(OPS, name).default:
-        return None
-    return Rewrite((node,), retarget, (node, getattr(OPS, f"{name}_fused").default))
+def drop(node: fx.Node) -> Rewrite | None:
+    """Find a dropout by counter: the call itself, by its kernel."""
+    found = node.target is OPS.counter_dropout.default
+    return Rewrite((node,), retarget, (node, OPS.counter_dropout_fused.default)) if found else None
 
 
 # Kernel, and what finds an expression of it that ends in the node. Tried in this order.
@@ -36,9 +34,7 @@ PATTERNS: tuple[tuple[str, Pattern], ...] = (
     ("bias_gelu", bias_then_gelu),
     ("vocabulary_rows", look_up),
     ("class_terms", sum_in_one_pass),
-    ("class_terms", partial(fused, "class_sums")),
-    ("counter_dropout", partial(fused, "counter_dropout")),
-    ("counter_dropout", partial(fused, "counter_uniform")),  # the same drawing, with nothing to drop
+    ("counter_dropout", drop),
 )
 
 

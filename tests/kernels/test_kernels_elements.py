@@ -1,17 +1,15 @@
-"""Dropout and uniform numbers by counter: kernels by Triton's interpreter, against their twins."""
+"""Dropout by counter: the kernel by Triton's interpreter, against their twins."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from autotp.kernels import dropout
-from autotp.kernels.operators import counter_dropout, counter_uniform
+from autotp.kernels.operators import counter_dropout
 from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
 from tests.helpers.processes.interpreter import Interpreter
@@ -29,12 +27,12 @@ PLACES: dict[str, tuple[list[int], list[int], int, list[int] | None]] = {  # siz
 SEED = -12345678901234567
 
 
-def drawn(
-    dtype: torch.dtype, name: str, p: float, wrong: bool = False, device: str = "cpu"
-) -> tuple[bool, bool, float]:
-    """By Triton against the operators in PyTorch: equal masks, equal numbers, and how far what is kept is."""
-    size, whole, dim, _ = PLACES[name]
-    seed, place, there = placed(name, wrong, device)
+def drawn(dtype: torch.dtype, name: str, p: float, wrong: bool = False, device: str = "cpu") -> tuple[bool, float]:
+    """By Triton against the operator in PyTorch: equal masks, and how far what is kept is."""
+    size, whole, dim, at = PLACES[name]
+    seed = torch.tensor(SEED, device=device)
+    place = None if at is None else torch.tensor(at, dtype=torch.int64, device=device)
+    there = place + 1 if wrong and place is not None else place
     x = torch.randn([*size, 2], generator=torch.Generator().manual_seed(0)).to(dtype).to(device)[..., 0]
     x = x + x.sign()
     with patch.object(dropout, "TILE", 16):
@@ -43,27 +41,7 @@ def drawn(
     assert device != "cpu" or torch.empty(2).isnan().all()
     assert found.dtype == dtype
     far = differ(found, wanted.double()) if wanted.any() else float(found.abs().sum())
-    return torch.equal(found == 0, wanted == 0), numbered(dtype, name, wrong, device), far
-
-
-def placed(name: str, wrong: bool, device: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The seed, where the elements are, and where Triton is told that they are."""
-    at = PLACES[name][3]
-    place = None if at is None else torch.tensor(at, dtype=torch.int64, device=device)
-    there = place + 1 if wrong and place is not None else place
-    return torch.tensor(SEED, device=device), place, there
-
-
-@cache
-def numbered(dtype: torch.dtype, name: str, wrong: bool, device: str) -> bool:
-    """Whether Triton draws the same numbers; whatever is dropped of them later."""
-    size, whole, dim, _ = PLACES[name]
-    seed, place, there = placed(name, wrong, device)
-    with patch.object(dropout, "TILE", 16):
-        numbers = dropout._launch_uniform(size, seed, there, dim, whole, dtype)
-    uniform = counter_uniform(size, seed, place, dim, whole, dtype)
-    assert numbers.dtype == dtype
-    return bool((numbers - uniform).abs().le(2**-8 if dtype == torch.bfloat16 else 0).all())
+    return torch.equal(found == 0, wanted == 0), far
 
 
 # 3/2^24 is a number that may be drawn, and float32 does not hold 1/3 or 0.1.
@@ -71,14 +49,14 @@ def numbered(dtype: torch.dtype, name: str, wrong: bool, device: str) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masks_are_those_of_the_twin_bit_by_bit(interpreter: Interpreter, dtype, p):
     for name in PLACES:
-        mask, numbers, far = interpreter.run(drawn, dtype, name, p)
-        assert mask and numbers and far <= (CLOSE[dtype] if dtype == torch.bfloat16 else 0), (name, far)
+        mask, far = interpreter.run(drawn, dtype, name, p)
+        assert mask and far <= (CLOSE[dtype] if dtype == torch.bfloat16 else 0), (name, far)
 
 
 def test_another_place_is_noticed(interpreter: Interpreter):
     """The negative control."""
-    mask, numbers, _ = interpreter.run(drawn, torch.float32, "middle", 0.5, True)
-    assert not mask and not numbers
+    mask, _ = interpreter.run(drawn, torch.float32, "middle", 0.5, True)
+    assert not mask
 
 
 @pytest.mark.parametrize("name", ["whole", "middle"])
@@ -87,10 +65,9 @@ def test_drawing_keeps_torchs_rules(name):
     size, whole, dim, at = PLACES[name]
     x = torch.randn(size[::-1]).permute(2, 1, 0).requires_grad_()
     place = None if at is None else torch.tensor(at)
-    for dropped, drawn in ((OPS.counter_dropout, OPS.counter_uniform),
-                           (OPS.counter_dropout_fused, OPS.counter_uniform_fused)):  # fmt: skip
+    for dropped in (OPS.counter_dropout, OPS.counter_dropout_fused):
         torch.library.opcheck(dropped.default, (x, torch.tensor(SEED), place, dim, whole, 0.5))
-        torch.library.opcheck(drawn.default, (size, torch.tensor(SEED), place, dim, whole, torch.float16))
+    torch.library.opcheck(OPS.counter_uniform.default, (size, torch.tensor(SEED), place, dim, whole, torch.float16))
 
 
 def thresholds(count: int) -> bool:
@@ -117,13 +94,12 @@ def test_they_compile_for_a_device(dtype):
         for dim, place in ((0, None), (1, torch.arange(3)), (3, torch.arange(128))):
             whole = [n + (place is not None and d == dim) for d, n in enumerate(x.shape)]
             dropout._launch_dropout(x, seed, place, dim, whole, 0.1)
-            dropout._launch_uniform(x.shape, seed, place, dim, whole, dtype)
-    assert len(made) == 6
+    assert len(made) == 3
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_device(dtype):
     for name in PLACES:
-        mask, _, far = drawn(dtype, name, 0.1, False, "cuda")
+        mask, far = drawn(dtype, name, 0.1, False, "cuda")
         assert mask and far < CLOSE[dtype]

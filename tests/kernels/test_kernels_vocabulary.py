@@ -56,7 +56,8 @@ def summed(dtype: torch.dtype, total: bool, shift: int = 0, device: str = "cpu")
     exact = scores.double(), most.double(), target, total
     grad = torch.randn(2 + total, len(TARGET), generator=torch.Generator().manual_seed(1)).to(device)
     with patch.multiple(cross_entropy, TILE=8, EXAMPLES=4):
-        sums = cross_entropy._launch_sums(scores, most, target + shift, total)
+        terms = cross_entropy._launch_terms(scores, target + shift, total)
+        sums = cross_entropy._launch_sums_of(scores, most, target + shift, terms, total)
         to = cross_entropy._launch_backward(grad, scores, most, target + shift, total)
     assert (device != "cpu" or torch.empty(2).isnan().all()) and to.dtype == dtype
     errors = [wrong(a, b) for a, b in zip(sums, class_sums(*exact), strict=True)]
@@ -176,7 +177,6 @@ def test_the_operators_keep_torchs_rules():
     terms = OPS.class_terms(leaf.detach(), target[2:], True)
     torch.library.opcheck(OPS.class_terms.default, (scores, target, True))
     torch.library.opcheck(OPS.class_sums_of.default, (leaf, most[2:], target[2:], terms, True))
-    torch.library.opcheck(OPS.class_sums_fused.default, (leaf, most[2:], target[2:], True))
     weight = torch.randn(ROWS, WIDTH, requires_grad=True)
     torch.library.opcheck(OPS.vocabulary_rows.default, (weight, torch.tensor(IDS), START, VOCABULARY, PADDING))
 
@@ -324,7 +324,8 @@ def test_they_compile_for_a_device(dtype):
     scores, target = torch.empty(3, 5000, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     with compiling() as made:
         for total in (False, True):
-            cross_entropy._launch_sums(scores, scores[:, 0], target, total)
+            terms = cross_entropy._launch_terms(scores, target, total)
+            cross_entropy._launch_sums_of(scores, scores[:, 0], target, terms, total)
             cross_entropy._launch_backward(torch.empty(2 + total, 3), scores, scores[:, 0], target, total)
         for weight in (scores, scores[:, :1]):
             embedding._launch(weight, target, 0, 3, -1)

@@ -101,7 +101,7 @@ def test_what_draws_by_counters_runs_by_its_kernel_only_where_asked():
         names = [short_name(n.target) for n in sharded._programs_made[-1].graph.nodes if n.op == "call_function"]
         counts.append(sum(n.endswith("_fused") for n in names))
         counts.append(sharded(torch.ones(4, 6)))
-    assert counts[0] == 0 and counts[2] == 2 and torch.equal(counts[1], counts[3])
+    assert counts[0] == 0 and counts[2] == 1 and torch.equal(counts[1], counts[3])
     ours = ("counter_dropout", "counter_uniform", "class_sums", "class_sums_backward")
     assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"autotp::{name}", "CUDA") for name in ours)
 
@@ -240,6 +240,13 @@ def test_only_whole_rows_that_may_be_read(layout, dtype, found):
     rewrite = kernel_patterns.norm(node)
     assert (rewrite is not None and rewrite.put(*rewrite.arguments) is not None) == found
     graph.lint()
+
+
+def test_rows_that_no_program_holds_stay():
+    _, node = expression(layouts.R)
+    assert kernel_patterns.norm(node) is not None
+    with patch.object(kernel_patterns, "MAX_COLUMNS", 7):
+        assert kernel_patterns.norm(node) is None
 
 
 def test_products_in_either_order():
