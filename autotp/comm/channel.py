@@ -18,11 +18,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from autotp.errors import RankError
 from autotp.log import log
 
@@ -31,7 +26,6 @@ WAIT = "AUTOTP_WAIT_LOG_S"  # seconds of waiting after which it is logged
 GRACE_SECONDS = 2.0  # seconds in which a rank is seen to end, or to leave what has failed
 IN_STEP_SECONDS = 0.05  # seconds in which a rank that is in step has sent its message
 SEND_SECONDS = 60.0  # seconds that sending may take: as good as never
-COLLECTIVE_BYTES = 1024  # bytes of a message that goes as a collective
 FRAME = struct.Struct("!IQB")  # length of the message, number of the turn, kind
 SAYS, LEAVES = 0, 1
 
@@ -225,8 +219,8 @@ class Channel:
         """The latest turn of each of these ranks in words."""
         texts = []
         for rank in ranks:
-            link = self.links.get(rank)  # there is none where ranks cannot connect
-            turn = f"whose latest turn was the {link.last}" if link and link.last else "which has come to no turn yet"
+            last = self.links[rank].last
+            turn = f"whose latest turn was the {last}" if last else "which has come to no turn yet"
             texts.append(f"rank {rank}, {'which has ended' if rank in self.absent else turn}")
         return "; ".join(texts)
 
@@ -305,33 +299,6 @@ def _closed(peer: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-class Collective(Channel):
-    """The turns as a collective of messages of one length, where ranks cannot connect to each other."""
-
-    room = 0
-
-    def __init__(
-        self, rank: int, size: int, timeout: Callable[[], float], group: ProcessGroup, device: torch.device
-    ) -> None:
-        super().__init__(rank, size, timeout, {})
-        self._group, self._device = group, device
-
-    def exchange(self, what: str, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank, as one all-gather."""
-        self.doing, self.running = what, False
-        head = struct.pack("!H", min(len(message), COLLECTIVE_BYTES - 2)) + message[: COLLECTIVE_BYTES - 2]
-        mine = torch.frombuffer(bytearray(head.ljust(COLLECTIVE_BYTES, b"\0")), dtype=torch.uint8).to(self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self._group)
-        self.began, self.running = time.monotonic(), True
-        return [_unpadded(x) for x in everyone]
-
-
-def _unpadded(x: Tensor) -> bytes:
-    data = x.cpu().numpy().tobytes()
-    return data[2 : 2 + struct.unpack_from("!H", data)[0]]
 
 
 def by_value(values: Sequence[str]) -> str:

@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup
 
 from autotp import compat
 from autotp.errors import RankError
-from autotp.log import log
 
-from .channel import Channel, Collective, Link, by_value
+from .channel import Channel, Link, by_value
 from .sockets import Peers, connected
 from .turn import CAUSE_CHARACTERS, Turn, depart, forked, joined, release
 
@@ -41,6 +40,11 @@ CAUSES = (
     "threads whose calls come in another order on each rank. "
     "With dp this holds for all ranks, but for lengths and values of the inputs; each passes as many examples."
 )
+UNCONNECTED = (
+    "The {} ranks cannot connect to each other by TCP, by which they compare what they are about to do. Allow "
+    "connections between their machines on any port, in the network by which these reach MASTER_ADDR: gloo and NCCL "
+    "need them too."
+)
 
 recoveries: list[Callable[[], None]] = []  # called where a backward has failed
 _open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
@@ -53,9 +57,12 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
 
     Args:
         group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
-        device: of this rank, for collectives where ranks cannot connect.
+        device: of this rank, whose time-out holds.
 
     Returns: None for a group that is too large for one, and for torch's fake groups, whose other ranks do not exist.
+
+    Raises:
+        RankError: ranks cannot connect to each other.
     """
     if size > MAX_RANKS or size == 1:
         return None
@@ -65,10 +72,8 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
             return None
         timeout, peers = _timeout(weakref.ref(group), device), connected(group, rank, size)
         if peers is None:
-            log.warning("the ranks cannot connect to each other: none will say which one it waits for")
-            channel = Collective(rank, size, timeout, group, device)
-        else:
-            channel = Channel(rank, size, timeout, _links(group, peers, size))
+            raise RankError(UNCONNECTED.format(size))
+        channel = Channel(rank, size, timeout, _links(group, peers, size))
         _place(channel)
         _open[group] = _by_name[group.group_name] = channel
         channel.group, channel.axes = group.group_name, axes

@@ -75,16 +75,6 @@ def cached_attention(
     return attend(q, keys, values, mask, scale), keys, values
 
 
-def decomposed(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Compute `attend` by products and a softmax, with repeated heads, to hold it against."""
-    count = q.shape[1] // max(keys.shape[1], 1)
-    keys, values = keys.repeat_interleave(count, 1), values.repeat_interleave(count, 1)
-    scores = q @ keys.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1) @ values
-
-
 def dealt_attention(
     q: Tensor, keys: Tensor, values: Tensor, runs: Runs, scale: float | None, *, rank: int, tp: int
 ) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -114,16 +113,8 @@ def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """The gradients of `bias_gelu` for x and bias."""
-    d = wide(grad) * _slope_of(wide(x) + wide(bias), tanh)
+    d = torch.ops.aten.gelu_backward(wide(grad), wide(x) + wide(bias), approximate="tanh" if tanh else "none")
     return d.to(x.dtype).contiguous(), as_rows(d).sum(0).to(bias.dtype)
-
-
-def _slope_of(x: Tensor, tanh: bool) -> Tensor:
-    """GeLU's derivative."""
-    if not tanh:
-        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    s = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return s + x * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
 
 def _check(x: Tensor, bias: Tensor, tanh: bool) -> None:

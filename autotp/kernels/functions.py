@@ -44,13 +44,13 @@ class FunctionCall:
         writes: whether it writes to its arguments, and is given copies of them: the operator says that it only reads.
     """
 
-    function: Any
+    function: type[torch.autograd.Function]
     leaves: tuple[Any, ...]
-    spec: Any
+    spec: compat.TreeSpec
     dtypes: tuple[torch.dtype, ...] = ()
     where: str = ""
     outs: list[Any] = field(default_factory=list)
-    out_spec: Any = None
+    out_spec: compat.TreeSpec | None = None
     copied: list[bool] = field(default_factory=list)
     loops: dict[tuple[int, ...], tuple[Loop, ...]] = field(default_factory=dict)
     linear: bool = True

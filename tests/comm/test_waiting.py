@@ -9,14 +9,16 @@ import socket
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotp
-from autotp.comm import channel, lockstep
-from autotp.comm.channel import WAIT, Collective
+from autotp.comm import channel, lockstep, sockets
+from autotp.comm.channel import WAIT
 from autotp.errors import RankError
 from tests.helpers.compare import mesh_of
 
@@ -90,20 +92,23 @@ def test_a_pause_of_a_minute_is_no_error(pool):
     checked(pool.run(pausing, 60.0, 30.0, world=2), 30.0)
 
 
-def through_collectives(rank: int, world: int, group: Any) -> list[str]:
-    """What ranks say that cannot connect to each other: the same turns, as collectives."""
-    made = Collective(rank, world, lambda: 60.0, group, torch.device("cpu"))
-    told = [message.decode() for message in lockstep.meet(made, "step", f"of {rank}".encode())]
-    try:
-        lockstep.meet(made, f"step {rank}")
-    except RankError as error:
-        told.append(str(error).split("\n")[0])
-    return told
+def unconnected(rank: int, world: int, group: Any, ranks: int) -> str:
+    """What a rank says at its first turn where so many of them can listen nowhere."""
+    fresh = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    listening = sockets._listening
+    with patch.object(sockets, "_listening", lambda *given: None if rank < ranks else listening(*given)):
+        try:
+            lockstep.meet(lockstep.channel_of(fresh, rank, world, torch.device("cpu")), "step")
+        except RankError as error:
+            return str(error)
+    return ""
 
 
-def test_ranks_that_cannot_connect_use_collectives(pool):
-    for told in pool.run(through_collectives, world=2):
-        assert told == ["of 0", "of 1", "The 2 tp ranks have parted: rank 0: step 0, rank 1: step 1."]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_cannot_connect_refuse_together(pool, ranks):
+    for told in pool.run(unconnected, ranks, world=2):
+        assert "The 2 ranks cannot connect to each other by TCP" in told
+    assert pool.run(unconnected, 0, world=2) == ["", ""]  # the negative control
 
 
 def test_the_limit_is_read_from_the_environment(monkeypatch):

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.optim import Optimizer
@@ -49,7 +50,7 @@ class Grid:
     """
 
     world: Ranks
-    pipeline: Any
+    pipeline: ProcessGroup
     rank: int
     size: int
     chunks: int

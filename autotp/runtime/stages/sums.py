@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from autotp import compat
@@ -37,7 +38,7 @@ class Sums:
     everywhere: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, tuple[int, ...]]
     counted: frozenset[str]
-    pipeline: Any
+    pipeline: ProcessGroup
     batch: Ranks | None = None
     before: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
