@@ -133,12 +133,14 @@ def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True
     """
     if channel is None:
         return [more]
+    # The axes go with the words: ranks that meet in groups of other axes would else compare messages of other calls.
     text = what.encode()[:WORD_CHARACTERS] + b"\0" + channel.axes.encode()
     mine = HEAD.pack(len(text)) + text + more
     with _turn(what, channel) if own else nullcontext():
         everyone = channel.exchange(what, mine)
         if everyone.count(mine) == len(everyone):  # as nearly always: then nothing differs
             return [more] * len(everyone)
+        # What ranks are about to do must be one; `more` may differ, and whoever asked compares it.
         texts = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
         if any(other != text for other in texts):
             channel.leave()
@@ -216,6 +218,7 @@ def lost(error: Exception, group: str) -> None:
     channel = _by_name.get(group)
     if channel is None or isinstance(error, torch.OutOfMemoryError) or not COMMUNICATION.search(str(error)):
         return
+    # A process that has ended is the cause, unless a time-out says that somebody was late before it ended.
     what = channel.doing
     absent = channel.ended()
     if absent and not LATE.search(str(error)):

@@ -152,6 +152,7 @@ class _Grouped(torch.autograd.Function):
         rows: list[Tensor | None] = []
         for g in grads[1:]:
             rows.append(None if g is None else g.flatten(0, -2))
+        # First the input's gradient, which others wait for: it is sent while those of the weights are computed.
         total = _input_gradient(kinds, weights, rows, grads[0], grads[1:]) if needs[0] else None
         whole = saved if again is None else end(again)
         flight = begin(total, dst.dual, src.dual, place) if total is not None else None
@@ -193,6 +194,7 @@ def _gather(
         whole = x if src.whole else end(begin(x, src, dst, place))
         outs = [_product(*operands, whole) for operands in zip(kinds, weights, biases, strict=True)]
         return whole if keep else None, outs
+    # All chunks are sent at once; while those to come are on their way, the products of the one that is there run.
     dim, tp, group = src.dim, place[1], place[2]
     parts = x.unflatten(dim, run).unbind(dim + 1)
     flights = [collectives.start("all_gather", part, "sum", tp=tp, group=group) for part in parts]

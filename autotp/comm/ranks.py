@@ -122,6 +122,7 @@ class Ranks:
             _start()
         world = dist.get_world_size()
         tp = _check_world(tp, dp, world, axis)
+        # The group there is may have been made for CPUs on a machine with GPUs: its backend says what it serves.
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
         if kind == "cuda":
             _own_device(dist.get_rank())

@@ -33,6 +33,7 @@ def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.con
         inside = column < classes
         x = tl.load(scores + column * step, mask=inside, other=-float("inf")).to(tl.float32)
         most = tl.maximum(most, tl.max(x, 0))
+        # What was summed by the maximum until now is scaled to that of this tile: the online softmax.
         new = tl.where(most == -float("inf"), 0.0, most)  # of nothing but -inf the exponentials are 0, not nan
         parts = parts * tl.exp(pivot - new) + tl.sum(tl.exp(x - new), 0)
         if TOTAL:

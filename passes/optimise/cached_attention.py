@@ -111,6 +111,7 @@ def _is_cache(node: Any) -> bool:
 
 def _repeats(node: Any) -> list[fx.Node] | None:
     """[batch, heads, length, size] -> [.., heads, 1, ..] -> [.., heads, times, ..] -> [batch, heads * times, ..]."""
+    # Read from the end, as libraries write `repeat_kv`: joined, perhaps copied, expanded, and a dimension put in.
     steps = [node]
     if not calls(node, *JOINED):
         return None

@@ -97,6 +97,7 @@ class Judged:
             if any(x.op == "placeholder" for x in sizes):
                 return ALONE
             nodes |= sizes
+        # Both ways are functions from what the nodes read to what others read of them.
         leaves = list(dict.fromkeys(x for n in sorted(nodes) for x in n.all_input_nodes if x not in nodes))
         results = [n for n in sorted(rewrite.nodes) if not set(n.users) <= nodes]
         if not all(map(is_tensor, results)):
@@ -105,6 +106,7 @@ class Judged:
         operands = [x for x in leaves if is_tensor(x) and not set(rewrite.nodes).isdisjoint(x.users)]
         first = self._place._replace(rank=0)  # the fullest: so a line is the same for all ranks
         key = f"{name} for {' '.join(names)}: {_shape_classes(operands, first)} -> {_shape_classes(results, first)}"
+        # A model's blocks ask the same: one line of the table, and one measurement, answers for all.
         if key not in self._verdicts:
             plain, ours = (self._function(sorted(nodes), leaves, results, change) for change in (None, rewrite))
             values = tuple(_value(x, self._place) for x in leaves)

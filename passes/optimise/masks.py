@@ -124,6 +124,7 @@ def _graph(mask: fx.Node) -> Graph | None:
     val = mask.meta.get("val")
     if not isinstance(val, Tensor) or val.dtype != torch.bool or val.ndim != 4 or val.shape[1] != 1:
         return None
+    # All that the mask is computed from, back to inputs; a mask of more nodes takes longer to try than it may save.
     nodes: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
     stack = [mask]
@@ -137,7 +138,9 @@ def _graph(mask: fx.Node) -> Graph | None:
         if not _plain(node):
             return None
         nodes[node] = None
+        # A size is known in each trial, whatever tensor it is a size of: that tensor need not be computed.
         stack += [] if _is_size(node) else node.all_input_nodes
+    # The family has one position and one padding; an input that is neither could say anything.
     numbers = [n for n in inputs if is_tensor(n) and n.meta["val"].numel() == 1 and _whole(n)]
     rows = [n for n in inputs if is_tensor(n) and n.meta["val"].ndim == 2 and n not in numbers and _whole(n)]
     if stack or len(numbers) + len(rows) < len(inputs) or len(numbers) > 1 or len(rows) > 1:
@@ -202,6 +205,7 @@ class _Sizes(NamedTuple):
 
 def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
     """Try around every number of the graph, and around the ends of a cache of fixed length."""
+    # A comparison changes its answer beside a number of the graph: lengths on both sides of each tell masks apart.
     news = (sizes.new,) if isinstance(sizes.new, int) else SOME_NEW
     near = sorted({max(x + d, 1) for x in graph.numbers for d in (-2, -1, 0, 1, 5)} | set(SOME_PAST))
     fixed = isinstance(sizes.whole, int)

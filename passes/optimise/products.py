@@ -100,12 +100,14 @@ def groups(graph: fx.Graph) -> Iterator[ProductGroup]:
     for node in list(graph.nodes):
         if not over_tp(node, f, g):
             continue
+        # The value may be read through one view as a matrix, as GPT-2's Conv1D has it.
         view: Any = next(iter(node.users), None)
         alone = len(node.users) == 1 and calls(view, *VIEWS)
         view = view if alone and _same_columns(view) and _ndim(view) == 2 else None
         source = node if view is None else view
         readers = [product_of(user) for user in source.users]
         products = tuple(p for p in readers if p is not None and p.x is source and p.weight is not source)
+        # What else reads the value would still need it whole, and gathered at once.
         if readers and len(products) == len(readers) and one_region([node, *(p.node for p in products)]):
             yield ProductGroup(node, products, view)
 

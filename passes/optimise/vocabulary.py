@@ -95,6 +95,7 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
 
     Of conversions among them there is one that gathers the scores before, or those of their largest after.
     """
+    # Backwards from the sums: conversions of the maximum, the maximum, and what was gathered for it.
     chain: list[Any] = []
     while True:
         if set(most.users) != {chain[-1] if chain else reader}:
@@ -106,6 +107,7 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
     if not calls(most, aten.amax) or len(most.args) != 2 or list(most.args[1]) not in ([1], [-1]):
         return None
     of = most.args[0]
+    # Either the scores are gathered or their maximum is: twice would be a maximum over the ranks of what is whole.
     if of.target in CONVERSIONS:
         if len(chain) > 1 or of.args[1].sharded_dim != 1 or not of.args[2].whole:
             return None

@@ -94,7 +94,7 @@ def test_a_pause_of_a_minute_is_no_error(pool):
 
 def unconnected(rank: int, world: int, group: Any, ranks: int) -> str:
     """What a rank says at its first turn where so many of them can listen nowhere."""
-    fresh = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    fresh: Any = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     listening = sockets._listening
     with patch.object(sockets, "_listening", lambda *given: None if rank < ranks else listening(*given)):
         try:

@@ -166,9 +166,11 @@ def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finit
     """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
     faults = []
     for first, keys in matches.stored.items():
+        # All values are read a second time when they are loaded, so only what must be known before is read here.
         if len(keys) < 2 and not check_finite:
             continue
         ones = [_scratch(shards, archive, first, key) for key in keys]
+        # By bits, so that two NaN are equal, and 0 and -0 are not.
         if any(not torch.equal(_bits(a), _bits(b)) for other in ones[1:] for a, b in zip(ones[0], other, strict=True)):
             faults.append(f"{' and '.join(keys)} differ, and in the model they are one tied tensor")
         if check_finite:

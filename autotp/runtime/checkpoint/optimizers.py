@@ -57,12 +57,14 @@ def joined(notes: Sequence[Any]) -> Any:
         raise StateError(
             "the stages' optimizers have other groups on some ranks. Give each rank's parameters the same."
         )
+    # The n-th group of each stage is a part of the n-th of the whole: their options must be one, for one is written.
     groups = []
     for each in zip(*(one["groups"] for one in notes), strict=True):
         options = [group | {"params": []} for group in each]
         if any(other != options[0] for other in options):
             raise StateError(f"the stages' optimizers have other options on some ranks: {options[0]} on the first.")
         groups.append({**options[0], "params": list(dict.fromkeys(name for group in each for name in group["params"]))})
+    # Stages have parameters of their own, and a tied one has the same states on each: whichever comes last is right.
     whole: dict[str, Any] = {"groups": groups}
     for key in ("numbers", "elements"):
         whole[key] = {name: value for one in notes for name, value in one[key].items()}
@@ -133,13 +135,16 @@ def load(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any)
         parameters = state.pieces(shards, name)
         if name not in saved["numbers"]:
             continue
+        # A fused weight may lie in several pieces here and in one there: numbers, such as steps, are of all of them.
         for p in parameters:
             filled[p] = {k: _value(v) for k, v in saved["numbers"][name].items()}
+        # Read into memory beside what the optimizer has: where a file is damaged it keeps its state.
         for key in saved["elements"].get(name, ()):
             new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
             archive.read(f"{PREFIX}{name}.{key}", storage.boxes(new))
             for p, t in zip(parameters, new, strict=True):
                 filled[p][key] = t
+    # torch's state dict names parameters by their place in the optimizer's own order, which is not that of the file.
     order = [p for group in optimizer.param_groups for p in group["params"]]
     groups, at = [], 0
     for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):

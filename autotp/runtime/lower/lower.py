@@ -94,8 +94,10 @@ class Lowering:
         alone = ranks is None and tp > 1
         wish = {x.name: self.switches.get(x.name) for x in OPTIMISATIONS if x.measurable and not (alone and x.sends)}
         default = device.type == "cuda" and not alone
+        # Measuring takes seconds at the first use, so without a wish it is done where kernels may win: on CUDA devices.
         names = [name for name, on in wish.items() if on == MEASURED or (on is None and default)]
         planners = ranks and ranks.planners
+        # Ranks of torch's fake group do not exist, and would never say what they measured.
         if not names or (planners is not None and dist.get_backend(planners.group) == "fake"):
             return {}
         compiled = None if self.backend == EAGER else self._compiled

@@ -42,6 +42,7 @@ def single(
         fetches: what it reads of the module, and what reads that. compiler: knows the backend; None where it runs as
             it is.
     """
+    # Weights come as arguments, for a user may change them between calls; each is read as its module would read it.
     takes = [*inputs, *(node for nodes, _ in fetches for node in nodes)]
     whole = fx.Graph()
     env = {node: whole.placeholder(node.name) for node in takes}
@@ -77,6 +78,7 @@ def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Nod
 
 def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: dict[fx.Node, fx.Node]) -> None:
     """The program's operators, and calls of what equal blocks share."""
+    # A block that occurs once gains nothing by a function of its own, and inlined it is fused with what is around it.
     blocks = {id(part): _block(part.nodes()) for part in parts if not isinstance(part, fx.Node)}
     counts = Counter(key for key, *_ in blocks.values())
     shared: dict[Any, Function] = {}
@@ -91,6 +93,7 @@ def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: dict[fx.Node, fx.N
             shared[key] = compat.compiled_once(function, __name__, "block")
         value = whole.call_function(shared[key], tuple(env[n] for n in operands))
         env.update((node, whole.call_function(operator.getitem, (value, i))) for i, node in enumerate(gives))
+        # A state that the block writes to in place is read afterwards as the same tensor, not as a result.
         env.update((node, env[node.args[0]]) for node in part.nodes() if node.target in WRITTEN)  # type: ignore[index]
 
 

@@ -155,11 +155,13 @@ class Pipe:
         def share(output: Any, target: Any) -> Tensor:
             return (output.sum() if loss is None else loss(output, target)) / microbatches
 
+        # Made anew for each schedule: a `PipelineStage` of torch's keeps buffers for as many micro-batches as it runs.
         stages = list(self.stages.values())
         parts = [self._pipeline_stage(stage) for stage in stages]
         if not self._example:
             raise InputError("the model takes no tensors.")
         of: Any = parts[0] if single else parts
+        # Each micro-batch gives its share of the mean, so torch must not divide gradients once more.
         torch_schedule = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
         self._schedules[torch_schedule] = microbatches, stages
         self._sums.follow(torch_schedule)
@@ -224,6 +226,7 @@ class Pipe:
         updates = min(calls.updates or 0, 1)
         if not any(p.requires_grad for p in self.parameters()):
             updates = UNTRAINED
+        # Tied weights part where one stage is updated otherwise than another: that shows in values alone.
         values = values_of(self.module._shards, tied if calls.values else ())
         mine = StepMessage(
             lane, ranks.rank, grid.rank, updates, any(calls.inventory.hooked), calls.writes(),
@@ -276,6 +279,7 @@ class Pipe:
             what = f"{method} of {count} micro-batches by {type(schedule).__name__}"
             calls.hooked = self._meet(what, batch, target)
             tensors |= self._base(count)
+            # The last stage alone makes losses: its rank passes the target, and the list that torch fills.
             losses: list[Tensor] = []
             options: dict[str, Any] = {}
             device = grid.world.device
@@ -286,6 +290,7 @@ class Pipe:
                 self._meet_hooked(f"beginning of {what}")
                 getattr(schedule, method)(**tensors, **options)
             self._meet_hooked(f"end of {what}")
+            # In float64 on all ranks: those of other stages have no loss whose type they would know.
             total = torch.zeros((), dtype=torch.double)
             for loss in losses:
                 total += loss.detach().double().cpu()
@@ -392,7 +397,7 @@ def table(plan: Plan, staging: Staging, ranks: int, chunks: int, places: Sequenc
         + f", {plan.cluster}",
         f"{'stage':>5} {'rank':>4}  {'blocks':<40} {'of a micro-batch':>16} {'memory':>10}",
     ]
-    at = 0
+    at = 0  # of the stage's first block among all
     for i, (size, time, memory) in enumerate(zip(division.sizes, division.seconds, division.memory, strict=True)):
         names = staging.units[at : at + size]
         blocks = names[0] if size == 1 else f"{names[0]} - {names[-1].rpartition('.')[2]}"

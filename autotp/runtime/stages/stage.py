@@ -38,6 +38,7 @@ class Stage(nn.Module):
 
     def forward(self, *values_in: Tensor, **inputs: Any) -> Any:
         """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
+        # A schedule that a user has made passes what he gave it: it is checked before the program reads it by position.
         names = [n for n in self.piece.inputs if n not in inputs]
         if names or len(values_in) != len(self.piece.wires_in):
             raise InputError(

@@ -86,12 +86,15 @@ def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]]
     Raises:
         RankError: with what differs.
     """
+    # Weights of all stages are updated together: one stage that took no step has parted from all others.
     updates = [UPDATES.get(m.updates) for m in everyone]
     _same(f"Before the {what}, the stages have parted", [0] * len(everyone), updates, UPDATED_APART)
+    # Each stage has parameters of its own, so what is trained and written is compared on the ranks of one place.
     places = [m.place for m in everyone]
     apart = f"Before the {what}, ranks of one stage have parted in"
     _same(f"{apart} which weights are trained", places, [str(m.trained) for m in everyone], CAUSES)
     _same(f"{apart} how often weights were written", places, [str(m.writes) for m in everyone], CAUSES)
+    # A tied weight is split over tp alike on every stage that holds it: ranks of one seat have the same part of it.
     seats = [m.seat for m in everyone]
     count = min(len(m.tied) for m in everyone)  # none where one compares no values
     for i, (name, holders) in enumerate(islice(tied.items(), count)):
@@ -100,6 +103,7 @@ def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]]
         for m in everyone:
             texts.append(f"{m.tied[i]:08x}" if m.place in holders else None)
         _same(head, seats, texts, UPDATED_APART)
+    # With dp each lane has a batch of its own; the target comes to the last stage alone.
     for lane in {m.lane for m in everyone}:
         beside = [m for m in everyone if m.lane == lane]
         _alike("inputs", [m.batch for m in beside], what)

@@ -79,6 +79,7 @@ class Sums:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        # Sent rank to rank: a collective of the whole pipeline would need as much memory on ranks that hold none of it.
         own, me = compat.part_of(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
         parts = {rank: torch.empty_like(own) for rank in holders if rank != me} | {me: own}
         ranks = dist.get_process_group_ranks(self.pipeline)
@@ -87,6 +88,7 @@ class Sums:
         takes = [dist.P2POp(dist.irecv, parts[rank], ranks[rank], self.pipeline) for rank in others]
         for work in dist.batch_isend_irecv([*sends, *takes]):
             work.wait()
+        # From the first holder to the last, on each: floating sums in another order would part in their last bits.
         total = parts[holders[0]].clone()
         for rank in holders[1:]:
             total.add_(parts[rank])
