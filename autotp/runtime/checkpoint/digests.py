@@ -24,7 +24,6 @@ from torch.nn.functional import pad
 
 from autotp.errors import StateError
 from autotp.ir.files import opened, read_json
-from autotp.log import log
 from autotp.runtime.storage import Box
 
 from .folders import DIGESTS, OWN
@@ -199,10 +198,3 @@ def _table(file: Path) -> str:
         header = stream.read(WORD) if file.suffix == ".safetensors" else b""
         content = stream.read(int.from_bytes(header, "little")) if header else stream.read()
     return hashlib.blake2b(header + content, digest_size=16).hexdigest()
-
-
-@cache
-def mention(folder: Path) -> None:
-    """Say that a folder has no digests, once in a process."""
-    if not (folder / DIGESTS).exists():
-        log.warning("%s has no digests: damage to its files would load unnoticed. Save again to have them.", folder)

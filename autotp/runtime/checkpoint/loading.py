@@ -26,7 +26,6 @@ from autotp.runtime.storage import Box, ShardState, as_dtensor, same_layout
 
 from . import dcpfiles, folders, optimizers
 from .archives import Archive, NameMatch, TensorArchive, match, under_own_names
-from .digests import mention
 from .tensorfiles import INDEX, TensorFiles
 
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
@@ -79,8 +78,6 @@ def load(
         return stored, archive, matches, states
 
     stored, archive, matches, states = together(ranks, "reading what the checkpoint holds", prepare)
-    if (ranks is None or ranks.rank == 0) and isinstance(stored, dcpfiles.Files) and "autotp" in stored.extra:
-        mention(stored.path)
     tensors = stored.tensors if isinstance(stored, TensorArchive) else {}
     # Two folders of one model have the same names and shapes: they differ by what they are called, or by their notes.
     facts = {"name": "" if tensors else Path(archive.path).name, "notes": str(archive.extra.get("extra", {}))[:NOTES]}

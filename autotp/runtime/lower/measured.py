@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import stat
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ from torch import Tensor, fx
 from autotp import compat, kernels
 from autotp.comm.ranks import Ranks, broadcast, from_all
 from autotp.errors import AutoTPError
-from autotp.ir.files import opened, parse_json
+from autotp.ir.files import read_json
 from autotp.kernels.common import triton
 from autotp.log import log
 from autotp.passes.optimise import Alternative, Value, Verdict
@@ -42,7 +41,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  #
 OTHER_TOLERANCE = 1e-10  # in float64
 FORMAT = 2  # of the file
 MAX_BYTES = 1 << 22  # of the file
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 FOLDER = "AUTOTP_CACHE"  # names the folder of the file; "0" keeps none
 
 
@@ -249,15 +247,11 @@ def path_of() -> Path | None:
 
 
 def read_table(path: Path | None) -> dict[str, Line]:
-    """Read a file of the user's own; no line, but one in the log, where it is broken or may be somebody else's."""
+    """Read a file; no line of it, but one in the log, where it is broken."""
     if path is None or not path.exists():
         return {}
     try:
-        with opened(path, MAX_BYTES, error=AutoTPError) as file:
-            status = os.fstat(file.fileno())
-            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE):
-                raise AutoTPError("others can write to it: chmod go-w")
-            data = parse_json(file.read().decode(), str(path), error=AutoTPError)
+        data = read_json(path, MAX_BYTES, error=AutoTPError)
         lines = data["lines"] if data["format"] == FORMAT else {}
         return {key: Line(float(x), float(y), str(fault)) for key, (x, y, fault) in lines.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, AutoTPError) as error:

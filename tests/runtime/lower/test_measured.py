@@ -124,15 +124,6 @@ def test_a_broken_file_is_measured_over(tmp_path, caplog, text, why):
     assert read_table(path) == {KEY: Line(1.0, 2.0)}
 
 
-def test_a_file_that_others_can_write_to_is_not_read(tmp_path, caplog):
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps({"format": 2, "lines": LINES}))
-    path.chmod(0o600)
-    assert verdict("equal", 1.0, 2.0, path).used
-    path.chmod(0o662)
-    assert not verdict("equal", 1.0, 2.0, path).used and "chmod go-w" in caplog.text
-
-
 def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert verdict("equal", path=tmp_path / "file" / "measured.json").used
