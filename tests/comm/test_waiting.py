@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotp
@@ -94,11 +93,13 @@ def test_a_pause_of_a_minute_is_no_error(pool):
 
 def unconnected(rank: int, world: int, group: Any, ranks: int) -> str:
     """What a rank says at its first turn where so many of them can listen nowhere."""
-    fresh: Any = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     listening = sockets._listening
-    with patch.object(sockets, "_listening", lambda *given: None if rank < ranks else listening(*given)):
+    with (
+        patch.dict(lockstep._open, clear=True),  # as if the group had no channel yet
+        patch.object(sockets, "_listening", lambda *given: None if rank < ranks else listening(*given)),
+    ):
         try:
-            lockstep.meet(lockstep.channel_of(fresh, rank, world, torch.device("cpu")), "step")
+            lockstep.meet(lockstep.channel_of(group, rank, world, torch.device("cpu")), "step")
         except RankError as error:
             return str(error)
     return ""
