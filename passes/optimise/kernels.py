@@ -23,8 +23,9 @@ Pattern = Callable[[fx.Node], Rewrite | None]
 
 def drop(node: fx.Node) -> Rewrite | None:
     """Find a dropout by counter: the call itself, by its kernel."""
-    found = node.target is OPS.counter_dropout.default
-    return Rewrite((node,), retarget, (node, OPS.counter_dropout_fused.default)) if found else None
+    if node.target is not OPS.counter_dropout.default:
+        return None
+    return Rewrite((node,), retarget, (node, OPS.counter_dropout_fused.default))
 
 
 # Kernel, and what finds an expression of it that ends in the node. Tried in this order.

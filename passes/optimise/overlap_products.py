@@ -57,10 +57,10 @@ class Overlap(Optimisation):
         for group in chain(groups(program.graph), dealt(program.graph)):  # each is found in what the one before left
             chunks = model.dealing(group, self.chunks) if group.deals else model.group(group, self.chunks)
             if chunks.saved <= least:
-                model.left["too small to gain"] += 1
+                model.reasons["too small to gain"] += 1
                 continue
             if not group.deals and not movable(group):
-                model.left["with weights that are made too late"] += 1
+                model.reasons["with weights that are made too late"] += 1
                 continue
             rows = model.rows(group.conversion) // chunks.number // 2  # a call of much fewer rows goes in one piece
             put, arguments = (fuse_dealt, (group, chunks.number, rows)) if group.deals else (
@@ -84,7 +84,7 @@ def _words(group: ProductGroup, chunks: int) -> str:
 def _summary(fired: Counter[str], model: _Model) -> str:
     parts = [f"{n} {what}" for what, n in sorted(fired.items())]
     text = f"{', '.join(parts)}: {told(model.saved)} of a step by the cost model" if parts else "nowhere"
-    rest = [f"{n} {why}" for why, n in model.left.items()]
+    rest = [f"{n} {why}" for why, n in model.reasons.items()]
     if not parts and not rest:
         return "nowhere: no product reads or makes what is converted alone"
     between = "; " if parts else ": "
@@ -95,11 +95,11 @@ class _Model:
     """Seconds of the alternatives, at the example inputs' sizes.
 
     Attributes:
-        saved: seconds, by what was fused. left: why groups stay as they are, and how many of them.
+        saved: seconds, by what was fused. reasons: why groups stay as they are, and how many of them.
     """
 
     def __init__(self, setting: Setting) -> None:
-        self.saved, self.left = 0.0, Counter[str]()
+        self.saved, self.reasons = 0.0, Counter[str]()
         self.cluster = setting.cluster
         self.tp = setting.place.size
         self.seconds = OverlapModel(self.tp, setting.cluster, setting.objective.training)
