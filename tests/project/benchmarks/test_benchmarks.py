@@ -91,7 +91,7 @@ def test_layers_are_told_by_the_first_number():
 
 
 def test_reasons_are_short_and_name_no_folder():
-    text = clean(f"at {models.RESULTS.parent.parent}/autotp/x.py and /a/b/site-packages/torch/y.py " + "word " * 200)
+    text = clean(f"at {models.RESULTS.parents[2]}/autotp/x.py and /a/b/site-packages/torch/y.py " + "word " * 200)
     assert text.startswith("at autotp/x.py and torch/y.py word") and text.endswith(" ...") and len(text) < WORDS + 5
 
 
