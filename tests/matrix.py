@@ -1,12 +1,15 @@
 """`make matrix`: `make quick` on every torch and Python that is supported, where they can be had; and what was run.
 
-Each combination gets a virtual environment in build/matrix. What cannot be installed, and why, is a line of the table
-at the end; a combination whose tests fail is status 1.
+One combination after another gets a virtual environment in build/matrix, which is removed after its run (builds of torch
+for CUDA are large). What it ran with, when, and how it ended is written into tests/matrix.json, and the table of
+docs/matrix.md from it. What cannot be had is said and written nowhere; a combination whose tests fail is status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
 import shutil
 import subprocess
@@ -14,13 +17,25 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = Path(__file__).with_name("matrix.json"), ROOT / "docs/matrix.md"
+VERSIONS = "import importlib.metadata as m, json, platform as p; print(json.dumps({'python': p.python_version()} \
+| {n: m.version(n) for n in ('torch', 'transformers', 'numpy', 'triton', 'pytest')}))"
+HEAD = """# What it was run on
+
+`make matrix` runs `make quick` on each torch and Python that is supported, in an environment of its own with the other packages as
+in `constraints.txt`, and writes this table. `make matrix ARGS="--only torch2.12-python3.13"` runs one; one that is not in the table
+was not run by us.
+
+| torch | Python | transformers | numpy | triton | pytest | date | commit | `make quick` |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
 TORCHES, PYTHONS = ("2.11", "2.12", "2.13"), ("3.11", "3.12", "3.13")
 QUICK = ["-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
 CHOSEN = ["-m", "quick"]
 
 
 def told(command: list[str], log: Path) -> tuple[int, str]:
-    """The status of a command and the last line that it printed; all of it is appended to the log."""
+    """Give the status of a command and the last line that it printed; all of it is appended to the log."""
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {' '.join(command)}\n{done.stdout}\n")
@@ -69,18 +84,44 @@ def prepared(python: str, torch: str, folder: Path, log: Path) -> tuple[str, str
 
 
 def combination(torch: str, version: str) -> tuple[bool, str]:
-    """Whether one combination is well, or could not be had, and the line that says so."""
-    folder = ROOT / "build/matrix" / f"torch{torch}-python{version}"
+    """Return whether one combination is well, or could not be had, and the line that says so."""
+    name = f"torch{torch}-python{version}"
+    folder, log = ROOT / "build/matrix" / name, ROOT / f"build/matrix/{name}.txt"
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "log.txt"
     python = interpreter(version)
     if python is None:
         return True, f"not run: no python{version} here"
-    own, why = prepared(python, torch, folder, log)
-    if not own:
-        return True, f"not run: cannot be installed ({why[:80]})"
-    status, last = told([own, *QUICK, *CHOSEN], log)
-    return status == 0, f"{'ran' if status == 0 else 'FAILED'}: {last.strip('= ')}"
+    try:
+        own, why = prepared(python, torch, folder, log)
+        if not own:
+            return True, f"not run: cannot be installed ({why[:80]})"
+        with_versions = json.loads(told([own, "-c", VERSIONS], log)[1])
+        status, last = told([own, *QUICK, *CHOSEN], log)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    line = f"{'green' if status == 0 else 'FAILED'}: {last.strip('= ').split(' in ')[0]}"
+    record(name, with_versions | {"date": str(datetime.date.today()), "commit": commit(), "result": line})
+    return status == 0, line
+
+
+def commit() -> str:
+    """The commit that is checked out, with a + where files differ from it."""
+    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return said.stdout.strip()
+
+
+def record(name: str, row: dict[str, str]) -> None:
+    """Write a combination's row among the results, and the page from all of them."""
+    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    rows = dict(sorted({**rows, name: row}.items()))
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: dict[str, dict[str, str]]) -> str:
+    """The page that shows the rows."""
+    columns = ("torch", "python", "transformers", "numpy", "triton", "pytest", "date", "commit", "result")
+    return HEAD + "".join(f"| {' | '.join(row[c] for c in columns)} |\n" for row in rows.values())
 
 
 def main() -> int:

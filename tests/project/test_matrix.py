@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -33,3 +34,31 @@ def test_every_version_but_torchs_is_pinned():
     kept = matrix.pins().splitlines()
     assert any(line.startswith("transformers==") for line in kept)
     assert not [line for line in kept if line.startswith(("torch==", "triton=="))]
+
+
+def test_the_page_shows_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = json.loads(matrix.RESULTS.read_text(encoding="utf-8"))
+    assert matrix.page(rows) == matrix.PAGE.read_text(encoding="utf-8")
+    names = [f"torch{t}-python{v}" for t in matrix.TORCHES for v in matrix.PYTHONS]
+    assert rows and set(rows) <= set(names)
+    for name, row in rows.items():
+        assert name.startswith(f"torch{'.'.join(row['torch'].split('.')[:2])}-python") and row["result"].startswith(
+            "green"
+        )
+        assert name.endswith(f"-python{'.'.join(row['python'].split('.')[:2])}")
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "rows.json")
+    monkeypatch.setattr(matrix, "PAGE", tmp_path / "page.md")
+    row = next(iter(rows.values()))
+    for name in ("b", "a", "b"):
+        matrix.record(name, row | {"date": "2000-01-01"})
+    assert list(json.loads(matrix.RESULTS.read_text())) == ["a", "b"]
+    assert matrix.PAGE.read_text().count("2000-01-01") == 2
+
+
+def test_the_workflow_runs_each_combination_by_the_command():
+    workflow = (matrix.ROOT / ".github/workflows/matrix.yml").read_text(encoding="utf-8")
+    for versions in (matrix.TORCHES, matrix.PYTHONS):
+        assert str(list(versions)).replace("'", '"') in workflow
+    assert 'matrix ARGS="--only torch${{ matrix.torch }}-python${{ matrix.python }}"' in workflow
+    ci = (matrix.ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert "- run: .ci/run\n" in ci
