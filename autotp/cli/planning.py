@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def plan(
     model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen,
-    full: bool = False, save: Path | None = None, html: Path | None = None, trace: Path | None = None,
+    full: bool = False, save: Path | None = None, html: Path | None = None, svg: Path | None = None,
+    trace: Path | None = None,
 ) -> int:  # fmt: skip
     """Find the cheapest legal placement, or show a saved plan.
 
@@ -31,9 +32,10 @@ def plan(
         full: Print all of the plan.
         save: Write the plan, as JSON.
         html: Write a page that shows it.
+        svg: Draw the weights before and after.
         trace: Write the timeline of a layer for Perfetto, as JSON.
     """
-    writable(save, html, trace)
+    writable(save, html, svg, trace)
     result = saved(model, sizes, degree, steering)
     if result is None:
         source = loaded(model, sizes, steering, screen)
@@ -41,7 +43,7 @@ def plan(
             options = {**degree.arguments(), **steering.arguments()}
             result = autotp.plan(source.model, example_inputs=source.inputs, **options)
         screen.say(f"priced for {source.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
-    for path, write in ((save, result.save), (html, result.to_html), (trace, result.to_trace)):
+    for path, write in ((save, result.save), (html, result.to_html), (svg, result.to_svg), (trace, result.to_trace)):
         if path is not None:
             write(path)
             screen.say(f"wrote {path}")

@@ -227,6 +227,12 @@ class Plan:
 
         write_html(self, path)
 
+    def to_svg(self, path: str | Path) -> None:
+        """Draw the weights of each block before, what rank 0 holds of them after, and what is sent."""
+        from autotp.plans.show.picture import write_picture  # noqa: PLC0415  as above
+
+        write_picture(self, path)
+
     def to_trace(self, path: str | Path) -> None:
         """Write the predicted timeline of one layer as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 

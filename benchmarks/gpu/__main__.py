@@ -9,9 +9,11 @@ this device and these sources is not run again. At the end the section of docs/p
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -44,12 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part, state in states.items():
         for name, why in state.faults.items():
             print(f"part {part}, {name}: {why}")
+    print(f"written: {write_results(states, given)}  (to send it: the form 'Measurements on a GPU' among the issues)")
     target = given.page or (PAGE if given.device == "cuda" else None)
     if target is not None and states:
         write_section(HEADING, page(states, about(given.device), datetime.date.today().isoformat()), target)
         print(f"written: {target}")
     fine = all(part in states and states[part].complete and not states[part].faults for part in chosen)
     return 0 if fine else 1
+
+
+def write_results(states: Mapping[str, State], given: argparse.Namespace) -> Path:
+    """Write all that is known of the chosen parts as one file, which may be sent, and give its path."""
+    about_all = {
+        "commit": commit(), "date": datetime.date.today().isoformat(), "command": f"make gpu ARGS='--parts {given.parts}'",
+        "device": given.device, "about": about(given.device), "versions": versions(),
+    }  # fmt: skip
+    parts = {part: dataclasses.asdict(state) for part, state in states.items()}
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = given.out / "results.json"
+    path.write_text(json.dumps({**about_all, "parts": parts}, indent=1, default=str) + "\n", encoding="utf-8")
+    return path
 
 
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -111,7 +111,7 @@ def test_every_kind_of_block_is_there_with_splits_and_collectives():
     )
 
 
-def test_glyphs_show_the_cut():
+def testglyphs_show_the_cut():
     plan = planned("llama", 4)[0]
     own = page(plan).find("rect", "blocks", class_="own")
     split = [p for i, b in enumerate(plan.blocks) if b.first == i for p in plan.parameters if p.name in b.parameters]

@@ -44,7 +44,7 @@ def html(plan: Plan) -> str:
         timeline=_timeline(plan) if plan.layer is not None else None,
         sublayers=document.sublayers(plan),
         parts=document.parts(plan),
-        glyph_of=lambda p: _glyph(p, plan.tp),
+        glyph_of=lambda p: glyph(p, plan.tp),
         whole=document.left_whole(plan),
         degrees=document.degrees(plan.degrees),
         glyph=GLYPH,
@@ -73,16 +73,19 @@ def _joined(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     return out
 
 
-def _glyph(p: Parameter, tp: int) -> dict[str, Any]:
+def glyph(p: Parameter, tp: int, size: tuple[float, float] = GLYPH) -> dict[str, Any]:
     """Rank 0's parts of a weight, and the cuts. The first dimension of several goes down, others go across.
 
     A weight of one piece is cut once for each rank; of several, each of which is dealt separately, these are shown.
+
+    Args:
+        p: the parameter. tp: ranks. size: width and height of the drawing.
     """
     dim, pieces = p.layout.sharded_dim, p.layout.pieces
     if dim is None:
         return {"own": [], "cuts": [], "across": False}
     across = dim > 0 or len(p.shape) == 1
-    side, runs = GLYPH[not across], min(pieces, PIECES) if isinstance(pieces, int) else PIECES
+    side, runs = size[not across], min(pieces, PIECES) if isinstance(pieces, int) else PIECES
     bands = runs * (min(tp, BANDS) if runs == 1 else 1)
     own = [(round(i * side / runs, 2), round(side / runs / min(tp, BANDS), 2)) for i in range(runs)]
     return {"own": own, "cuts": [round(side * i / bands, 2) for i in range(1, bands)], "across": across}
