@@ -39,7 +39,7 @@ class Wire:
     """
 
     name: str
-    value: Tensor
+    value: Tensor = field(compare=False)  # of tensors Python 3.13 asks whether they are equal, number by number
     layout: Layout
     graded: bool
 

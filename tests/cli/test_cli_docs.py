@@ -53,8 +53,8 @@ def run(command: str) -> Result:
 
 @pytest.mark.parametrize("block", blocks("console"), ids=lambda block: " ".join(block.splitlines()[0].split()[2:5]))
 def test_the_page_shows_what_is_printed(block, folder, monkeypatch):
-    if "doctor" in block and torch.cuda.is_available():
-        pytest.skip("the page shows a machine without accelerators")
+    if "doctor" in block and torch.version.cuda is not None:
+        pytest.skip("the page shows a build without accelerators")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     command, _, shown = block.partition("\n")
