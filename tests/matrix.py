@@ -1,7 +1,7 @@
 """`make matrix`: `make quick` on every torch and Python that is supported, where they can be had; and what was run.
 
-One combination after another gets a virtual environment in build/matrix, which is removed after its run (builds of torch
-for CUDA are large). What it ran with, when, and how it ended is written into tests/matrix.json, and the table of
+One combination after another gets a virtual environment in build/matrix, which is removed after its run (builds of
+torch for CUDA are large). What it ran with, when, and how it ended is written into tests/matrix.json, and the table of
 docs/matrix.md from it. What cannot be had is said and written nowhere; a combination whose tests fail is status 1.
 """
 
@@ -22,9 +22,9 @@ VERSIONS = "import importlib.metadata as m, json, platform as p; print(json.dump
 | {n: m.version(n) for n in ('torch', 'transformers', 'numpy', 'triton', 'pytest')}))"
 HEAD = """# What it was run on
 
-`make matrix` runs `make quick` on each torch and Python that is supported, in an environment of its own with the other packages as
-in `constraints.txt`, and writes this table. `make matrix ARGS="--only torch2.12-python3.13"` runs one; one that is not in the table
-was not run by us.
+`make matrix` runs `make quick` on each torch and Python that is supported, in an environment of its own with the other
+packages as in `constraints.txt`, and writes this table. `make matrix ARGS="--only torch2.12-python3.13"` runs one; one
+that is not in the table was not run by us.
 
 | torch | Python | transformers | numpy | triton | pytest | date | commit | `make quick` |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -12,12 +12,14 @@ import argparse
 import dataclasses
 import datetime
 import json
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from autotp.cli.facts import versions
 from benchmarks.helpers.performance import PAGE, write_section
 
 from .page import HEADING, page, summary
@@ -57,9 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_results(states: Mapping[str, State], given: argparse.Namespace) -> Path:
     """Write all that is known of the chosen parts as one file, which may be sent, and give its path."""
+    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     about_all = {
-        "commit": commit(), "date": datetime.date.today().isoformat(), "command": f"make gpu ARGS='--parts {given.parts}'",
-        "device": given.device, "about": about(given.device), "versions": versions(),
+        "commit": said.stdout.strip(), "date": datetime.date.today().isoformat(),
+        "command": f"make gpu ARGS='--parts {given.parts}'", "device": given.device, "about": about(given.device),
+        "versions": versions(),
     }  # fmt: skip
     parts = {part: dataclasses.asdict(state) for part, state in states.items()}
     given.out.mkdir(parents=True, exist_ok=True)

@@ -64,16 +64,28 @@ def _sends(part: document.EqualBlocks) -> Iterator[str]:
 
 def _weight(p: Parameter, module: str, tp: int, index: int, top: int, longest: int) -> dict[str, Any]:
     """A matrix on both sides: edges go by the root of its sizes, so that small ones are seen."""
-    rows, columns = (max(MIN_SIDE, SIDE * (n / longest) ** 0.5) for n in (p.shape[-2], p.shape[-1]))
+    columns, rows = _edge(p.shape[-1], longest), _edge(p.shape[-2], longest)
     own, y = glyph(p, tp, (columns, rows)), top + 14 + (SIDE - rows) / 2
     before, after = LEFT + index * PLACE + (PLACE - columns) / 2, AFTER + index * PLACE + (PLACE - columns) / 2
     across, name = own["across"], p.name.removeprefix(module + ".").removesuffix(".weight")
-    boxes = [(after + a, y, d, rows) if across else (after, y + a, columns, d) for a, d in own["own"]]
-    cuts = [f"M{after + c:.1f} {y:.1f}v{rows:.1f}" if across else f"M{after:.1f} {y + c:.1f}h{columns:.1f}"
-            for c in own["cuts"]]  # fmt: skip
+    if across:
+        boxes = [(after + a, y, d, rows) for a, d in own["own"]]
+        cuts = [f"M{after + c:.1f} {y:.1f}v{rows:.1f}" for c in own["cuts"]]
+    else:
+        boxes = [(after, y + a, columns, d) for a, d in own["own"]]
+        cuts = [f"M{after:.1f} {y + c:.1f}h{columns:.1f}" for c in own["cuts"]]
     return {
         "name": name, "whole": document.shape(p.shape), "role": p.role,
         "local": document.shape(p.local), "before": round(before, 1), "after": round(after, 1), "y": round(y, 1),
-        "size": (round(columns, 1), round(rows, 1)), "own": [tuple(round(x, 1) for x in box) for box in boxes],
+        "size": (round(columns, 1), round(rows, 1)), "own": list(map(_rounded, boxes)),
         "cuts": cuts,
     }  # fmt: skip
+
+
+def _edge(size: int, longest: int) -> float:
+    """The edge of a matrix of this size, where the longest one has that size."""
+    return max(MIN_SIDE, SIDE * (size / longest) ** 0.5)
+
+
+def _rounded(box: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(round(x, 1) for x in box)

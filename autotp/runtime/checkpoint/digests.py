@@ -26,7 +26,7 @@ from autotp.errors import StateError
 from autotp.ir.files import opened, read_json
 from autotp.runtime.storage import Box
 
-from .folders import DIGESTS, OWN
+from .folders import DIGESTS, OWN, matching
 
 FORMAT, MAX_FILE_BYTES = 1, 1 << 30
 TABLES = ("*.safetensors", ".metadata", OWN)  # what says which bytes are which tensor's
@@ -187,7 +187,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Mapping[str, str]]]) 
     Args:
         folder: with all other files. tensors: by name and position of a part its digests, as `measured` gives them.
     """
-    tables = {f.name: _table(f) for pattern in TABLES for f in sorted(folder.glob(pattern))}
+    tables = {f.name: _table(f) for pattern in TABLES for f in matching(folder, pattern)}
     text = json.dumps({"format": FORMAT, "tables": tables, "tensors": tensors})
     (folder / DIGESTS).write_text(text + "\n", encoding="utf-8")
 

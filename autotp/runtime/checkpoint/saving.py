@@ -255,7 +255,7 @@ def _move(draft: Path, into: Path) -> None:
     """Put the new files in the place of the old ones."""
     new = {p.name for p in draft.iterdir()}
     for pattern in OLD_FILES:
-        for old in into.glob(pattern):
+        for old in folders.matching(into, pattern):
             if old.name not in new:
                 old.unlink()
     for name in sorted(new):

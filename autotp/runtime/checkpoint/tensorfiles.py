@@ -19,6 +19,7 @@ from autotp.runtime.storage import Box
 
 from .archives import Archive
 from .digests import Digests, Entry, measured, position, write
+from .folders import matching
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -59,7 +60,7 @@ class TensorFiles(Archive):
 def record(folder: Path) -> None:
     """Write the digests of a folder's safetensors files."""
     tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in matching(folder, "*.safetensors"):
         for name, entry in _header(file, []).items():
             assert isinstance(entry.dtype, torch.dtype)
             digests = measured(entry.stop - entry.start, partial(_map, entry))
