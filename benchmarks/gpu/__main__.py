@@ -23,7 +23,7 @@ from autotp.cli.facts import versions
 from benchmarks.helpers.performance import PAGE, write_section
 
 from .page import HEADING, page, summary
-from .parts import PARTS, ROOT, about
+from .parts import PARTS, ROOT, State, about
 from .runner import LIMIT, run_all, work
 
 NO_DEVICE = (
