@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, short_name
+from autotp.ir.graph import Capture, resolve, short_name
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
@@ -277,10 +277,32 @@ class _Proof:
         return total
 
     def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:
-        """Name the planned value of a node, or the next one: a rule writes others before it."""
+        """Return the value itself, unless an operand of its operator arrives in another layout than was decided."""
+        # What a rule writes for an operator comes just before its result.
         nodes = list(node.graph.nodes)
         result = next((n for n in nodes[nodes.index(node) :] if n in self.sharded.origin), node)
+        op = self.planned.ops.get(self.sharded.origin[result][0]) if result in self.sharded.origin else None
+        if op is not None and mark(result).conversion is None:
+            slots = list(zip(map(resolve, op.slots), self.planned.decisions[op.node].ins, strict=True))
+            for operand in self._arrivals(result):
+                decided = [layout for value, layout in slots if value == self.sharded.origin[operand]]
+                has = self.sharded.layouts[operand]
+                if decided and has not in decided:
+                    arrives = f"arrives at {op.node.name} as {has}, should be {decided[0]}; there {detail}"
+                    return self._difference("forward", operand, error, arrives)
         return self._difference("forward", result, error, detail)
+
+    def _arrivals(self, node: fx.Node) -> list[fx.Node]:
+        """Return the planned values that this node is made of, through what its rule wrote in between."""
+        arrivals, todo, visited = [], list(node.all_input_nodes), set()
+        while todo:
+            n = todo.pop(0)
+            if n in self.sharded.origin:
+                arrivals += [n] if n not in visited else []
+            elif n not in visited:
+                todo += n.all_input_nodes
+            visited.add(n)
+        return arrivals
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
         origin = self.sharded.origin[node][0] if node in self.sharded.origin else node
