@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from autotp import compat
 from autotp.comm.lockstep import lost, meet_in, whole_backward
@@ -30,12 +30,13 @@ from .tool_refusals import DDP, refuse_clipping
 
 aten: Any = torch.ops.aten
 
-PART_BY_PART = (  # draws, and writes of what is whole
+DRAWS = (  # what fills a whole tensor, or gives one, whatever was there
     aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default,
     aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default, aten.random_.default,
-    aten.random_.to, getattr(aten.random_, "from"), aten.eye.m_out, aten.t_.default, aten.fill_.Tensor,
+    aten.random_.to, getattr(aten.random_, "from"), aten.eye.m_out,
     aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
 )  # fmt: skip
+PART_BY_PART = aten.t_.default, aten.fill_.Tensor
 VIEWS = (
     aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default,
     aten.view.default,
@@ -251,11 +252,31 @@ def _broadcast(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return compat.by_default(op, args, kwargs)
 
 
-# ---- what is refused of a tensor that lies over ranks ----------------------------------------------------------------
+# ---- what is drawn of, and refused of, a tensor that lies over ranks -------------------------------------------------
+
+
+def _draw(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Draw the whole tensor on every rank, from generators that are in one state, and keep this rank's part.
+
+    By itself torch draws each rank's part alone, so that under a common seed every shard gets the same numbers.
+    """
+    like = kwargs.get("out", args[0])
+    if not ours(like) or like.is_meta:
+        return compat.by_default(op, args, kwargs)
+    whole = op(*compat.tree_map_only(DTensor, _empty, args), **compat.tree_map_only(DTensor, _empty, kwargs))
+    part = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    if not op._schema.is_mutable:
+        return part
+    compat.local_of(like).copy_(compat.local_of(part))
+    return like
+
+
+def _empty(like: DTensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=compat.local_of(like).device)
 
 
 def _on_parts(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """An operator that each rank would do for its part alone: under a common seed all parts would draw the same."""
+    """An operator that each rank would do for its part alone."""
     tensor = kwargs.get("out", args[0])
     if ours(tensor) and not tensor.is_meta:
         raise StateError(f"{op} of a tensor that lies over ranks: a rank has its part alone. {WHOLE_INSTEAD}")
@@ -310,6 +331,7 @@ def _kind(tensor: DTensor) -> tuple[Any, ...]:
 
 
 HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(PART_BY_PART, _on_parts),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),

@@ -37,27 +37,50 @@ def apart(model: Any, sharded: Any) -> float:
 INITS: dict[str, Any] = {
     "normal_": nn.init.normal_,
     "xavier_uniform_": nn.init.xavier_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
     "eye_": nn.init.eye_,
+    "of .data": lambda t: t.data.uniform_(-1, 1),
+}
+REFUSED: dict[str, Any] = {
     "trunc_normal_": nn.init.trunc_normal_,
     "orthogonal_": nn.init.orthogonal_,
     "sparse_": lambda t: nn.init.sparse_(t, 0.2),
-    "of .data": lambda t: t.data.uniform_(-1, 1),
-    "rand_like": torch.rand_like,
     "elements": lambda t: t.data.__setitem__(torch.tensor([1, 5]), 3.0),
 }
 
 
 def initialised(model: Any, sharded: Any) -> dict[str, Any]:
-    """What draws for each rank's part is refused, and has changed nothing; what is loaded in its place arrives."""
+    """Differences of the state after each initialiser, and whether the generators are in one state."""
     found: dict[str, Any] = {}
     for name, init in INITS.items():
-        with pytest.raises(StateError, match="load it on every rank by sharded.load_state_dict"):
-            init(sharded[0].weight)
+        states = []
+        for m in (model, sharded):
+            torch.manual_seed(2)
+            m.apply(lambda q, f=init: f(q.weight) if isinstance(q, nn.Linear) else None)
+            states.append(torch.get_rng_state())
+        whole = sharded.full_state_dict()
+        same = all(torch.equal(whole[n], t) for n, t in model.state_dict().items())
+        found[name] = same and torch.equal(*states)
+    for m in (model, sharded):
+        torch.manual_seed(3)
+        m.apply(lambda q: q.reset_parameters() if isinstance(q, nn.Linear) else None)
+    torch.manual_seed(4)
+    wanted = torch.rand_like(model[0].weight)
+    torch.manual_seed(4)
+    drawn: Any = torch.rand_like(sharded[0].weight)
+    found["rand_like"] = torch.equal(drawn.full_tensor(), wanted)
+    return found | {"reset_parameters": apart(model, sharded) < 1e-12}
+
+
+def refused(model: Any, sharded: Any) -> dict[str, Any]:
+    """Initialisers that compute with what they have drawn are refused; what is loaded in their place arrives."""
+    found: dict[str, Any] = {}
+    for name, init in REFUSED.items():
+        with pytest.raises(StateError, match="full_tensor"):
+            sharded.apply(lambda q, f=init: f(q.weight) if isinstance(q, nn.Linear) else None)
         found[name] = True
-    whole = sharded.full_state_dict()
-    found["unchanged"] = all(torch.equal(whole[n], t) for n, t in model.state_dict().items())
     nn.init.normal_(model[0].weight)
-    sharded.load_state_dict({"0.weight": model[0].weight.detach()}, strict=False)
+    sharded.load_state_dict(model.state_dict())
     return found | {"loaded": apart(model, sharded) < 1e-12}
 
 
@@ -157,7 +180,7 @@ def changed(rank: int, world: int, group: Any) -> dict[str, Any]:
     sharded: Any = autotp.compile(model, example_inputs=inputs(), mesh=mesh_of(group))
     assert {"S(0)", "S(1)"} <= {str(p.placements[0]) for p in sharded.parameters()}
     found = written(model, sharded) | initialised(model, sharded)
-    return found | assigned(model, sharded) | handed_in(model, sharded)
+    return found | refused(model, sharded) | assigned(model, sharded) | handed_in(model, sharded)
 
 
 def test_two_ranks_do_what_the_original_does(pool):
