@@ -15,7 +15,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) +
 SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent gpu clean
+.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent gpu dist clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ gpu: ## Measure on this machine's GPU, with what is installed; goes on where it 
 	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None and "make gpu: $(PYTHON) " \
 		+ "has no torch, so nothing was run; name one that has it: make gpu PYTHON=python3.12")'
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
+
+dist: $(READY) ## Build the wheel and the sdist into dist/, and check what they hold
+	rm -rf dist
+	$(BIN)/python -m tests.dist
 
 clean: ## Remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
