@@ -1,14 +1,16 @@
-"""What `make matrix` runs with."""
+"""What `make matrix` runs with, and what `make dist` builds."""
 
 from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests import matrix
+import autotp
+from tests import dist, matrix
 
 
 def script(path: Path, line: str) -> str:
@@ -61,3 +63,12 @@ def test_the_workflow_runs_each_combination_by_the_command():
     assert 'matrix ARGS="--only torch${{ matrix.torch }}-python${{ matrix.python }}"' in workflow
     ci = (matrix.ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     assert "- run: .ci/run\n" in ci
+
+
+@pytest.mark.ranks
+def test_both_are_built_and_a_fault_is_noticed(tmp_path):
+    wheel, sdist = dist.build(tmp_path)
+    assert wheel.name == f"autotp-{autotp.__version__}-py3-none-any.whl" and dist.faults(wheel, sdist) == []
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("tests/helpers.py", "")
+    assert dist.faults(wheel, sdist) == [f"{wheel.name} holds tests/helpers.py"]
