@@ -19,8 +19,7 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.carried import states_of
-from autotp.ir.graph import Capture, Leaf
-from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, LeafKind
+from autotp.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Capture, Leaf, LeafKind
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture
-from autotp.ir.leaves import BUFFER, CONSTANT, TABLE
+from autotp.ir.graph import BUFFER, CONSTANT, TABLE, Capture
 from autotp.proof.differences import Rounding, differences, largest, loss, rounding_of
 from autotp.proof.run import run
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.ir.graph import Capture, short_name, tensors, where
-from autotp.ir.leaves import CONSTANT
+from autotp.ir.graph import CONSTANT, Capture, short_name, tensors, where
 from autotp.ir.marks import mark
 from autotp.ir.op import aten, expression, symbols_of
 from autotp.ir.scopes import module_path

@@ -24,8 +24,7 @@ from autotp import compat
 from autotp.comm.ranks import agree, broadcast, by_value, together
 from autotp.errors import CompareError, InputError
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import short_name
-from autotp.ir.leaves import CONSTANT, SEEDS
+from autotp.ir.graph import CONSTANT, SEEDS, short_name
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of, module_path
 from autotp.log import log

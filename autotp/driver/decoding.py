@@ -25,9 +25,8 @@ from autotp.cost.objective import Objective
 from autotp.errors import InputError
 from autotp.inputs import CACHES, Inputs, bind
 from autotp.ir.carried import describe, is_carrier
-from autotp.ir.graph import Capture, copy_graph
+from autotp.ir.graph import SEEDS, Capture, copy_graph
 from autotp.ir.layouts import Layout
-from autotp.ir.leaves import SEEDS
 from autotp.ir.named_states import Names, follow
 from autotp.ir.program import MeshPlace, Planned, Sharded
 from autotp.passes.optimise import RankProgram, Setting

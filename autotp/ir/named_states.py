@@ -13,8 +13,7 @@ from autotp.errors import InputError
 from autotp.inputs import Inputs, bind
 from autotp.text import listed
 
-from .graph import Capture
-from .leaves import STATE
+from .graph import STATE, Capture
 
 Path = tuple[int | str, ...]  # of an output, or of a container of some: places and keys, from the outside in
 Names = tuple[tuple[Path, str], ...]  # and the argument of forward that takes it

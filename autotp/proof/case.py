@@ -10,9 +10,8 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.graph import Capture, Leaf, differentiable, short_name
+from autotp.ir.graph import BUFFER, PARAMETER, Capture, Leaf, differentiable, short_name
 from autotp.ir.layouts import Distribution, Groups, Layout, Partition, Segment, divide
-from autotp.ir.leaves import BUFFER, PARAMETER
 from autotp.ir.op import Factor, Op, Rule
 from autotp.ir.program import Decision, Planned
 from autotp.ir.specs import Spec

@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 from autotp import compat
 from autotp.comm import conversions
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import Capture, Leaf, Value, draws, resolve
+from autotp.ir.graph import SEEDS, Capture, Leaf, Value, draws, resolve
 from autotp.ir.layouts import Groups, I, Layout, R, Size
-from autotp.ir.leaves import SEEDS
 from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Sharded

@@ -14,8 +14,7 @@ from autotp.capture.rank0 import capture_once
 from autotp.comm.ranks import agree, from_all, together
 from autotp.comm.turn import holding
 from autotp.errors import CaptureError, InputError, StateError
-from autotp.ir.graph import Capture, draws
-from autotp.ir.leaves import CONSTANT
+from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place

@@ -19,9 +19,8 @@ from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, bind, without_cache
-from autotp.ir.graph import Capture, SizeBounds
+from autotp.ir.graph import SEEDS, Capture, SizeBounds
 from autotp.ir.layouts import Layout
-from autotp.ir.leaves import SEEDS
 from autotp.ir.precision import LATEST
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.passes.base import Pass

@@ -11,8 +11,7 @@ from typing import Any
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, tensors
-from autotp.ir.leaves import CONSTANT
+from autotp.ir.graph import CONSTANT, Capture, tensors
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_of, module_path

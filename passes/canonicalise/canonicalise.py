@@ -16,6 +16,7 @@ from autotp.passes.base import Changes, Pass
 
 from .composites import Composites
 from .drop_examples import DropExamples
+from .functionalise import is_region, region_body, without_gradient
 from .running_statistics import RunningStatistics
 from .strides import ComplexScatters, LayOut, Reshape
 
@@ -53,10 +54,10 @@ class InlineRegions(Pass[Capture]):
     name: ClassVar[str] = "inline-regions"
 
     def run(self, program: Capture) -> Changes:
-        regions, owner = _regions(program.graph), program.graph.owning_module
+        regions, owner = [*filter(is_region, program.graph.nodes)], program.graph.owning_module
         program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in regions)
         for node in regions:
-            carries = differentiable(program) if _without_gradient(node) else set()
+            carries = differentiable(program) if without_gradient(node) else set()
             _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))
         for node in program.graph.nodes:
             if node.op == "call_function" and mark(node).no_grad is None:
@@ -64,26 +65,13 @@ class InlineRegions(Pass[Capture]):
         return Changes(len(regions), "regions are plain nodes")
 
 
-def _regions(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.op == "call_function" and "wrap_with" in str(n.target)]
-
-
-def _without_gradient(node: fx.Node) -> bool:
-    return "set_grad_enabled" in str(node.target) and node.args[0] is False
-
-
 def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
     """The nodes of a region in place of it, those of regions within too; with `cut`, its results are detached."""
-    # A call's arguments are some of its own (whether gradients are on, a type), the region, and the region's operands.
-    at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-    module, no_grad = getattr(owner, node.args[at].target), _without_gradient(node)  # type: ignore[union-attr,arg-type]
-    body = module.graph
+    module, env = region_body(node, owner)
+    body, no_grad = module.graph, without_gradient(node)
     # Innermost first, so that what is copied out holds no further region.
-    for inner in _regions(body):
-        _inline(body, module, inner, _without_gradient(inner))
-    env: dict[fx.Node, Any] = dict(
-        zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True)
-    )
+    for inner in filter(is_region, list(body.nodes)):
+        _inline(body, module, inner, without_gradient(inner))
     with graph.inserting_before(node):
         calls = [n for n in body.nodes if n.op not in ("placeholder", "output") and (n.op != "get_attr" or n.users)]
         copy_graph(calls, env, graph)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, caller
 from autotp.ir.op import Op, aten, is_tensor
 from autotp.passes.base import Changes, Pass
 
@@ -59,18 +59,10 @@ class DropExamples(Pass[Capture]):
     def _shaped(self, node: fx.Node) -> bool:
         if node.target not in SHAPED:
             return False
-        x, like = node.args
+        (x, like), call = node.args, caller(node.graph, node)
         with node.graph.inserting_before(node):
-            sizes = [_size(node, like, d) for d in range(like.meta["val"].ndim)]  # type: ignore[union-attr]
+            sizes = []
+            for dim, size in enumerate(like.meta["val"].shape):  # type: ignore[union-attr]
+                sizes.append(size if isinstance(size, int) else call(compat.sym_size, like, dim))
         node.args, node.target = (x, sizes), SHAPED[node.target]
         return True
-
-
-def _size(node: fx.Node, like: Any, dim: int) -> int | fx.Node:
-    """A size of the example: a number, or a node that reads it."""
-    size = like.meta["val"].shape[dim]
-    if isinstance(size, int):
-        return size
-    size_node = node.graph.call_function(compat.sym_size, (like, dim))
-    size_node.meta = {**{k: v for k, v in node.meta.items() if k == "nn_module_stack"}, "val": size}
-    return size_node

@@ -93,6 +93,31 @@ def regions(graph: fx.Graph) -> list[fx.Graph]:
     return graphs
 
 
+def is_region(node: fx.Node) -> bool:
+    """Say whether a node runs a wrapped region, such as one under `torch.no_grad` or autocast."""
+    return node.op == "call_function" and "wrap_with" in str(node.target)
+
+
+def without_gradient(region: fx.Node) -> bool:
+    """Say whether a region stands under `torch.no_grad`."""
+    return "set_grad_enabled" in str(region.target) and region.args[0] is False
+
+
+def region_body(region: fx.Node, owner: Any) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+    """Read a wrapped region.
+
+    Args:
+        region: the call. owner: the module that holds its graph.
+
+    Returns: the region's module, and its placeholders with the operands that they stand for.
+    """
+    # A call's arguments are some of its own (whether gradients are on, a type), the region, and the region's operands.
+    at = next(i for i, a in enumerate(region.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    module = getattr(owner, region.args[at].target)  # type: ignore[union-attr,arg-type]
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    return module, dict(zip(placeholders, region.args[at + 1 :], strict=True))
+
+
 def written_operand(node: fx.Node) -> fx.Node | None:
     """The operand that an in-place operator writes to."""
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None

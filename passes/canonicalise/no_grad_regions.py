@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from autotp.ir.graph import CUTS, floating, tensors
 from autotp.ir.op import aten, is_tensor
 
-from .functionalise import mutates, written_operand
+from .functionalise import is_region, mutates, region_body, without_gradient, written_operand
 
 
 def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
@@ -51,11 +51,9 @@ class _Flow:
         for node in self.carries:
             self.places |= self.memory[node]
         for node in list(self.graph.nodes):
-            if node.op != "call_function":
-                continue
-            if "wrap_with" in str(node.target):
+            if is_region(node):
                 self._region(node)
-            else:
+            elif node.op == "call_function":
                 self._operator(node)
 
     def carrying(self, node: fx.Node) -> bool:
@@ -73,11 +71,10 @@ class _Flow:
             self.places |= self.memory[node]
 
     def _region(self, node: fx.Node) -> None:
-        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        body = getattr(self.graph.owning_module, node.args[at].target).graph  # type: ignore[union-attr,arg-type]
-        pairs = list(zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True))
-        carried = {inner: x for inner, x in pairs if isinstance(x, fx.Node) and is_tensor(x) and self.carrying(x)}
-        if "set_grad_enabled" in str(node.target) and node.args[0] is False:
+        module, operands = region_body(node, self.graph.owning_module)
+        body = module.graph
+        carried = {inner: x for inner, x in operands.items() if is_tensor(x) and self.carrying(x)}
+        if without_gradient(node):
             self._detach(node, body, carried)
             return
         inner = _Flow(body, set(carried))

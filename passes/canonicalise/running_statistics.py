@@ -12,8 +12,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from autotp.ir.graph import Capture, caller
-from autotp.ir.leaves import BUFFER
+from autotp.ir.graph import BUFFER, Capture, caller
 from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
 from autotp.passes.base import Changes, Pass

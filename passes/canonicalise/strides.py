@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, caller
 from autotp.ir.op import Op, aten, expression
 from autotp.passes.base import Changes, Pass
 
@@ -41,12 +41,10 @@ class LayOut(Pass[Capture]):
         order = dense_order(operand.meta["val"])
         if order is None:
             return False
+        call = caller(graph, node)
         with graph.inserting_before(node):
-            for target, rest in ((aten.permute.default, (order,)), (aten.contiguous.default, ())):
-                call = graph.call_function(target, (operand, *rest))
-                call.meta = {**node.meta, "val": target(operand.meta["val"], *rest)}
-                operand = call
-        node.args = (operand, *node.args[1:])
+            laid = call(aten.contiguous.default, call(aten.permute.default, operand, order))
+        node.args = (laid, *node.args[1:])
         return True
 
 
@@ -87,31 +85,21 @@ class ComplexScatters(Pass[Capture]):
     def run(self, program: Capture) -> Changes:
         scatters = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]
         for node in scatters:
-            _on_pairs(node)
+            with program.graph.inserting_before(node):
+                node.replace_all_uses_with(_on_pairs(node))
+            program.graph.erase_node(node)
         return Changes(len(scatters), "parts are put into complex values as real ones")
 
 
-def _on_pairs(node: fx.Node) -> None:
-    args = dict(Op.of(node).args)
+def _on_pairs(node: fx.Node) -> fx.Node:
+    """Write the scatter as one of pairs; no operator of it conjugates, so what is conjugated lazily is so now."""
+    args, call = dict(Op.of(node).args), caller(node.graph, node)
     whole, part, rank = args.pop("self"), args.pop("src"), node.meta["val"].ndim
     args |= {name: args[name] % rank for name in SCATTERS[node.target]}
     if part.meta["val"].dtype != node.meta["val"].dtype:
-        part = _before(node, aten.to.dtype, part, node.meta["val"].dtype)
-    pairs = [_before(node, aten.view_as_real.default, _plain(node, x)) for x in (whole, part)]
+        part = call(aten.to.dtype, part, node.meta["val"].dtype)
+    # A conjugate view has no pairs in memory: `resolve_conj` gives any other value itself.
+    pairs = [call(aten.view_as_real.default, call(aten.resolve_conj.default, x)) for x in (whole, part)]
     if node.target is aten.diagonal_scatter.default:  # a diagonal is the last dimension
-        pairs[1] = _before(node, aten.transpose.int, pairs[1], -1, -2)
-    scatter = _before(node, node.target, *pairs, *args.values())
-    node.replace_all_uses_with(_before(node, aten.view_as_complex.default, scatter))
-    node.graph.erase_node(node)
-
-
-def _plain(node: fx.Node, value: fx.Node) -> fx.Node:
-    """A value whose conjugation, if it has one, is done."""
-    return _before(node, aten.resolve_conj.default, value) if value.meta["val"].is_conj() else value
-
-
-def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    with node.graph.inserting_before(node):
-        call = node.graph.call_function(target, args)
-    call.meta = {**node.meta, "val": target(*fx.map_arg(args, lambda n: n.meta["val"]))}
-    return call
+        pairs[1] = call(aten.transpose.int, pairs[1], -1, -2)
+    return call(aten.view_as_complex.default, call(node.target, *pairs, *args.values()))

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from autotp.ir.graph import Capture, Leaf, caller, draws
-from autotp.ir.leaves import SEEDS
+from autotp.ir.graph import SEEDS, Capture, Leaf, caller, draws
 from autotp.ir.marks import write
 from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
@@ -64,10 +63,17 @@ class CountedRandom(Pass[Capture]):
         with graph.inserting_after(last):
             leaf = graph.placeholder(SEEDS.name)
         leaf.meta["val"] = fake.new_empty((len(drawing),), dtype=torch.int64).detach()
-        drawer = _Drawer(program, Sizes(graph, program.symbols), leaf)
+        symbols = Sizes(graph, program.symbols)
         attentions = sum(packet(n) == "scaled_dot_product_attention" for n in drawing)
         for i, node in enumerate(drawing):
-            drawer.replace(node, i)
+            with graph.inserting_after(leaf):  # outside of every module: equal blocks stay equal
+                seed = graph.call_function(aten.select.int, (leaf, 0, i))
+            seed.meta["val"] = leaf.meta["val"].new_empty(())
+            write(seed, no_grad=False)
+            with graph.inserting_before(node):
+                new = FORMS[packet(node)](_Call(caller(graph, node), symbols, seed), Op.of(node))
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
         if attentions:
             program.notes.append(
                 f"{attentions} attentions drop weights, and are taken apart for that: the weights are kept for the "
@@ -87,41 +93,21 @@ def packet(node: fx.Node) -> str:
 
 
 @dataclass
-class _Drawer:
-    """Writes what stands for a drawing operator in its place."""
-
-    program: Capture
-    sizes: Sizes
-    leaf: fx.Node
-
-    def replace(self, node: fx.Node, place: int) -> None:
-        graph = self.program.graph
-        with graph.inserting_after(self.leaf):  # outside of every module: equal blocks stay equal
-            seed = graph.call_function(aten.select.int, (self.leaf, 0, place))
-        seed.meta["val"] = self.leaf.meta["val"].new_empty(())
-        write(seed, no_grad=False)
-        with graph.inserting_before(node):
-            new = FORMS[packet(node)](_Call(self, node, seed), Op.of(node))
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-
-
-@dataclass
 class _Call:
     """Writes calls before a node, in its module, with their fake values."""
 
-    drawer: _Drawer
-    node: fx.Node
+    emit: Callable[..., fx.Node]
+    sizes: Sizes
     seed: fx.Node
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return caller(self.drawer.program.graph, self.node)(function, *args, **kwargs)
+        return self.emit(function, *args, **kwargs)
 
     def shape(self, value: Tensor) -> list[Any]:
         """The sizes of a value, with nodes for symbolic ones."""
         out = []
         for n in value.shape:
-            size = self.drawer.sizes.of(expression(n))
+            size = self.sizes.of(expression(n))
             if isinstance(size, fx.Node):
                 size.meta.setdefault("val", n)
             out.append(size)

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from autotp.ir.graph import Capture, caller
-from autotp.ir.leaves import BUFFER
+from autotp.ir.graph import BUFFER, Capture, caller
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
 from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE, Precision

@@ -23,9 +23,8 @@ from autotp import compat
 from autotp.cost import Cluster, size_hint
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, Leaf, outputs_of, resolve, shape_of, where
+from autotp.ir.graph import BUFFER, TABLE, Capture, Leaf, outputs_of, resolve, shape_of, where
 from autotp.ir.layouts import Layout, Size
-from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, Axis, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.ir.program import Planned

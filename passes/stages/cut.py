@@ -19,9 +19,8 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.comm import conversions
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, Leaf, copy_node, draws
+from autotp.ir.graph import BUFFER, CONSTANT, INPUT, SEEDS, Capture, Leaf, copy_node, draws
 from autotp.ir.layouts import I, Layout
-from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, SEEDS
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import innermost, module_of, scope_path

@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from autotp import compat
 from autotp.ir import carried as C
-from autotp.ir import leaves
+from autotp.ir import graph as leaves
 
 
 class Layer:

@@ -13,8 +13,7 @@ import autotp
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.compile import capture_model
 from autotp.errors import InputError
-from autotp.ir.graph import Capture
-from autotp.ir.leaves import SEEDS
+from autotp.ir.graph import SEEDS, Capture
 from autotp.ir.specs import Runs
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random

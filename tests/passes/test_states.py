@@ -16,8 +16,8 @@ from autotp.driver.options import Options
 from autotp.driver.verify import compare
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
+from autotp.ir.graph import STATE
 from autotp.ir.layouts import Layout, Partition, R, Shard
-from autotp.ir.leaves import STATE
 from autotp.proof.run import Values
 from tests.helpers.modules.carried import CARRIED, KV, SIZE, Attention, Nested, past, tokens
 

@@ -16,9 +16,8 @@ from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.cost.terms import Cost
 from autotp.cost.units import Call, Work, Works
-from autotp.ir.graph import resolve, shape_of, short_name, size_hint
+from autotp.ir.graph import TABLE, resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Size
-from autotp.ir.leaves import TABLE
 from autotp.ir.marks import conversion_of
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to

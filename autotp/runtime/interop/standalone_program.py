@@ -15,8 +15,7 @@ from autotp import compat
 from autotp.comm.ranks import together
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs, normalise
-from autotp.ir.graph import Leaf, copy_node
-from autotp.ir.leaves import CONSTANT, SEEDS
+from autotp.ir.graph import CONSTANT, SEEDS, Leaf, copy_node
 from autotp.ir.op import aten
 from autotp.kernels import operators
 from autotp.passes.decompose.counter_random import base_seed, seeds

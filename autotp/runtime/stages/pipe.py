@@ -21,8 +21,7 @@ from autotp.comm.ranks import Ranks, agree, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
-from autotp.ir.graph import outputs_of
-from autotp.ir.leaves import SEEDS
+from autotp.ir.graph import SEEDS, outputs_of
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.stages.balance import Staging
 from autotp.passes.stages.cut import Piece
