@@ -92,14 +92,17 @@ class ComplexScatters(Pass[Capture]):
 
 
 def _on_pairs(node: fx.Node) -> fx.Node:
-    """Write the scatter as one of pairs; no operator of it conjugates, so what is conjugated lazily is so now."""
+    """Write the scatter as one of pairs of real numbers, at the insertion point."""
     args, call = dict(Op.of(node).args), caller(node.graph, node)
     whole, part, rank = args.pop("self"), args.pop("src"), node.meta["val"].ndim
     args |= {name: args[name] % rank for name in SCATTERS[node.target]}
     if part.meta["val"].dtype != node.meta["val"].dtype:
         part = call(aten.to.dtype, part, node.meta["val"].dtype)
-    # A conjugate view has no pairs in memory: `resolve_conj` gives any other value itself.
-    pairs = [call(aten.view_as_real.default, call(aten.resolve_conj.default, x)) for x in (whole, part)]
+    pairs: list[fx.Node] = []
+    for x in (whole, part):
+        # A conjugate that is not computed yet has no pairs in memory.
+        x = call(aten.resolve_conj.default, x) if x.meta["val"].is_conj() else x
+        pairs.append(call(aten.view_as_real.default, x))
     if node.target is aten.diagonal_scatter.default:  # a diagonal is the last dimension
         pairs[1] = call(aten.transpose.int, pairs[1], -1, -2)
     return call(aten.view_as_complex.default, call(node.target, *pairs, *args.values()))
