@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.comm import conversions
 from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors
-from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
+from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, Size, divide
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Carry, Factor, Op, Rule, sizes
 from autotp.ir.program import Planned
@@ -38,15 +38,16 @@ class Apart:
 
     def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
         results = zip(tensors(op.node), outs, strict=False)
-        whole = [v for v, x in results if x.sharded_dim is None and _has(v, self.batch)]
+        whole = [v for v, x in results if x.sharded_dim is None and has(sizes(v), self.batch)]
         return WHOLE * sum(map(nbytes, whole))
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
         return WHOLE * nbytes if a.sharded_dim is not None and b.sharded_dim is None else 0.0
 
 
-def _has(val: Tensor, symbol: sympy.Symbol) -> bool:
-    return any(symbol in getattr(n, "free_symbols", ()) for n in sizes(val))
+def has(shape: Iterable[Size], symbol: sympy.Symbol) -> bool:
+    """Say whether a size of the shape is made of this symbol."""
+    return any(symbol in getattr(n, "free_symbols", ()) for n in shape)
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,25 @@ class BatchRules(AxisRules):
         return True  # every dp rank has at least one example
 
     def seeds(self, leaves: Iterable[Leaf], ranks: int) -> list[Seed]:
-        return [(leaf.node, 0, Partition.plain(self.batch, ranks)) for leaf in leaves if self.sliced(leaf)]
+        return [(leaf.node, self.at(leaf), self.partition(ranks)) for leaf in leaves if self.sliced(leaf)]
 
     def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> Layout:
         """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
         if self.sliced(leaf):
-            return Shard(0, Partition.plain(self.batch, ranks))
+            return Shard(self.at(leaf), self.partition(ranks))
         return I if leaf.kind.passed and graded else R
 
     def sliced(self, leaf: Leaf) -> bool:
         """Say whether the leaf comes as a slice of the batch."""
         return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
+
+    def at(self, leaf: Leaf) -> int:
+        """The dimension of such a leaf that is dealt."""
+        return 0
+
+    def partition(self, ranks: int) -> Partition:
+        """Say which slice of that dimension each rank has."""
+        return Partition.plain(self.batch, ranks)
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
         outputs = compat.tree_leaves(program.graph.output_node().args[0])

@@ -16,14 +16,14 @@ import sympy
 from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, Leaf, differentiable, floating, resolve, shape_of, tensors
-from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, Size
+from autotp.ir.layouts import Layout, Partition, Segment, Shard
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, sizes
 from autotp.kernels.attention import dealt_attention
 from autotp.rules.core import rule_of
 from autotp.rules.local import ShardCall
 
 from .axis import Partitions, Seed
-from .batch_axis import WHOLE, BatchRules
+from .batch_axis import WHOLE, BatchRules, has
 
 SDPA = aten.scaled_dot_product_attention.default
 MOVES = (
@@ -31,12 +31,6 @@ MOVES = (
     aten.permute, aten.clone, aten.contiguous, aten.alias, aten.detach,
 )  # fmt: skip
 VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int, aten._unsafe_view.default)
-
-
-def chunks(sequence: Size, ranks: int) -> Partition:
-    """Two halves, of which a rank owns the r-th chunk of the first and, from the end, of the second."""
-    half = sympy.sympify(sequence) / 2
-    return Partition.of([Segment(half), Segment(half, reverse=True)], 1, ranks)
 
 
 @dataclass(frozen=True)
@@ -56,11 +50,6 @@ class Tokenwise:
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
         return 0.0
-
-
-def has(shape: Iterable[Size], symbol: sympy.Symbol) -> bool:
-    """Say whether a size of the shape is made of this symbol."""
-    return any(symbol in getattr(n, "free_symbols", ()) for n in shape)
 
 
 @dataclass(frozen=True)
@@ -111,14 +100,7 @@ class SequenceRules(BatchRules):
         return bool(mine) and (factor.contracts or None in others)
 
     def seeds(self, leaves: Iterable[Leaf], ranks: int) -> list[Seed]:
-        dealt = [(x.node, self.at(x), chunks(self.batch, ranks)) for x in leaves if self.sliced(x)]
-        return [*dealt, *self.heads]
-
-    def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> Layout:
-        """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
-        if self.sliced(leaf):
-            return Shard(self.at(leaf), chunks(self.batch, ranks))
-        return I if leaf.kind.passed and graded else R
+        return [*super().seeds(leaves, ranks), *self.heads]
 
     def sliced(self, leaf: Leaf) -> bool:
         return leaf.kind.passed and self.batch in shape_of(leaf.node)
@@ -126,6 +108,11 @@ class SequenceRules(BatchRules):
     def at(self, leaf: Leaf) -> int:
         """The dimension of an input that is the sequence."""
         return shape_of(leaf.node).index(self.batch)
+
+    def partition(self, ranks: int) -> Partition:
+        """Two halves, of which a rank owns the r-th chunk of the first and, from the end, of the second."""
+        half = self.batch / 2
+        return Partition.of([Segment(half), Segment(half, reverse=True)], 1, ranks)
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
         """A slice along the first dimension that is dealt as the sequence is."""
