@@ -83,6 +83,8 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
         if at in state_names and isinstance(leaf.node.meta.get("val"), Tensor):
             leaf.kind, leaf.name = STATE, state_names[at]
     states = {leaf.name for leaf in program.inputs if leaf.kind is STATE}
+    # Outputs as positions in the program, which gives the values of buffers too: `follow` then finds what it would
+    # find in a call's outputs.
     positions = iter(i for i in range(_count(program)) if i not in program.mutations)
     outputs = compat.tree_unflatten([next(positions) for _ in range(program.out_spec.num_leaves)], program.out_spec)
     for path, name in names:

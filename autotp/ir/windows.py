@@ -78,10 +78,12 @@ def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence
     x = checked(x, dim, repeat, have)
     if all(start == 0 and length == n for (start, length), n in zip(want, have, strict=True)):
         return x
+    # Several runs get a dimension of their own meanwhile, so that every segment is cut once for all of them.
     axis = dim if repeat == 1 else dim + 1
     x = x if repeat == 1 else x.unflatten(dim, (repeat, sum(have)))
     pieces, at = [], 0
     for n, (start, length) in zip(have, want, strict=True):
+        # Before the segment, inside it and after it: sizes may be symbols, so the parts are computed, not compared.
         before = -least(start, 0)
         first = start + before
         inside = least(start + length, n) - first
@@ -90,6 +92,7 @@ def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence
         pieces += [x.narrow(axis, at + first, inside)]
         pieces += [_zeros(x, axis, after)] if after != 0 else []
         at += n
+    # A part without elements is not joined; one piece must stay where nothing has any.
     out = join([p for p in pieces if p.shape[axis] != 0] or pieces[:1], axis)
     return out if repeat == 1 else out.flatten(dim, dim + 1)
 

@@ -27,6 +27,7 @@ def convolution(op: Op) -> Rule:
         weight = "io" if transposed else "oi"
         equation = f"{batch}i{space},{weight}{space}{',o' * bias}->{batch}o{space}"
         return einsum(op, equation, linear=linear, addends=addends, empty=False)
+    # With groups no letter says what splits: a channel is (group, place in it), and either may be dealt by itself.
     equation = f"{batch}_{space},__{space}{',_' * bias}->{batch}_{space}"
     base = einsum(op, equation, linear=linear, empty=False)
     factors = [*_groups(op, channel), *_within(op, channel, bool(transposed))]

@@ -24,6 +24,8 @@ QUOTIENT = {aten.div, aten.divide, aten.true_divide}  # linear in the numerator
 
 
 def _linear(op: Op) -> tuple[frozenset[int], ...]:
+    # Summands may stay summands only where f(a + b) = f(a) + f(b) for certain: a constant that is added would be added
+    # once a rank, and what is chosen by a mask must have zero, or a further summand, in the other places.
     packet = op.target.overloadpacket
     if packet in LINEAR_IN_FIRST or (packet in QUOTIENT and op.args.get("rounding_mode") is None):
         return (frozenset({0}),) if op.slot("self") == 0 and not _rounds(op) else ()

@@ -161,6 +161,7 @@ class _Memory:
 
         Every later use of a name for the old memory becomes a use of what is made here.
         """
+        # From the part that is written outwards, to the value that it was cut out of.
         part = whole = written_operand(write)
         twin, cuts = _twin(write), []
         while whole is not None and whole.target in PARTS:
@@ -168,10 +169,12 @@ class _Memory:
             whole = written_operand(whole)
         if twin is None or whole is None or whole.op != "call_function" or self._leaf(whole, write):
             return False
+        # Other names of that memory that are read later must show what is written: each is cut out anew, by its views.
         stale = {n: self._path(n, whole) for n in self._later(whole, write)}
         if None in stale.values():
             return False
         with write.graph.inserting_before(write):
+            # The new part first, then each cut undone, the innermost first.
             value = new = self._call(write, twin, part, *write.args[1:], **write.kwargs)
             for cut in cuts:
                 value = self._call(write, PARTS[cut.target], cut.args[0], value, *cut.args[1:])

@@ -186,6 +186,7 @@ def _classes_apart(graph: fx.Graph, op: Op) -> None:
         return
     call = caller(graph, op.node)
     with graph.inserting_before(op.node):
+        # The largest score keeps the exponentials finite and cancels in the loss, so it needs no gradient.
         most = call(aten.amax.default, call(aten.detach.default, scores), [1])
         sums = call(OPS.class_sums.default, scores, most, target, smoothing > 0)
         row = [call(aten.select.int, sums, 0, i) for i in range(2 + (smoothing > 0))]
@@ -198,6 +199,7 @@ def _classes_apart(graph: fx.Graph, op: Op) -> None:
         counts = call(aten.ne.Scalar, target, op.args["ignore_index"])
         if weighted:
             loss = call(aten.mul.Tensor, loss, _weights(call, op, counts))
+        # Last, so that what is ignored is zero whatever came of its scores, and has no gradient.
         loss = call(aten.where.ScalarOther, counts, loss, 0.0)
         loss = call(aten.to.dtype, loss, scores.meta["val"].dtype)
     op.node.replace_all_uses_with(loss)

@@ -253,9 +253,11 @@ class Builder:
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
+        # An operator of a library without a rule is opaque: unlike one of torch's, nothing is known of its backward.
         foreign = getattr(node.target, "namespace", "aten") not in TORCHS
         read_rule = OPAQUE if self.rules[node] is None and foreign else self.rules[node]
         for signature in signatures(read_rule, ins, outs, operands, results, self.candidates):
+            # Two loops may have the same layouts, which are one choice: the first stands for both.
             if signature[:2] not in choices and self._knows_ends(node, *signature[:2]):
                 rule = self.rules[node]
                 split = rule.factors[signature[2]] if rule is not None and signature[2] is not None else None
@@ -293,16 +295,19 @@ class Builder:
 
     def _uses(self, index: dict[fx.Node, int], items: list[Item], carried: list[CarriedItem]) -> list[Use]:
         """Instances of a value grouped by who consumes them."""
+        # Consumers are (item, operand slot); an item stands for the nodes of all equal blocks.
         consumers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
         for n in self.calls:
             for slot, operand in enumerate(self.ops[n].slots):
                 consumers[resolve(operand)].add((index[self.same[n]], slot))
+        # The program's output is the item after these; what becomes a state again is an item of `carried`.
         for slot, (_, n) in enumerate(self.states.outgoing):
             consumers[resolve(n)].add((len(index), slot))
         place = {id(item): i for i, item in enumerate(items)}
         for item, names in carried:
             for value in self.states.consumers(names):
                 consumers[value].add((place[id(item)], 0))
+        # Values of equal blocks with equal consumers are converted alike: one use, which is paid so many times.
         groups: Counter[tuple[Value, tuple[tuple[int, int], ...]]] = Counter()
         for (node, i), users in consumers.items():
             groups[(self.same[node], i), tuple(sorted(users))] += 1
