@@ -40,8 +40,8 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
         return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
 
     representative: dict[Any, fx.Node] = {}
-    # First lists whose items are not called themselves, as no path of modules says where such a block ends; then modules
-    # with an index, the outer ones first: what is equal as a whole layer needs no comparison of its parts.
+    # First lists whose items are not called themselves, as no path of modules says where such a block ends; then
+    # modules with an index, the outer ones first: what is equal as a whole layer needs no comparison of its parts.
     for level in (LISTS, 0, 1, 2, 3):
         containers = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
         for blocks in containers.values():
