@@ -68,6 +68,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     outs: list[Any] = []
     for x in record.outs:
         outs.append(next(results) if x is TENSOR else x)
+    assert record.out_spec is not None  # the call above has set it
     return compat.tree_unflatten(outs, record.out_spec)
 
 

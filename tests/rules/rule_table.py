@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -65,7 +65,7 @@ def operators() -> list[Operator]:
         assert function is not None, case
         found.setdefault((_packet(case.target), function), Operator(function, [], [])).cases.append(case)
     for (name, function), op in found.items():
-        packet = op.cases[0].target.overloadpacket
+        packet = cast(Any, op.cases[0].target).overloadpacket
         known = [t for t in overloads(packet) if function_of(t) is function and _counts(t)]
         op.targets = known or [op.cases[0].target]
         assert _packet(op.targets[0]) == name
