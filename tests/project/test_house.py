@@ -37,7 +37,6 @@ FACADE = ("autotp.plans.plan", "autotp.plans.choices", "autotp.plans.choices")
 PRIVATE_TORCH = "autotp.compat"  # the one folder that may touch torch's private modules
 MAX_FILE, MAX_FUNCTION = LIMITS["lines of a file"], LIMITS["lines of a function"]
 MAX_FILES, MAX_TOP = LIMITS["files in a folder"], LIMITS["files in `autotp/` itself"]
-MAX_TEST_FILES = LIMITS["of `tests/` and `benchmarks/`"]
 # Each is written in two halves, so that this file does not hold it.
 FORBIDDEN = ["/wor" + "k/", "../sha" + "red", "/ro" + "ot/", "pypi" + ".org", "python" + "hosted.org"]
 
@@ -215,8 +214,7 @@ def test_a_folder_is_seen_at_a_glance():
     files = sources("autotp", *ROOMS, "tests", "benchmarks")
     counts = Counter(package_of(p) for p in files if not p.name.startswith("_"))
     assert counts.pop("autotp") <= MAX_TOP
-    most = {folder: MAX_TEST_FILES if folder.startswith(("tests", "benchmarks")) else MAX_FILES for folder in counts}
-    assert {folder: count for folder, count in counts.items() if count > most[folder]} == {}
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
 def test_folders_hold_their_budgets():
