@@ -13,36 +13,10 @@ from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.proof.report import Report
+from benchmarks.helpers.lists.mutants import copied, double, drop
 from tests.helpers.models import planned, values
 
 Mutation = Callable[[Sharded, fx.Node], None]
-
-
-def copied(sharded: Sharded) -> tuple[Sharded, dict[fx.Node, fx.Node]]:
-    """A copy of a program, and its node for each of the original's."""
-    graph, nodes = fx.Graph(), {}
-    for node in sharded.graph.nodes:
-        nodes[node] = graph.node_copy(node, lambda n: nodes[n])
-    layouts = {nodes[n]: x for n, x in sharded.layouts.items()}
-    return Sharded(graph, layouts, {nodes[n]: x for n, x in sharded.origin.items()}), nodes
-
-
-def delete(sharded: Sharded, node: fx.Node) -> None:
-    """Its readers take what it would convert."""
-    before = node.args[0]
-    assert isinstance(before, fx.Node)
-    node.replace_all_uses_with(before)
-    sharded.graph.erase_node(node)
-    del sharded.layouts[node], sharded.origin[node]
-
-
-def double(sharded: Sharded, node: fx.Node) -> None:
-    """It is applied to its own result."""
-    with sharded.graph.inserting_after(node):
-        again = sharded.graph.node_copy(node, lambda n: n)
-    node.replace_all_uses_with(again)
-    again.args = (node, *again.args[1:])
-    sharded.layouts[again], sharded.origin[again] = sharded.layouts[node], sharded.origin[node]
 
 
 def communicating(program: Planned, sharded: Sharded) -> Iterator[fx.Node]:
@@ -69,7 +43,7 @@ def test_the_program_itself_passes(sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, True])
-@pytest.mark.parametrize("mutate", [delete, double])
+@pytest.mark.parametrize("mutate", [drop, double])
 def test_every_mutation_is_noticed_and_named(mutate: Mutation, sequence_parallel):
     _, program, sharded = planned("llama", 2, sequence_parallel)
     weights = values("llama")
