@@ -54,11 +54,8 @@ class Decayed(OPTIM.AdamW):
         super().step(closure)
 
 
-class Shampoo(OPTIM.Optimizer):
+class Shampoo(Own):
     """Keeps two plain matrices for each weight."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
