@@ -15,6 +15,7 @@ from .fake import (
     without_torch_functions,
 )
 from .overloads import (
+    ATTENDS_WITHOUT_HEADS,
     HigherOrderOperator,
     OpOverloadPacket,
     c10d_ops,
@@ -94,7 +95,8 @@ from .trees import (
 )
 
 __all__ = [
-    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "LASTING", "Max",
+    "ATTENDS_WITHOUT_HEADS", "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys",
+    "LASTING", "Max",
     "Min", "OpOverloadPacket", "TreeSpec", "UNASSERTED", "VARIANTS", "after_backward", "all_nonzero",
     "around_backward", "around_redistribution", "around_steps", "below_autograd", "by_default", "c10d_ops",
     "checkpoints_as", "children", "compile_whole", "compiled_once", "decided_by_values", "draft_export",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autotp import compat
 from autotp.ir.layouts import divide
 from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
 from autotp.ir.specs import Runs
@@ -167,7 +168,7 @@ def attention(op: Op) -> Rule:
     if not shared:
         whole.update(heads)
     # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
-    base = loops(op, ins, [[*outer, "q", "v"]], whole=whole, empty=len(op.ins) == 3)
+    base = loops(op, ins, [[*outer, "q", "v"]], whole=whole, empty=len(op.ins) == 3 and compat.ATTENDS_WITHOUT_HEADS)
     return with_factors(base, _head_factor(op) if heads else ())
 
 

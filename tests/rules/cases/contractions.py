@@ -12,7 +12,7 @@ MATMUL = [
     case(aten.linear, f(2, 3, 6), f(4, 6)),
     case(aten.linear, f(6), f(4, 6), f(4)),
     case(aten.mm, f(4, 6), f(6, 5)),
-    case(aten._int_mm, ints(9, 4, 6).to(torch.uint8), (ints(9, 6, 5) - 4).to(torch.int8)),
+    case(aten._int_mm, (ints(9, 4, 6) - 4).to(torch.int8), (ints(9, 6, 5) - 4).to(torch.int8)),
     *(
         frozen(5, aten._scaled_mm, narrow(4, 6), narrow(5, 6).t(), 2.0 ** ints(3, *a), 2.0 ** ints(3, *b), **bias)
         for a, b in [((4, 1), (1, 5)), ((1, 1), (1, 1)), ((), ())]
