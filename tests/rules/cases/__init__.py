@@ -6,7 +6,7 @@ from typing import Any
 from autotp.proof.case import Case, RuleProgram, program
 from autotp.rules.core import function_of
 from tests.rules.cases.contractions import ATTENTION, EXPERTS, MATMUL
-from tests.rules.cases.draw import aten, case, f, flags, ints
+from tests.rules.cases.draw import REFUSED, aten, case, f, flags, ints
 from tests.rules.cases.float8 import FLOAT8
 from tests.rules.cases.images import IMAGES
 from tests.rules.cases.lookup import LOOKUP, UPDATES
@@ -20,7 +20,7 @@ CASES: list[Case] = [
     *RECURRENT, *FLOAT8,
 ]  # fmt: skip
 
-__all__ = ["CASES", "aten", "case", "f", "flags", "ints", "program_of"]
+__all__ = ["CASES", "REFUSED", "aten", "case", "f", "flags", "ints", "program_of"]
 
 
 def program_of(call: Case) -> RuleProgram:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers.integrations.moe  # noqa: F401  registers its grouped matrix product
 
-from tests.rules.cases.draw import aten, case, f, flags, frozen, ints, narrow, whole
+from autotp.proof.case import Case
+from tests.rules.cases.draw import aten, case, f, flags, frozen, ints, narrow, since, whole
+
+SCALED: list[dict[str, Any]] = [{"out_dtype": torch.float32}, {"bias": whole(5), "out_dtype": torch.bfloat16}]
+
+
+def scaled(a: tuple[int, ...], b: tuple[int, ...], **options: Any) -> Case:
+    """A product in float8 with scales of these shapes."""
+    scales = 2.0 ** ints(3, *a), 2.0 ** ints(3, *b)
+    return frozen(5, aten._scaled_mm, narrow(4, 6), narrow(5, 6).t(), *scales, **options)
+
 
 MATMUL = [
     case(aten.linear, f(2, 3, 6), f(4, 6), f(4)),
@@ -13,11 +25,8 @@ MATMUL = [
     case(aten.linear, f(6), f(4, 6), f(4)),
     case(aten.mm, f(4, 6), f(6, 5)),
     case(aten._int_mm, (ints(9, 4, 6) - 4).to(torch.int8), (ints(9, 6, 5) - 4).to(torch.int8)),
-    *(
-        frozen(5, aten._scaled_mm, narrow(4, 6), narrow(5, 6).t(), 2.0 ** ints(3, *a), 2.0 ** ints(3, *b), **bias)
-        for a, b in [((4, 1), (1, 5)), ((1, 1), (1, 1)), ((), ())]
-        for bias in ({"out_dtype": torch.float32}, {"bias": whole(5), "out_dtype": torch.bfloat16})
-    ),
+    *since((2, 12), *(scaled((4, 1), (1, 5), **options) for options in SCALED)),  # rows and columns
+    *(scaled(a, b, **options) for a, b in [((1, 1), (1, 1)), ((), ())] for options in SCALED),
     case(aten.bmm, f(2, 4, 6), f(2, 6, 5)),
     *(case(aten.addmm, f(*s), f(4, 6), f(6, 5), beta=2, alpha=3) for s in [(5,), (1,), (4, 5), (1, 5), (4, 1), ()]),
     *(case(aten.baddbmm, f(*s), f(2, 4, 6), f(2, 6, 5), alpha=3) for s in [(2, 4, 5), (1, 4, 5), (4, 5), (1,)]),

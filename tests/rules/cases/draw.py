@@ -12,6 +12,8 @@ from autotp.proof.case import Case
 
 aten: Any = torch.ops.aten
 _draw = torch.Generator().manual_seed(0)
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+REFUSED: list[Case] = []  # by this torch itself; a test holds that it does
 
 
 def f(*shape: int) -> Tensor:
@@ -54,3 +56,9 @@ def case(target: Any, *args: Any, **kwargs: Any) -> Case:
 def frozen(count: int, target: Any, *args: Any, **kwargs: Any) -> Case:
     """A case whose last `count` tensors have no gradient."""
     return replace(case(target, *args, **kwargs), frozen=count)
+
+
+def since(version: tuple[int, int], *cases: Case) -> list[Case]:
+    """Cases that torch computes, on a CPU and under fake tensors, from this version on; before it they are REFUSED."""
+    REFUSED.extend(cases if version > TORCH else ())
+    return [] if version > TORCH else list(cases)

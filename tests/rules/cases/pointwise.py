@@ -9,7 +9,7 @@ import torch
 
 from autotp.kernels.operators import OPS
 from autotp.proof.case import Case
-from tests.rules.cases.draw import aten, case, cplx, f, flags, frozen, ints, pos
+from tests.rules.cases.draw import aten, case, cplx, f, flags, frozen, ints, pos, since
 
 
 def words(text: str) -> list[str]:
@@ -36,7 +36,7 @@ BINARY = words(
     add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor multiply.Tensor divide.Tensor subtract.Tensor
     atan2 copysign.Tensor eq.Tensor ne.Tensor ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot
     logaddexp logaddexp2 maximum minimum remainder.Tensor logical_and logical_or logical_xor rsub.Tensor
-    xlogy.Tensor max.other min.other clamp_min.Tensor clamp_max.Tensor nextafter arctan2 greater.Tensor
+    xlogy.Tensor max.other min.other clamp_min.Tensor clamp_max.Tensor arctan2 greater.Tensor
     greater_equal.Tensor less.Tensor less_equal.Tensor not_equal.Tensor isclose special_xlog1py gelu_backward
     sigmoid_backward tanh_backward
     """
@@ -71,11 +71,13 @@ def _op(name: str) -> Any:
     return getattr(getattr(aten, packet), overload or "default")
 
 
+NEXT = f(4, 1, 3), f(6, 1)
 POINTWISE = [
     *(case(_op(name), f(4, 3)) for name in UNARY),
     *(case(_op(name), pos(4, 3)) for name in POSITIVE),
     *(case(_op(name), f(4, 1, 3), f(6, 1)) for name in BINARY),
     *(case(_op(name), ints(5, 4, 3), ints(5, 3)) for name in BITWISE),
+    *(since((2, 13), case(aten.nextafter, *NEXT)) or [frozen(2, aten.nextafter, *NEXT)]),  # its derivative
     *(frozen(1, _op(name), pos(4, 3)) for name in UNDERIVED_UNARY),
     *(frozen(2, _op(name), 1 + pos(4, 1, 3), 1 + pos(6, 1)) for name in UNDERIVED_BINARY),
     case(aten.arccosh, 1 + pos(4, 3)),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from autotp.kernels.operators import OPS
-from tests.rules.cases.draw import aten, case, cplx, f, flags, frozen, ints, pos
+from tests.rules.cases.draw import aten, case, cplx, f, flags, frozen, ints, pos, since
 
 NORM = {"training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
 DEFINITE = 0.1 * f(4, 3, 3) + 3 * torch.eye(3, dtype=torch.float64)
+ANY = f(4, 3, 5)
 REDUCTIONS = [
     case(aten.sum, f(4, 3)),
     case(aten.sum, flags(4, 3)),
@@ -65,7 +66,7 @@ REDUCTIONS = [
     *(case(op, DEFINITE) for op in (aten.linalg_cholesky, aten.linalg_cholesky_ex)),
     case(aten.linalg_solve, DEFINITE, f(4, 3, 6)),
     case(aten.linalg_solve, DEFINITE[0], f(6, 3), left=False),
-    *(case(op, f(4, 3, 5), 0.3, 1) for op in (aten.quantile.scalar, aten.nanquantile.scalar)),
+    *since((2, 12), *(case(op, f(4, 3, 5), 0.3, 1) for op in (aten.quantile.scalar, aten.nanquantile.scalar))),
     case(aten.linalg_householder_product, f(4, 5, 3), f(4, 3)),
     frozen(2, OPS.batch_norm, f(4, 6, 5), f(6), f(6), f(6), pos(6), 0.1, 1e-5, False),
     frozen(2, OPS.batch_norm, f(4, 6), None, None, f(6), pos(6), 0.1, 1e-5, False),
@@ -89,7 +90,7 @@ REDUCTIONS = [
     case(aten.mode, f(4, 3, 5), 1),
     case(aten.nanmedian.dim, f(4, 3, 5), 1),
     case(aten.std_mean.correction, f(4, 3, 5), [1], correction=1),
-    case(aten.aminmax, f(4, 3, 5), dim=1),
+    *(since((2, 12), case(aten.aminmax, ANY, dim=1)) or [frozen(1, aten.aminmax, ANY, dim=1)]),  # its derivative
     case(aten.nansum, f(4, 3, 5), [1]),
     case(aten.count_nonzero.dim_IntList, ints(2, 4, 3, 5), [1]),
     case(aten.count_nonzero, flags(4, 3)),
