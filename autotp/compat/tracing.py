@@ -19,6 +19,7 @@ from torch.export import _trace
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint as checkpointing
 
 from .fake import shape_env
@@ -133,6 +134,7 @@ def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any
     """
     fakify: Any = vars(_trace)["_fakify_params_buffers"]
     dispatch = _only_known(FakeTensorMode._dispatch_impl)
+    note = ShapeEnv.set_real_tensor_prop_unbacked_vals
 
     def without_values(mode: FakeTensorMode, module: torch.nn.Module) -> Any:
         _keep_values(mode, False)
@@ -141,8 +143,13 @@ def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any
         finally:
             _keep_values(mode, True)
 
+    # Torch 2.11 notes 1 for a condition that holds: the two are not equal in sympy, and no assertion was left of it.
+    def truth(env: ShapeEnv, key: Any, value: Any) -> None:
+        note(env, key, bool(value) if key.is_Relational else value)
+
     with (
         _unexplained(),
+        mock.patch.object(ShapeEnv, "set_real_tensor_prop_unbacked_vals", truth),
         mock.patch.object(LazyTraceHandler, "emit", _to_nowhere),
         mock.patch.object(_trace, "_fakify_params_buffers", without_values),
         mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
