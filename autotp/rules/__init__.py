@@ -1,24 +1,12 @@
-"""The table of operator rules: one small function for each shape of operator."""
+"""The rules of operators: a table of notations, and a small function for each operator that is no row of it."""
 
 from autotp.ir.op import Carry, Factor, Op, Rule
 
-from . import (
-    creation,
-    float8_rules,
-    images,
-    lookup,
-    losses,
-    matmul,
-    pointwise,
-    recurrent,
-    reductions,
-    updates,
-    views,
-)
-from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
+from . import lookup, losses, matmul, table, views
+from .core import RULES, RuleFunction, loops, rule, rule_of
+from .notation import einsum
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "creation", "float8_rules", "images", "lookup", "losses", "matmul", "pointwise",
-    "recurrent", "reductions", "updates", "views",
+    "lookup", "losses", "matmul", "table", "views",
 ]  # fmt: skip

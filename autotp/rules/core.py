@@ -7,18 +7,18 @@ mention ranks or layouts; strategies are made from them in `autotp.passes.shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import Any
 
 import torch
 
 from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
-
-if TYPE_CHECKING:
-    from .local import ShardCall
-from autotp.ir.op import Carry, Factor, Localise, Op, Rule, Shape
+from autotp.ir.layouts import Size, divide, simplify
+from autotp.ir.op import Carry, Factor, Op, Rule, Shape
 
 RuleFunction = Callable[[Op], Rule]
 RULES: dict[Any, RuleFunction] = {}
@@ -33,6 +33,16 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
         return function
 
     return enter
+
+
+def named(operators: str) -> list[Any]:
+    """The overloads of operators by name: within `torch.ops.aten`, or with their namespace."""
+    targets: list[Any] = []
+    for name in operators.split():
+        space, _, own = name.rpartition("::")
+        packet = reduce(getattr, own.split("."), getattr(torch.ops, space or "aten"))
+        targets += overloads(packet)
+    return targets
 
 
 def overloads(target: Any) -> list[Any]:
@@ -85,104 +95,78 @@ def _pointwise(target: Any) -> bool:
 Label = Any
 
 
-def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]], **rule_fields: Any) -> Rule:
+def loops(
+    op: Op,
+    ins: Sequence[Sequence[Label]],
+    outs: Sequence[Sequence[Label]],
+    *,
+    whole: Container[Label] = (),
+    sizes: Mapping[Label, Size] | None = None,
+    strict: bool = False,
+    each: Mapping[str, Any] | None = None,
+    **rule_fields: Any,
+) -> Rule:
     """The rule of an operator whose slots' dimensions are labelled: equal labels are one loop, None is no loop.
 
-    A label that no result carries is contracted.
+    A label that no result carries is contracted. A tuple is a dimension that holds several loops, the outermost first:
+    labels, numbers, and None for what is no loop; of these the length of one may be unknown.
 
     Args:
         op: the call. ins, outs: a label for each dimension of each operand and result.
-        rule_fields: of `Rule`; and `whole`, labels that must not be split.
+        whole: labels that must not be split. sizes: of labels that no dimension has alone.
+        strict: dimensions of different lengths are no loop, even where one may be a symbol for the other.
+        each: fields of every `Factor`. rule_fields: of `Rule`.
     """
-    whole = rule_fields.pop("whole", frozenset())
-    every = [x for labelled in (*ins, *outs) for x in labelled]
-    labels = dict.fromkeys(x for x in every if x is not None and x not in whole)
+    slots = list(zip([*ins, *outs], [*op.ins, *op.outs], strict=True))
+    dims = [(x, n) for labelled, shape in slots for x, n in zip(labelled, shape, strict=True) if x is not None]
+    alone: dict[Label, dict[Size, None]] = defaultdict(dict)
+    for x, n in dims:
+        if not isinstance(x, tuple):
+            alone[x][n] = None
+    lengths = dict(sizes or {}) | {x: next(iter(several)) for x, several in alone.items()}
+    # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
+    apart = {x: several if strict else [n for n in several if isinstance(n, int)] for x, several in alone.items()}
+    no_loop = {x for x, several in apart.items() if len(several) > 1}
+    joined: dict[Label, None] = {}
+    for x, n in dims:
+        if isinstance(x, tuple):
+            parts = _parts(x, n, lengths)
+            known = {label: size for label, size in zip(x, parts, strict=True) if isinstance(label, str)}
+            lengths |= known
+            joined |= dict.fromkeys(known)
+            no_loop |= {label for label, size in known.items() if size == 1 or None in parts}
     factors = []
-    for label in labels:
-        carries = [_carry(labelled, label) for labelled in (*ins, *outs)]
-        slots = zip(carries, [*op.ins, *op.outs], strict=True)
-        lengths = dict.fromkeys(shape[carry.dim] for carry, shape in slots if carry is not None)
-        # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
-        if sum(isinstance(n, int) for n in lengths) > 1:
+    for label in [*(x for x in alone if x not in joined), *joined]:
+        if label in no_loop or label in whole:
             continue
-        letter = label if isinstance(label, str) and len(label) == 1 else ""
+        carries = [_carry(labelled, shape, label, lengths) for labelled, shape in slots]
         sides = tuple(carries[: len(ins)]), tuple(carries[len(ins) :])
-        factors.append(Factor(next(iter(lengths)), *sides, label=letter))
+        letter = label if isinstance(label, str) and len(label) == 1 else ""
+        factors.append(Factor(lengths[label], *sides, label=letter, **(each or {})))
     return Rule(tuple(factors), **rule_fields)
 
 
-def _carry(labelled: Sequence[Label], label: Label) -> Carry | None:
-    return Carry(labelled.index(label)) if label in labelled else None
+def _parts(label: tuple[Label, ...], length: Size, lengths: Mapping[Label, Size]) -> list[Size | None]:
+    """Lengths of the loops that one dimension holds, of which one may be unknown; None where it cannot be told."""
+    parts = [x if isinstance(x, int) else lengths.get(x) for x in label]
+    if parts.count(None) == 1:
+        parts[parts.index(None)] = divide(length, product(n for n in parts if n is not None))
+    return parts
 
 
-def masked(labels: Iterable[Label], among: Container[Label]) -> list[Label]:
-    """The labels, with None for those that are not among these."""
-
-    def of(label: Label) -> Label:
-        return label if label in among else None
-
-    return [of(x) for x in labels]
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, simplified."""
+    return reduce(lambda a, b: simplify(a * b), sizes, 1)
 
 
-def dim_labels(n: int, whole: Collection[int]) -> list[Label]:
-    """Labels 0 to n - 1 for the dimensions of a tensor, with None for those that stay whole."""
-    return masked(range(n), set(range(n)).difference(whole))
-
-
-def wide_labels(labels: Sequence[Label], shape: Shape) -> list[Label]:
-    """The labels of an operand, with None where a dimension has size 1: it is broadcast, and no loop."""
-    return masked(labels, {x for x, n in zip(labels, shape, strict=True) if n != 1})
-
-
-def einsum(op: Op, equation: str, **rule_fields: Any) -> Rule:
-    """The rule of an operator written as an einsum string with one term a slot.
-
-    `...` stands for broadcast dimensions, `_` for a dimension that must stay whole.
-    """
-    left, right = equation.replace(" ", "").split("->")
-    ins, outs = _terms(op, left, op.ins), _terms(op, right, op.outs)
-    shapes = {x: n for t, s in zip(outs, op.outs, strict=True) for x, n in zip(t, s, strict=True)}
-    for term, shape in zip(ins, op.ins, strict=True):
-        for i, (label, n) in enumerate(zip(term, shape, strict=True)):
-            if n == 1 and shapes.get(label, n) != 1:
-                term[i] = None
-    return loops(op, ins, outs, **rule_fields)
-
-
-def _terms(op: Op, text: str, shapes: Sequence[Shape]) -> list[list[Label]]:
-    terms = text.split(",") if shapes else []
-    if len(terms) != len(shapes):
-        raise RuleError(f"the rule of {op.target} has {len(terms)} terms in {text!r} for {len(shapes)} tensors")
-    return [_term(op, t, s) for t, s in zip(terms, shapes, strict=True)]
-
-
-def _term(op: Op, term: str, shape: Shape) -> list[Label]:
-    head, dots, tail = term.partition("...")
-    between = len(shape) - len(head) - len(tail)
-    if between < 0 or (between and not dots):
-        raise RuleError(
-            f"the rule of {op.target} has the term {term!r} for a tensor of {len(shape)} dimensions, "
-            f"{list(map(str, shape))}. Write one letter a dimension, and `...` for any number of them."
-        )
-    labels = [*head, *range(-between, 0), *tail]
-    return masked(labels, set(labels) - {"_"})
-
-
-def broadcast(op: Op, n: int) -> list[list[Label]]:
-    """Labels 0 to n - 1 for the operands' dimensions, aligned at the last one; None where a dimension has size 1."""
-    return [wide_labels(range(n - len(s), n), s) for s in op.ins]
-
-
-def local_count(name: str, slot: int, dim: int) -> Localise:
-    """The `localise` of an operator whose argument `name` counts the loop that this dimension carries."""
-
-    def localise(op: Op, local: ShardCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        args = local.arguments(op)
-        if local.loop is not None and local.in_partition(slot, dim) is not None:
-            args[name] = local.length(local.loop)
-        return local.call(op, args)
-
-    return localise
+def _carry(labelled: Sequence[Label], shape: Shape, label: Label, lengths: Mapping[Label, Size]) -> Carry | None:
+    for d, x in enumerate(labelled):
+        if x == label:
+            return Carry(d)
+        if isinstance(x, tuple) and label in x:
+            parts: list[Any] = _parts(x, shape[d], lengths)
+            return Carry(d, product(parts[: x.index(label)]), product(parts[x.index(label) + 1 :]))
+    return None
 
 
 def with_factors(base: Rule, extra: Iterable[Factor]) -> Rule:

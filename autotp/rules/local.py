@@ -16,7 +16,7 @@ from autotp.comm.conversions import local_size
 from autotp.errors import PlanError
 from autotp.ir.layouts import Distribution, Layout, Size
 from autotp.ir.marks import write
-from autotp.ir.op import Factor, Op, Rule, expression
+from autotp.ir.op import Factor, Localise, Op, Rule, expression
 from autotp.ir.specs import Runs
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -126,6 +126,10 @@ class ShardCall:
         partition = self.out_partition(result, dim)
         return self.sizes.of(size) if partition is None else self.length(partition)
 
+    def out_shape(self, op: Op) -> list[Any]:
+        """Local shape of the first result."""
+        return [self.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
+
     def length(self, partition: Distribution) -> Any:
         """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""
         if partition.static and partition.even(self.tp):
@@ -179,3 +183,15 @@ class ShardCall:
 
 def _partition(layout: Layout, dim: int) -> Distribution | None:
     return layout.distribution if layout.sharded_dim == dim else None
+
+
+def local_count(name: str, letter: str) -> Localise:
+    """The `localise` of an operator whose argument `name` counts the loop of this letter."""
+
+    def localise(op: Op, local: ShardCall) -> LocalCall:
+        args = local.arguments(op)
+        if local.loop is not None and local.factor is not None and local.factor.label == letter:
+            args[name] = local.length(local.loop)
+        return local.call(op, args)
+
+    return localise

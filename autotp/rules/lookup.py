@@ -7,27 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
+from autotp.ir.op import Op, Rule, Shape, aten
 from autotp.ir.specs import Runs
 
-from .core import dim_labels, loops, masked, rule, with_factors
+from .core import loops, rule
 
 if TYPE_CHECKING:
     from .local import ShardCall
 
 
-@rule(aten.embedding.default)
-def embedding(op: Op) -> Rule:
-    """Split ids, columns, or the vocabulary (Shoeybi et al. 2019, section 3: mask, look up, sum)."""
-    ids = [f"i{d}" for d in range(len(op.ins[1]))]
-    if op.args["scale_grad_by_freq"]:
-        return Rule()  # the backward counts how often each id occurs among all
-    base = loops(op, [[None, "h"], ids], [[*ids, "h"]])
-    vocabulary = Factor(op.ins[0][0], (Carry(0), None), (None,), label="v")
-    return with_factors(Rule(base.factors, localise=_local_embedding), [vocabulary])
-
-
-def _local_embedding(op: Op, local: ShardCall):
+def local_embedding(op: Op, local: ShardCall):
     vocabulary = local.in_partition(0, 0)
     if vocabulary is None:
         return local.unchanged(op)
@@ -63,34 +52,6 @@ def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, 
     rows = aten.embedding.default(table, torch.where(in_range, index, table.shape[0]))
     masked = torch.where(keep.unsqueeze(-1), rows, 0)
     return masked if padding < 0 else masked + torch.where((mine & ~keep).unsqueeze(-1), rows.detach(), 0)
-
-
-@rule(aten.index_select.default)
-def index_select(op: Op) -> Rule:
-    d = op.dim()
-    labels = dim_labels(len(op.ins[0]), {d})
-    result = [*labels[:d], *["i"] * len(labels[d : d + 1]), *labels[d + 1 :]]  # of a number there is no dimension
-    return loops(op, [labels, ["i"]], [result], linear=(frozenset({0}),))
-
-
-@rule(aten.repeat_interleave.self_Tensor)
-def repeats(op: Op) -> Rule:
-    """Rule of repeats: how often each element comes is data, so their dimension stays whole."""
-    if op.args["dim"] is None:
-        return Rule()
-    labels = dim_labels(len(op.ins[0]), {op.dim()})
-    return loops(op, [labels, [None] * len(op.ins[1])], [labels], linear=(frozenset({0}),))
-
-
-@rule(aten.gather.default, aten.take_along_dim.default)
-def gather(op: Op) -> Rule:
-    """Dimensions other than the looked-up one split where operand and index have the same length."""
-    d = op.dim() if op.ins[0] else 0
-    index = list(range(len(op.ins[1])))
-    table = dim_labels(len(op.ins[0]), {d})
-    table = masked(table, {i for i in table if i is not None and op.ins[0][i] == op.ins[1][i]})
-    shared = frozenset(i for i in index if i != d and table[i] is None)
-    return loops(op, [table, index], [index], whole=shared, linear=(frozenset({0}),))
 
 
 @rule(aten.index.Tensor)
@@ -132,29 +93,41 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
     indices = []
     for end, shape in zip(ends, shapes, strict=True):
         own = {x for x, n in zip(end, shape, strict=True) if n != 1}
-        indices.append(masked(end, own | (set(end) - long)))
-    table = masked(range(len(op.ins[0])), free)
+        indices.append([x if x in own or x not in long else None for x in end])
+    table = [d if d in free else None for d in range(len(op.ins[0]))]
     after = [d for d in free if d not in before]
     return table, indices, [*before, *wide, *after]
+
+
+@rule(aten.index_put.default)
+def index_put(op: Op) -> Rule:
+    """Indexed dimensions stay whole; values that are added may be added in parts. A mask is pointwise."""
+    labels = advanced(op, op.ins[1:-1])
+    if labels is None:
+        return _masked_put(op)
+    table, indices, result = labels
+    sizes = {x: s for t, shape in zip([table, *indices], op.ins, strict=False) for x, s in zip(t, shape, strict=True)}
+    ends = result[len(result) - len(op.ins[-1]) :]
+    values = [x if n == sizes.get(x) else None for x, n in zip(ends, op.ins[-1], strict=True)]
+    along = frozenset(x for x in result if isinstance(x, str))
+    parts = op.args["accumulate"] and along <= set(values)
+    fields = {"addends": frozenset({0})} if parts else {"whole": along}
+    return loops(op, [table, *indices, values], [table], linear=(frozenset({0, len(op.ins) - 1}),), **fields)
+
+
+def _masked_put(op: Op) -> Rule:
+    """A single mask over the leading dimensions chooses where one value goes."""
+    if len(op.ins) != 3 or op.args["indices"][0] is None or any(n != 1 for n in op.ins[2]):
+        return Rule()
+    dims = list(range(len(op.ins[0])))
+    return loops(op, [dims, dims[: len(op.ins[1])], [None] * len(op.ins[2])], [dims])
 
 
 SUM, MEAN, MAX = range(3)  # modes of embedding_bag, as in ATen
 ARGUMENTS = ("scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")
 
 
-@rule(aten.embedding_bag)
-def embedding_bag(op: Op) -> Rule:
-    """Bags of ids stay whole; the numbers beside the values, of bags and of ids, are counted once."""
-    rows, columns = op.ins[0]
-    rest = [None] * (len(op.ins) - 1)
-    indices = Carry(1) if op.args["mode"] == MAX else None
-    factors = [Factor(columns, (Carry(1), *rest), (Carry(1), None, None, indices), label="h")]
-    if op.args["mode"] != MAX and not op.args["scale_grad_by_freq"] and not op.args["sparse"]:
-        factors.append(Factor(rows, (Carry(0), *rest), (None,) * 4, label="v"))
-    return Rule(tuple(factors), localise=_local_bags, empty=False)
-
-
-def _local_bags(op: Op, local: ShardCall):
+def local_bags(op: Op, local: ShardCall):
     args = local.arguments(op)
     rest = [args.get(name) for name in ARGUMENTS]
     rows = local.in_partition(0, 0)

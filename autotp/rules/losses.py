@@ -1,4 +1,4 @@
-"""Losses: elements are independent, and their sum is contracted."""
+"""Losses and means: elements are independent, and their sum is contracted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, aten
 from autotp.ir.specs import Runs
-from autotp.kernels.operators import OPS
 
-from .core import einsum, rule
+from .core import named, product, rule
 from .lookup import local_index
+from .notation import einsum, named_dims
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -21,24 +20,41 @@ if TYPE_CHECKING:
 NONE, MEAN, SUM = range(3)  # as in ATen
 
 
-@rule(aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss, aten.kl_div)
-@rule(aten.binary_cross_entropy, aten.binary_cross_entropy_with_logits, aten.poisson_nll_loss)
+@rule(
+    *named(
+        "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy "
+        "binary_cross_entropy_with_logits"
+    )
+)
 def elementwise_loss(op: Op) -> Rule:
     """One number for each element; the mean over a split dimension is a local sum over the whole count."""
     if any(s != op.ins[0] for s in op.ins):
         return Rule()
     result = "..." if op.args["reduction"] == NONE else ""
-    return einsum(op, f"{','.join(['...'] * len(op.ins))}->{result}", localise=_local_mean)
+    return einsum(op, f"...->{result}", localise=_local_loss)
 
 
-def _local_mean(op: Op, local: ShardCall):
+def _local_loss(op: Op, local: ShardCall):
     if not local.contracted or op.args["reduction"] != MEAN:
         return local.unchanged(op)
-    count: Size = 1
-    for n in op.ins[0]:
-        count = simplify(count * n)
     target, args, kwargs = local.call(op, {**local.arguments(op), "reduction": SUM})
-    return aten.div.Tensor, (local.emit(target, args, kwargs), local.size(count)), {}
+    return aten.div.Tensor, (local.emit(target, args, kwargs), local.size(product(op.ins[0]))), {}
+
+
+def local_mean(op: Op, local: ShardCall):
+    """Over a split dimension: the local sum over the whole count."""
+    if not local.contracted:
+        return local.unchanged(op)
+    n = len(op.ins[0])
+    named = named_dims(op)
+    dims = list(range(n)) if named is None else [d % n for d in named]
+    count = product(op.ins[0][d] for d in dims)
+    summed = local.emit(
+        aten.sum.dim_IntList,
+        (local.operand(0), dims, bool(op.args.get("keepdim"))),
+        {"dtype": op.args["dtype"]},
+    )
+    return aten.div.Tensor, (summed, local.size(count)), {}
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -48,22 +64,10 @@ def cross_entropy(op: Op) -> Rule:
         return Rule()
     target = "n_..." if len(op.ins[1]) == len(op.ins[0]) else "n..."
     result = "n..." if op.args["reduction"] == NONE else ""
-    return einsum(op, f"n_...,{target}{',_' * len(op.ins[2:])}->{result}")
+    return einsum(op, f"n_...,{target},_->{result}")
 
 
-@rule(OPS.checked_classes.default)
-def checked_classes(op: Op) -> Rule:
-    """Stays whole, so that every rank refuses what is no class."""
-    return Rule()
-
-
-@rule(OPS.class_sums.default)
-def class_sums(op: Op) -> Rule:
-    """Examples split, and classes are summed over: of a target, the rank that has its class."""
-    return einsum(op, "nc,n,n->_n", localise=_local_classes, empty=False)
-
-
-def _local_classes(op: Op, local: ShardCall):
+def local_classes(op: Op, local: ShardCall):
     classes = local.in_partition(0, 1)
     if classes is None:
         return local.unchanged(op)

@@ -1,12 +1,207 @@
-"""A rule in words: an einsum string with one letter for each loop, as the docs and the errors show it."""
+"""Rules in words: einsum strings with one letter for each loop, as rules are written, and docs and errors show them."""
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
 
+import torch
+
+from autotp.errors import RuleError
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Op, Rule, Shape
+
+from .core import Label, loops
+
+Labels = list[list[Label]]
+# A dimension: a letter, or several loops as in `(2 a)`, either perhaps absent; `_`, `1`. Or any number of them.
+TOKEN = re.compile(r"(?:[A-Za-z]|\([^)]*\))\??|[_1]|(?:\.\.\.|\*)(?:\[[^]]*\])?")
+NAMES = ("dim", "dims", "axis", "dimension", "dim1", "dim2")  # of arguments that say which dimensions are meant
+
+
+def einsum(op: Op, notation: str, **fields: Any) -> Rule:
+    """The rule of an operator written as an einsum string: a term for each argument that may be a tensor, and result.
+
+    A letter is a loop that may be split; one that the results lack is summed over. `_` is a dimension that must stay
+    whole, `1` one of that size, `...` any number of them, which are broadcast, and `*` any number that stay whole.
+    Behind either of these, `[x]` says what is at the dimensions that the argument `dim` names, and `[]` that these are
+    not there (with `keepdim`: that they stay whole). `(2a)` holds the loop twice over, `(a_)` so often as there is room
+    for, `(gi)` two loops, the outer one first; `a?` may be missing. A list of tensors has one term for all, or some
+    divided by `;`; so has a side of one term. After `|` stands what holds for a call that does not fit.
+
+    Args:
+        op: the call. notation: such as `...k,nk,n->...n`.
+        linear: operands that may be partial sums: `self + other` together, `self or other` either.
+        addends: operands that are added once after the sum (a bias).
+        exact: linear only where the result's type has every digit of the operand's.
+        sizes: letters whose length is an argument of the call, by its name.
+        fields: of `loops`.
+
+    Raises:
+        RuleError: the call has other dimensions.
+    """
+    rule = attempt(op, notation, **fields)
+    if rule is None:
+        shapes = ", ".join(str(list(map(str, s))) for s in (*op.ins, *op.outs))
+        raise RuleError(
+            f"the rule of {op.target} is {notation!r}, which does not fit tensors of {shapes}. Write one letter a "
+            "dimension, and `...` for any number of them."
+        )
+    return rule
+
+
+def attempt(
+    op: Op,
+    notation: str,
+    *,
+    linear: str = "",
+    addends: str = "",
+    exact: bool = False,
+    sizes: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> Rule | None:
+    """Read a rule as `einsum` does; None where the call has other dimensions."""
+    labels = fitted(op, notation)
+    if labels is None:
+        return None
+    sums = _sums(op, linear)
+    if exact and sums and rounds(op, min(sums[0])):
+        sums = ()
+    lengths = {letter: op.args[name] for letter, name in (sizes or {}).items()}
+    return loops(op, *labels, linear=sums, addends=_slots(op, addends.split()), sizes=lengths, **fields)
+
+
+def _sums(op: Op, linear: str) -> tuple[frozenset[int], ...]:
+    """The sets of operands in which a call is linear. A number among them must be 0, which as a summand is nothing."""
+    sets = [names.split(" + ") for names in linear.split(" or ")]
+    free = [names for names in sets if not any(op.args.get(n) for n in names if n not in op.names)]
+    return tuple(slots for names in free if (slots := _slots(op, names)))
+
+
+def _slots(op: Op, names: Sequence[str]) -> frozenset[int]:
+    return frozenset(i for i, name in enumerate(op.names) if name in names)
+
+
+def rounds(op: Op, slot: int = 0) -> bool:
+    """Say whether a cast loses digits: a sum of rounded summands is another number than the rounded sum."""
+    source, goal = op.slots[slot].meta["val"].dtype.to_real(), op.node.meta["val"].dtype.to_real()
+    if min(source.itemsize, goal.itemsize) == 1 and source.is_floating_point:  # which torch promotes to nothing
+        return source != goal and goal.itemsize <= source.itemsize
+    return torch.promote_types(source, goal) != goal
+
+
+def fitted(op: Op, notation: str) -> tuple[Labels, Labels] | None:
+    """Labels of the operands' and of the results' dimensions by the first alternative that fits, or None."""
+    for left, right in _forms(notation):
+        ins = left * len(op.ins) if len(left) == 1 and ";" not in left[0] else list(_operands(op, left))
+        outs = right if len(right) > 1 else right * len(op.outs)
+        labels = _labels(op, ins, outs) if len(outs) == len(op.outs) else None
+        if labels is not None:
+            return labels[: len(ins)], labels[len(ins) :]
+    return None
+
+
+@cache
+def _forms(notation: str) -> list[list[list[str]]]:
+    """Terms of both sides of each alternative."""
+    forms = notation.replace(" ", "").split("|")
+    return [[side.split(",") for side in form.split("->")] for form in forms]
+
+
+@cache
+def _tensor_arguments(target: Any) -> list[str] | None:
+    """Names of the arguments that may be tensors; None for a function of Python."""
+    schema = getattr(target, "_schema", None)
+    return [a.name for a in schema.arguments if "Tensor" in str(a.type)] if schema else None
+
+
+def _operands(op: Op, terms: list[str]) -> Iterator[str]:
+    """A term for each operand: that of its argument, of which an optional one that is left out takes it along."""
+    of = dict(zip(_tensor_arguments(op.target) or dict.fromkeys(op.names), terms, strict=False))
+    for name in dict.fromkeys(op.names):
+        count, several = op.names.count(name), of[name].split(";")
+        yield from several[:count] if len(several) > 1 else several * count
+
+
+@cache
+def _tokens(term: str) -> tuple[str, ...]:
+    return tuple(TOKEN.findall(term))
+
+
+def _labels(op: Op, ins: list[str], outs: list[str]) -> Labels | None:
+    """Labels of all dimensions by a term for each tensor, where these fit."""
+    shapes = [*op.ins, *op.outs]
+    found = [_present(term, len(shape)) for term, shape in zip([*ins, *outs], shapes, strict=True)]
+    if None in found:
+        return None
+    terms = [x for x in found if x is not None]
+    named = named_dims(op)
+    widths = [
+        free + len(named or ()) * any(t.endswith("[]") for t in tokens)
+        for tokens, free in terms[: len(ins)]
+        if any(t[0] in ".*" for t in tokens)
+    ]
+    width = max(widths, default=max((free for _, free in terms), default=0))
+    dims = range(-width, 0) if named is None else [d % width - width for d in named if width]
+    labels = [_expanded(tokens, free, dims, bool(op.args.get("keepdim"))) for tokens, free in terms]
+    lengths: dict[Label, set[Size]] = defaultdict(set)
+    for labelled, shape in zip(labels, shapes, strict=True):
+        for x, n in zip(labelled, shape, strict=True):
+            lengths[x].add(n)
+    # `...` of a result is as long as the operands': a dimension that none of these has would be no loop of theirs.
+    longest = min((x for x in lengths if isinstance(x, int)), default=0)
+    if lengths["1"] - {1} or longest < -width:
+        return None
+    # A dimension of size 1 beside others is broadcast, and no loop.
+    return [
+        [None if x == "1" or (n == 1 and lengths[x] != {1}) else x for x, n in zip(labelled, shape, strict=True)]
+        for labelled, shape in zip(labels, shapes, strict=True)
+    ]
+
+
+def _present(term: str, rank: int) -> tuple[list[str], int] | None:
+    """The tokens of a term that a tensor of this rank has, and of how many dimensions `...` or `*` is."""
+    tokens = list(_tokens(term))
+    spread = sum(t[0] in ".*" for t in tokens)
+    while len(tokens) - spread > rank and any(t.endswith("?") for t in tokens):
+        tokens.remove(next(t for t in tokens if t.endswith("?")))
+    free = rank - len(tokens) + spread
+    return (tokens, free) if free >= 0 and (spread or not free) else None
+
+
+def _expanded(tokens: list[str], free: int, dims: Sequence[int], keepdim: bool) -> list[Label]:
+    """Labels of a tensor's dimensions: those of `...` are numbers, from the last one back."""
+    labels: list[Label] = []
+    for token in tokens:
+        if token[0] not in ".*":
+            labels.append(_label(token))
+            continue
+        bracket, at = "[" in token, token.partition("[")[2].removesuffix("]")
+        gone = bracket and not at and not keepdim
+        places = range(-free - len(dims) * gone, 0)
+        inside = [(d, d if token[0] == "." else None) for d in places if not gone or d not in dims]
+        labels += [_label(at or "_") if bracket and d in dims else label for d, label in inside]
+    return labels
+
+
+@cache
+def _label(token: str) -> Label:
+    token = token.removesuffix("?")
+    if token[0] == "(":
+        return tuple(int(x) if x.isdigit() else _label(x) for x in token[1:-1])
+    return None if token == "_" else token
+
+
+def named_dims(op: Op) -> list[int] | None:
+    """The dimensions that the arguments of a call name, as they stand there; None for all."""
+    given = [op.args[name] for name in NAMES if name in op.args]
+    dims = [d for x in given for d in (x if isinstance(x, list | tuple) else [x])]
+    return None if not dims or None in dims else dims
+
 
 BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 

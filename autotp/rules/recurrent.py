@@ -10,43 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autotp.ir.op import Carry, Factor, Op, Rule, aten
+from autotp.ir.op import Op, aten
 from autotp.ir.specs import Runs
-
-from .core import einsum, rule
 
 if TYPE_CHECKING:
     from .local import ShardCall
 
 
-@rule(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-def sequence(op: Op) -> Rule:
-    """Examples are on their own."""
-    if op.args["dropout"] and op.args["train"]:
-        return Rule()
-    batch = "b__" if op.args["batch_first"] else "_b_"
-    terms = {"input": batch, "hx": "_b_"}
-    ins = [terms.get(name, "_" * len(shape)) for name, shape in zip(op.names, op.ins, strict=True)]
-    # The last state, under torch 2.12 with a dimension more before the others.
-    states = ["_" * (len(shape) - 2) + "b_" for shape in op.outs[1:]]
-    return einsum(op, f"{','.join(ins)}->{','.join([batch, *states])}", empty=False)
-
-
-@rule(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
-def cell(op: Op) -> Rule:
-    """Units split in the rows of all gates; the state before is whole, a cell's own part of it is not."""
-    states = op.names.count("hx")
-    gates = {2: 4}.get(states, 3 if op.target is aten.gru_cell.default else 1)
-    weights = len(op.ins) - 1 - states
-    rows, units = Carry(0, repeat=gates), [Carry(1)] * len(op.outs)
-    hidden = Factor(op.outs[0][1], (None, None, *units[1:], *[rows] * weights), tuple(units), label="n")
-    examples = Factor(
-        op.outs[0][0], (*[Carry(0)] * (1 + states), *[None] * weights), tuple([Carry(0)] * len(units)), label="b"
-    )
-    return Rule((hidden, examples), localise=_local_cell, empty=False)
-
-
-def _local_cell(op: Op, local: ShardCall):
+def local_cell(op: Op, local: ShardCall):
     units = local.out_partition(0, 1)
     args = local.arguments(op)
     weights = [args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from autotp import compat
 from autotp.errors import InputError
 from autotp.ir.graph import short_name
-from autotp.ir.op import Op, Rule
 
-from .core import RULES, RuleFunction, einsum, function_of, overloads
+from .core import RULES, RuleFunction, function_of, overloads
+from .notation import einsum
 
 TERM = re.compile(r"[A-Za-z_]*(\.\.\.[A-Za-z_]*)?")
 
@@ -67,61 +67,39 @@ def register_rule(
     if with_rule and not replace:
         raise InputError(f"{_names(with_rule)} has a rule already. Pass replace=True to put this one in its place.")
     if isinstance(rule, str):
-        functions: dict[Any, RuleFunction] = {t: _Einsum.read(t, rule, linear, addends, empty) for t in targets}
+        functions: dict[Any, RuleFunction] = {t: _read(t, rule, linear, addends, empty) for t in targets}
     else:
         functions = dict.fromkeys(targets, rule)
     RULES.update(functions)
     return functions[targets[0]]
 
 
-@dataclass(frozen=True)
-class _Einsum:
-    """The rule function of an einsum string: terms by argument name, and one for each result."""
-
-    terms: dict[str, str]
-    results: tuple[str, ...]
-    linear: tuple[tuple[str, ...], ...]
-    addends: tuple[str, ...]
-    empty: bool
-
-    def __call__(self, op: Op) -> Rule:
-        results = self.results * len(op.outs) if len(self.results) == 1 else self.results
-        equation = ",".join(self.terms[n] for n in op.names) + "->" + ",".join(results)
-        sets = [_slots(op, names) for names in self.linear]
-        addends = _slots(op, self.addends)
-        return einsum(op, equation, linear=tuple(s for s in sets if s), addends=addends, empty=self.empty)
-
-    @classmethod
-    def read(cls, target: Any, equation: str, linear: Any, addends: Any, empty: bool) -> _Einsum:
-        """Check the string and the names against the operator's schema."""
-        # Checked here rather than at the operator's first call: the line that wrote the rule is on the stack.
-        schema, what = target._schema, f"the rule {equation!r} of {target._schema}"
-        names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
-        kinds = [str(r.type) for r in schema.returns]
-        if not kinds or any(k != "Tensor" for k in kinds) and kinds != ["List[Tensor]"]:
-            raise InputError(f"{schema} returns something other than tensors, so it cannot be split: it runs whole.")
-        sides = equation.replace(" ", "").split("->")
-        if len(sides) != 2:
-            raise InputError(f"{what} has no single '->' between its operands and its results.")
-        # An operator that takes no tensor has no term on the left, where splitting an empty text would give one.
-        terms, results = sides[0].split(",") if names else [], sides[1].split(",")
-        for side, own_terms, slots in (("operands", terms, names), ("results", results, kinds)):
-            if len(own_terms) != len(slots):
-                raise InputError(
-                    f"{what} has {len(own_terms)} terms for its {side}, should be {len(slots)}: one for each of "
-                    f"{', '.join(slots)}. An optional tensor has a term too."
-                )
-        _check_letters(what, terms, results)
-        sets = tuple(tuple(_as_sequence(x)) for x in _as_sequence(linear))
-        for name in [*(n for s in sets for n in s), *_as_sequence(addends)]:
-            if name not in names:
-                raise InputError(f"{what} names {name!r} in linear or addends; its tensors are {', '.join(names)}.")
-        return cls(dict(zip(names, terms, strict=True)), tuple(results), sets, tuple(_as_sequence(addends)), empty)
-
-
-def _slots(op: Op, names: Sequence[str]) -> frozenset[int]:
-    """The slots of the arguments of these names."""
-    return frozenset(i for i, name in enumerate(op.names) if name in names)
+def _read(target: Any, equation: str, linear: Any, addends: Any, empty: bool) -> RuleFunction:
+    """The rule function of an einsum string, after the string and the names are checked against the schema."""
+    # Checked here rather than at the operator's first call: the line that wrote the rule is on the stack.
+    schema, what = target._schema, f"the rule {equation!r} of {target._schema}"
+    names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+    kinds = [str(r.type) for r in schema.returns]
+    if not kinds or any(k != "Tensor" for k in kinds) and kinds != ["List[Tensor]"]:
+        raise InputError(f"{schema} returns something other than tensors, so it cannot be split: it runs whole.")
+    sides = equation.replace(" ", "").split("->")
+    if len(sides) != 2:
+        raise InputError(f"{what} has no single '->' between its operands and its results.")
+    # An operator that takes no tensor has no term on the left, where splitting an empty text would give one.
+    terms, results = sides[0].split(",") if names else [], sides[1].split(",")
+    for side, own_terms, slots in (("operands", terms, names), ("results", results, kinds)):
+        if len(own_terms) != len(slots):
+            raise InputError(
+                f"{what} has {len(own_terms)} terms for its {side}, should be {len(slots)}: one for each of "
+                f"{', '.join(slots)}. An optional tensor has a term too."
+            )
+    _check_letters(what, terms, results)
+    sets, added = [_as_sequence(x) for x in _as_sequence(linear)], _as_sequence(addends)
+    for name in [*(n for s in sets for n in s), *added]:
+        if name not in names:
+            raise InputError(f"{what} names {name!r} in linear or addends; its tensors are {', '.join(names)}.")
+    options: dict[str, Any] = {"linear": " or ".join(map(" + ".join, sets)), "addends": " ".join(added), "empty": empty}
+    return partial(einsum, notation=equation, **options)
 
 
 def _check_letters(what: str, terms: list[str], results: list[str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
 
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import broadcast, dim_labels, einsum, loops, masked, rule
+from .core import loops, named, product, rule, with_factors
+from .notation import einsum
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -68,23 +71,19 @@ def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | N
     """Places of loops in their dimension: the loops outside it repeat it, those inside are its unit."""
     out: list[Carry | None] = []
     for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
-        repeat = _product(n for n, d in zip(sizes[:k], dims[:k], strict=True) if d == dim)
-        unit = _product(n for n, d in zip(sizes[k + 1 :], dims[k + 1 :], strict=True) if d == dim)
+        repeat = product(n for n, d in zip(sizes[:k], dims[:k], strict=True) if d == dim)
+        unit = product(n for n, d in zip(sizes[k + 1 :], dims[k + 1 :], strict=True) if d == dim)
         whole = dim != MERGED and simplify(repeat * size * unit) == shape[dim]
         out.append(Carry(dim, repeat, unit) if whole else None)
     return out
 
 
-def _product(sizes: Iterable[Size]) -> Size:
-    product: Size = 1
-    for n in sizes:
-        product = simplify(product * n)
-    return product
-
-
-@rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.ravel)
-@rule(aten.view_as, aten.reshape_as, aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
-@rule(aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default)
+@rule(
+    *named(
+        "view.default reshape _unsafe_view flatten unflatten ravel view_as reshape_as squeeze unsqueeze _reshape_copy "
+        "view_copy.default atleast_1d.default atleast_2d.default atleast_3d.default"
+    )
+)
 def reshape(op: Op) -> Rule:
     shared = atoms(op.ins[0], op.outs[0])
     sizes = [n for n, _, _ in shared]
@@ -102,70 +101,30 @@ def local_shape(op: Op, local: ShardCall):
     if not local.split:
         target, args, kwargs = local.unchanged(op)
         return aten.reshape.default if target is aten.view.default else target, args, kwargs
-    shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
-    return aten.reshape.default, (local.operand(0), shape), {}
+    return aten.reshape.default, (local.operand(0), local.out_shape(op)), {}
 
 
 @rule(aten.expand.default, aten.expand_as, aten.broadcast_to)
 def expand(op: Op) -> Rule:
-    new = len(op.outs[0]) - len(op.ins[0])
-    out = list(range(len(op.outs[0])))
-    ins = masked(out[new:], {d for d in out[new:] if op.ins[0][d - new] == op.outs[0][d]})
+    small, large = op.ins[0], op.outs[0]
+    ins = [d if small[d] == large[d] else None for d in range(-len(small), 0)]
     others = [[None] * len(s) for s in op.ins[1:]]
-    return loops(op, [ins, *others], [out], linear=THROUGH, localise=_local_expand)
+    return loops(op, [ins, *others], [list(range(-len(large), 0))], linear=THROUGH, localise=_local_expand)
 
 
 def _local_expand(op: Op, local: ShardCall):
     if not local.split:
         return local.unchanged(op)
-    shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
-    return aten.expand.default, (local.operand(0), shape), {}
+    return aten.expand.default, (local.operand(0), local.out_shape(op)), {}
 
 
-@rule(
-    aten.permute, aten.transpose.int, aten.t, aten.movedim, aten.moveaxis, aten.swapaxes, aten.numpy_T, aten.swapdims,
-    aten.adjoint, aten.mT, aten.mH,
-)  # fmt: skip
+@rule(*named("permute transpose.int t movedim moveaxis swapaxes numpy_T swapdims adjoint mT mH"))
 def permute(op: Op) -> Rule:
-    """Rule of dimensions in another order."""
+    """Rule of dimensions in another order, which the operator itself says, on a tensor of sizes that all differ."""
     n = len(op.ins[0])
-    order = list(range(n))
-    if "dims" in op.args:
-        order = [d % n for d in op.args["dims"]]
-    elif "source" in op.args:
-        order = _order(n, _many(op.args["source"]), _many(op.args["destination"]))
-    elif op.target is aten.numpy_T.default:
-        order.reverse()
-    elif n >= 2:  # of a vector `t` is the vector
-        i = op.args.get("dim0", op.args.get("axis0", -2)) % n
-        j = op.args.get("dim1", op.args.get("axis1", -1)) % n
-        order[i], order[j] = order[j], order[i]
-    return loops(op, [list(range(n))], [order], linear=THROUGH)
-
-
-def _order(n: int, source: Sequence[int], destination: Sequence[int]) -> list[int]:
-    """The order of `n` dimensions after some are moved: the others keep theirs and fill what is left."""
-    order = {target % n: d % n for d, target in zip(source, destination, strict=True)}
-    places = [d for d in range(n) if d not in order]
-    others = [d for d in range(n) if d not in order.values()]
-    order |= dict(zip(places, others, strict=True))
-    return [order[d] for d in range(n)]
-
-
-def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
-    return x if isinstance(x, list | tuple) else [x]
-
-
-@rule(aten.view_as_real, aten.view_as_complex)
-def complex_pairs(op: Op) -> Rule:
-    """Neither does what it should for a tensor without elements whose last stride is not 1, as a gradient may be."""
-    equation = "...->..._" if op.target is aten.view_as_real.default else "..._->..."
-    return einsum(op, equation, linear=THROUGH, empty=False)
-
-
-@rule(aten.one_hot)
-def one_hot(op: Op) -> Rule:
-    return einsum(op, "...->..._") if op.args["num_classes"] > 0 else Rule()
+    example = torch.empty(tuple(range(1, n + 1)), device="meta")
+    moved = op.target(*fx.map_arg(op.node.args, lambda _: example), **op.node.kwargs)
+    return loops(op, [list(range(1, n + 1))], [list(moved.shape)], linear=THROUGH)
 
 
 @rule(aten.meshgrid)
@@ -174,33 +133,8 @@ def meshgrid(op: Op) -> Rule:
     labels = list(range(len(op.ins)))
     order = [1, 0, *labels[2:]] if op.args.get("indexing") == "xy" and len(labels) > 1 else labels
     ins = [[i] * len(s) for i, s in enumerate(op.ins)]  # of a number the result has a dimension, but no loop
-    result = masked(order, {i for i, s in enumerate(op.ins) if s})
+    result = [i if op.ins[i] else None for i in order]
     return loops(op, ins, [result] * len(op.outs))
-
-
-@rule(aten.diagonal, aten.unfold)
-def diagonal(op: Op) -> Rule:
-    """The named dimensions stay whole; the result has a new last one."""
-    n = len(op.ins[0])
-    dims = [op.dim(x) for x in ("dimension", "dim1", "dim2") if x in op.args]
-    labels = dim_labels(n, dims)
-    others = [x for x in labels if x is not None]
-    return loops(op, [labels], [[*(others if len(dims) == 2 else labels), None]], linear=THROUGH)
-
-
-@rule(aten.select.int, aten.unbind.int)
-def select(op: Op) -> Rule:
-    labels = dim_labels(len(op.ins[0]), {op.dim()})
-    result = [x for x in labels if x is not None]
-    return loops(op, [labels], [result] * len(op.outs), linear=THROUGH)
-
-
-@rule(aten.flip, aten.roll)
-def whole_dims(op: Op) -> Rule:
-    n = len(op.ins[0])
-    dims = op.args["dims"] or range(n)
-    labels = list(range(n))
-    return loops(op, [labels], [labels], whole=frozenset(d % n for d in dims), linear=THROUGH)
 
 
 @rule(aten.slice.Tensor, aten.narrow.default)
@@ -208,14 +142,14 @@ def slice_(op: Op) -> Rule:
     """Cut along one dimension: split only where the boundaries fall between segments."""
     d, length = op.dim(), op.outs[0][op.dim()]
     n = op.ins[0][d]
-    labels = dim_labels(len(op.ins[0]), {d} if length != n else ())
-    rule_ = loops(op, [labels], [labels], linear=THROUGH, localise=_local_slice)
+    dims = "...[_]" if length != n else "..."
+    base = einsum(op, f"{dims}->{dims}", linear="self", localise=_local_slice)
     start = op.args["start"] or 0
     if length == n or op.args.get("step", 1) != 1 or not all(isinstance(x, int) for x in (n, length, start)):
-        return rule_
+        return base
     start = max(start + n, 0) if start < 0 else min(start, n)
     factor = Factor(n, (Carry(d),), (Carry(d, piece=1),), pieces=(start, length, n - start - length))
-    return Rule((*rule_.factors, factor), rule_.linear, localise=_local_slice)
+    return with_factors(base, [factor])
 
 
 def _local_slice(op: Op, local: ShardCall):
@@ -230,13 +164,12 @@ def _local_slice(op: Op, local: ShardCall):
 @rule(aten.split.Tensor, aten.split_with_sizes, aten.chunk, aten.tensor_split.sections, aten.split.sizes)
 def split(op: Op) -> Rule:
     d = op.dim()
-    labels = dim_labels(len(op.ins[0]), {d})
-    base = loops(op, [labels], [labels] * len(op.outs), linear=THROUGH)
+    base = einsum(op, "...[_]->...[_]", linear="self", localise=_local_split)
     pieces = tuple(s[d] for s in op.outs)
     if len(op.outs) > 64 or not all(isinstance(p, int) for p in pieces):
         return base
     cut = Factor(op.ins[0][d], (Carry(d),), tuple(Carry(d, piece=i) for i in range(len(pieces))), pieces)
-    return Rule((*base.factors, cut), THROUGH, localise=_local_split)
+    return with_factors(base, [cut])
 
 
 def _local_split(op: Op, local: ShardCall):
@@ -254,28 +187,15 @@ def cat(op: Op) -> Rule:
     # `vstack` of vectors and `hstack` of numbers make a dimension that no operand has.
     if any(s != (0,) and not f for s, f in zip(op.ins, full, strict=True)):
         return Rule()
-    labels: list[int | None] = list(range(len(op.outs[0])))
-    labels[d] = None
+    labels = [None if i == d else i for i in range(len(op.outs[0]))]
     together = (frozenset(range(len(op.ins))),)
-    of_operand = {True: labels, False: [None]}
-    base = loops(op, [of_operand[f] for f in full], [labels], linear=together)
+    base = loops(op, [labels if f else [None] for f in full], [labels], linear=together)
     pieces = tuple(s[d] for s, f in zip(op.ins, full, strict=True) if f)
     # A cache of a length that is a symbol beside one new token: nobody can say which rank the token falls to.
     if not all(isinstance(p, int) for p in pieces):
         return base
-    ins: list[Carry | None] = []
-    for i, f in enumerate(full):
-        ins.append(Carry(d, piece=sum(full[:i])) if f else None)
-    return Rule((*base.factors, Factor(op.outs[0][d], tuple(ins), (Carry(d),), pieces)), together)
-
-
-@rule(aten.stack)
-def stack(op: Op) -> Rule:
-    d = op.args["dim"] % len(op.outs[0])
-    labels = list(range(len(op.ins[0])))
-    return loops(
-        op, [labels] * len(op.ins), [[*labels[:d], None, *labels[d:]]], linear=(frozenset(range(len(op.ins))),)
-    )
+    ins = tuple(Carry(d, piece=sum(full[:i])) if f else None for i, f in enumerate(full))
+    return with_factors(base, [Factor(op.outs[0][d], ins, (Carry(d),), pieces)])
 
 
 @rule(aten.repeat.default, aten.tile.default)
@@ -290,50 +210,21 @@ def repeat(op: Op) -> Rule:
     return Rule(tuple(factors), THROUGH)
 
 
-@rule(aten.repeat_interleave.self_int)
-def repeat_interleave(op: Op) -> Rule:
-    if op.args["dim"] is None:
-        return Rule()
-    d = op.dim()
-    times = divide(op.outs[0][d], op.ins[0][d])
-    units: list[Size | None] = [1] * len(op.ins[0])
-    units[d] = times
-    return Rule(
-        tuple(
-            Factor(n, (Carry(i),), (Carry(i, unit=u),))
-            for i, (n, u) in enumerate(zip(op.ins[0], units, strict=True))
-            if u
-        ),
-        THROUGH,
-        localise=_local_repeat_interleave,
-    )
-
-
-def _local_repeat_interleave(op: Op, local: ShardCall):
+def local_repeat(op: Op, local: ShardCall):
     args = local.arguments(op)
     return local.call(op, args if not local.split else {**args, "output_size": None})
-
-
-@rule(aten.broadcast_tensors)
-def broadcast_tensors(op: Op) -> Rule:
-    n = max(map(len, op.ins))
-    together = (frozenset(range(len(op.ins))),)
-    return loops(op, broadcast(op, n), [list(range(n))] * len(op.outs), linear=together)
-
-
-@rule(aten.pad_sequence)
-def pad_sequence(op: Op) -> Rule:
-    """Sequences of several lengths: what each step holds splits."""
-    step = list(range(1, len(op.ins[0])))
-    linear = () if op.args["padding_value"] else (frozenset(range(len(op.ins))),)
-    return loops(op, [[None, *step]] * len(op.ins), [[None, None, *step]], linear=linear)
 
 
 @rule(aten.constant_pad_nd, aten.pad)
 def pad(op: Op) -> Rule:
     """Padded dimensions stay whole; zero padding is linear."""
-    n = len(op.ins[0])
-    padded = frozenset(n - 1 - i // 2 for i, p in enumerate(op.args["pad"]) if p != 0)
+    n, around = len(op.ins[0]), op.args["pad"]
+    labels = [d if not any(around[2 * (n - 1 - d) :][:2]) else None for d in range(n)]
     zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
-    linear = THROUGH if zero else ()
-    return loops(op, [list(range(n))], [list(range(n))], whole=padded, linear=linear, empty=zero)
+    return loops(op, [labels], [labels], linear=THROUGH if zero else (), empty=zero)
+
+
+def local_copy(op: Op, local: ShardCall):
+    """The second operand, broadcast and cast like the first; torch's own operator has no derivative."""
+    cast = local.emit(aten.to.dtype, (local.operand(1), op.node.meta["val"].dtype))
+    return aten.expand_as.default, (cast, local.operand(0)), {}
