@@ -67,7 +67,8 @@ def rule_of(op: Op) -> Rule | None:
                 f"the rule of {op.target} gives {len(f.ins)} operands and {len(f.outs)} results for a call with "
                 f"{len(op.ins)} and {len(op.outs)}: {op.node.format_node()}"
             )
-    return replace(rule, linear=tuple(s for s in rule.linear if _summable(op, s)))
+    addends = rule.addends if any(f.contracts for f in rule.factors) else frozenset[int]()
+    return replace(rule, linear=tuple(s for s in rule.linear if _summable(op, s)), addends=addends)
 
 
 def function_of(target: Any) -> RuleFunction | None:
@@ -103,6 +104,7 @@ def loops(
     whole: Container[Label] = (),
     sizes: Mapping[Label, Size] | None = None,
     strict: bool = False,
+    last: Label = None,
     each: Mapping[str, Any] | None = None,
     **rule_fields: Any,
 ) -> Rule:
@@ -115,6 +117,7 @@ def loops(
         op: the call. ins, outs: a label for each dimension of each operand and result.
         whole: labels that must not be split. sizes: of labels that no dimension has alone.
         strict: dimensions of different lengths are no loop, even where one may be a symbol for the other.
+        last: label of the loop that comes last: plans say a loop by its number, and of equal costs the first wins.
         each: fields of every `Factor`. rule_fields: of `Rule`.
     """
     slots = list(zip([*ins, *outs], [*op.ins, *op.outs], strict=True))
@@ -127,16 +130,18 @@ def loops(
     # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
     apart = {x: several if strict else [n for n in several if isinstance(n, int)] for x, several in alone.items()}
     no_loop = {x for x, several in apart.items() if len(several) > 1}
-    joined: dict[Label, None] = {}
+    labels: dict[Label, None] = {}
     for x, n in dims:
-        if isinstance(x, tuple):
+        if not isinstance(x, tuple):
+            labels[x] = None
+        else:
             parts = _parts(x, n, lengths)
             known = {label: size for label, size in zip(x, parts, strict=True) if isinstance(label, str)}
             lengths |= known
-            joined |= dict.fromkeys(known)
+            labels |= dict.fromkeys(known)
             no_loop |= {label for label, size in known.items() if size == 1 or None in parts}
     factors = []
-    for label in [*(x for x in alone if x not in joined), *joined]:
+    for label in sorted(labels, key=lambda x: x == last):
         if label in no_loop or label in whole:
             continue
         carries = [_carry(labelled, shape, label, lengths) for labelled, shape in slots]

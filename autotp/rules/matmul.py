@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp import compat
 from autotp.ir.layouts import divide
 from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
 from autotp.ir.specs import Runs

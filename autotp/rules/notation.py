@@ -46,10 +46,14 @@ def einsum(op: Op, notation: str, **fields: Any) -> Rule:
     """
     rule = attempt(op, notation, **fields)
     if rule is None:
-        shapes = ", ".join(str(list(map(str, s))) for s in (*op.ins, *op.outs))
+        ins, outs = _terms_of(op, *_forms(notation)[-1])
+        pairs = [(t, list(map(str, s))) for t, s in zip([*ins, *outs], [*op.ins, *op.outs], strict=False)]
+        faults = [
+            f"the term {t!r} for a tensor of {len(s)} dimensions, {s}" for t, s in pairs if not _present(t, len(s))
+        ]
         raise RuleError(
-            f"the rule of {op.target} is {notation!r}, which does not fit tensors of {shapes}. Write one letter a "
-            "dimension, and `...` for any number of them."
+            f"the rule of {op.target} has {next(iter(faults), f'{len(outs)} results, and not {len(op.outs)}')}. "
+            "Write one letter a dimension, and `...` for any number of them."
         )
     return rule
 
@@ -97,8 +101,7 @@ def rounds(op: Op, slot: int = 0) -> bool:
 def fitted(op: Op, notation: str) -> tuple[Labels, Labels] | None:
     """Labels of the operands' and of the results' dimensions by the first alternative that fits, or None."""
     for left, right in _forms(notation):
-        ins = left * len(op.ins) if len(left) == 1 and ";" not in left[0] else list(_operands(op, left))
-        outs = right if len(right) > 1 else right * len(op.outs)
+        ins, outs = _terms_of(op, left, right)
         labels = _labels(op, ins, outs) if len(outs) == len(op.outs) else None
         if labels is not None:
             return labels[: len(ins)], labels[len(ins) :]
@@ -119,8 +122,13 @@ def _tensor_arguments(target: Any) -> list[str] | None:
     return [a.name for a in schema.arguments if "Tensor" in str(a.type)] if schema else None
 
 
+def _terms_of(op: Op, left: list[str], right: list[str]) -> tuple[list[str], list[str]]:
+    """A term for each operand and result: one for all, or that of its argument, which is left out with its term."""
+    ins = left * len(op.ins) if len(left) == 1 and ";" not in left[0] else list(_operands(op, left))
+    return ins, right if len(right) > 1 else right * len(op.outs)
+
+
 def _operands(op: Op, terms: list[str]) -> Iterator[str]:
-    """A term for each operand: that of its argument, of which an optional one that is left out takes it along."""
     of = dict(zip(_tensor_arguments(op.target) or dict.fromkeys(op.names), terms, strict=False))
     for name in dict.fromkeys(op.names):
         count, several = op.names.count(name), of[name].split(";")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from autotp import compat
 from autotp.ir.op import Op, Rule, aten
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.attention import dealt_attention
@@ -131,14 +132,19 @@ row("tril triu", "...__->...__", linear="self")
 
 # softmax(q kᵀ) v: batch, heads, query positions (unless causal by index) and the width of values split, keys do not. A
 # key head goes with its group of query heads (Ainslie et al. 2023), or one with all.
-ATTENTION = "...hq_,...1__,...1_v,...h?q?_->...hqv | ...(h_)q_,...h__,...h_v,...(h_)?q?_->...(h_)qv | q_,__,_v,q?_->qv"
+ATTENTION = (
+    "...nq_,...1__,...1_v,...n?q?_->...nqv | bq_,b__,b_v,b?q?_->bqv | q_,__,_v,q?_->qv | "
+    "...(h_)q_,...h__,...h_v,...(h_)?q?_->...(h_)qv"
+)
 CAUSAL = ATTENTION.replace("q", "_")
-sdpa = partial(row, "scaled_dot_product_attention.default")
-sdpa(CAUSAL, lambda a: a["dropout_p"] == 0 and a["is_causal"])
-sdpa(ATTENTION, lambda a: a["dropout_p"] == 0 and a["attn_mask"] is None)
+sdpa = partial(row, "scaled_dot_product_attention.default", last="h")
+sdpa(CAUSAL, lambda a: a["dropout_p"] == 0 and a["is_causal"], empty=compat.ATTENDS_WITHOUT_HEADS)
+sdpa(ATTENTION, lambda a: a["dropout_p"] == 0 and a["attn_mask"] is None, empty=compat.ATTENDS_WITHOUT_HEADS)
 # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
 sdpa(ATTENTION, lambda a: a["dropout_p"] == 0, empty=False)
-dealt_attention.rule = partial(einsum, notation=CAUSAL)  # type: ignore[attr-defined]
+dealt_attention.rule = partial(  # type: ignore[attr-defined]
+    einsum, notation=CAUSAL, last="h", empty=compat.ATTENDS_WITHOUT_HEADS
+)
 
 # Images. Input channels are contracted; with groups, whole groups split, and so does each group's own convolution.
 CONVOLUTION = " | ".join(f"b?(gi){x},(go)i{x},(go)->b?(go){x}" for x in ("_", "__", "___"))
@@ -237,8 +243,8 @@ row("rnn_tanh_cell rnn_relu_cell", "b_,b_,n_,n_,n,n->bn", localise=local_cell, e
 
 # Looking up along a dimension: ids, columns, or the rows of a table (Shoeybi et al. 2019, section 3: mask, look up,
 # sum); not where the backward counts how often each id occurs among all.
-row("embedding.default", "vh,...->...h", lambda a: not a["scale_grad_by_freq"], localise=local_embedding)
-bags = {"localise": local_bags, "empty": False}
+row("embedding.default", "vh,...->...h", lambda a: not a["scale_grad_by_freq"], localise=local_embedding, last="v")
+bags = {"localise": local_bags, "empty": False, "last": "v"}
 row("embedding_bag", "_h,_,_,_->_h,_,_,_h", lambda a: a["mode"] == 2, **bags)  # the largest: a place in each column
 row("embedding_bag", "vh,_,_,_->_h,_,_,_", lambda a: not a["scale_grad_by_freq"] and not a["sparse"], **bags)
 row("embedding_bag", "_h,_,_,_->_h,_,_,_", **bags)
