@@ -35,7 +35,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
     return enter
 
 
-def named(operators: str) -> list[Any]:
+def targets_of(operators: str) -> list[Any]:
     """The overloads of operators by name: within `torch.ops.aten`, or with their namespace."""
     targets: list[Any] = []
     for name in operators.split():
@@ -67,7 +67,8 @@ def rule_of(op: Op) -> Rule | None:
                 f"the rule of {op.target} gives {len(f.ins)} operands and {len(f.outs)} results for a call with "
                 f"{len(op.ins)} and {len(op.outs)}: {op.node.format_node()}"
             )
-    addends = rule.addends if any(f.contracts for f in rule.factors) else frozenset[int]()
+    contracts = any(f.contracts for f in rule.factors)
+    addends = rule.addends if contracts else frozenset[int]()
     return replace(rule, linear=tuple(s for s in rule.linear if _summable(op, s)), addends=addends)
 
 
@@ -126,25 +127,26 @@ def loops(
     for x, n in dims:
         if not isinstance(x, tuple):
             alone[x][n] = None
-    lengths = dict(sizes or {}) | {x: next(iter(several)) for x, several in alone.items()}
+    lengths: dict[Label, Any] = dict(sizes or {}) | {x: next(iter(several)) for x, several in alone.items()}
     # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
-    apart = {x: several if strict else [n for n in several if isinstance(n, int)] for x, several in alone.items()}
-    no_loop = {x for x, several in apart.items() if len(several) > 1}
+    apart = {x: list(map(type, several)) for x, several in alone.items()}
+    no_loop = {x for x, kinds in apart.items() if kinds.count(int) > 1 or strict and len(kinds) > 1}
     labels: dict[Label, None] = {}
     for x, n in dims:
         if not isinstance(x, tuple):
             labels[x] = None
         else:
             parts = _parts(x, n, lengths)
-            known = {label: size for label, size in zip(x, parts, strict=True) if isinstance(label, str)}
-            lengths |= known
-            labels |= dict.fromkeys(known)
-            no_loop |= {label for label, size in known.items() if size == 1 or None in parts}
+            letters = {label: size for label, size in zip(x, parts, strict=True) if isinstance(label, str)}
+            lengths |= letters
+            labels |= dict.fromkeys(letters)
+            no_loop |= {label for label, size in letters.items() if size == 1 or None in parts}
+    places = [_carries(labelled, shape, lengths) for labelled, shape in slots]
     factors = []
     for label in sorted(labels, key=lambda x: x == last):
         if label in no_loop or label in whole:
             continue
-        carries = [_carry(labelled, shape, label, lengths) for labelled, shape in slots]
+        carries = [place.get(label) for place in places]
         sides = tuple(carries[: len(ins)]), tuple(carries[len(ins) :])
         letter = label if isinstance(label, str) and len(label) == 1 else ""
         factors.append(Factor(lengths[label], *sides, label=letter, **(each or {})))
@@ -153,10 +155,21 @@ def loops(
 
 def _parts(label: tuple[Label, ...], length: Size, lengths: Mapping[Label, Size]) -> list[Size | None]:
     """Lengths of the loops that one dimension holds, of which one may be unknown; None where it cannot be told."""
-    parts = [x if isinstance(x, int) else lengths.get(x) for x in label]
+    parts: list[Size | None] = []
+    for x in label:
+        parts.append(x if isinstance(x, int) else lengths.get(x))
     if parts.count(None) == 1:
         parts[parts.index(None)] = divide(length, product(n for n in parts if n is not None))
     return parts
+
+
+def without(labels: Iterable[Label], whole: Container[Label]) -> list[Label]:
+    """The labels, with None in place of those that stay whole."""
+
+    def of(label: Label) -> Label:
+        return None if label in whole else label
+
+    return [of(x) for x in labels]
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -164,14 +177,17 @@ def product(sizes: Iterable[Size]) -> Size:
     return reduce(lambda a, b: simplify(a * b), sizes, 1)
 
 
-def _carry(labelled: Sequence[Label], shape: Shape, label: Label, lengths: Mapping[Label, Size]) -> Carry | None:
+def _carries(labelled: Sequence[Label], shape: Shape, lengths: Mapping[Label, Size]) -> dict[Label, Carry]:
+    """The place of each loop in the dimensions of one slot."""
+    places: dict[Label, Carry] = {}
     for d, x in enumerate(labelled):
-        if x == label:
-            return Carry(d)
-        if isinstance(x, tuple) and label in x:
-            parts: list[Any] = _parts(x, shape[d], lengths)
-            return Carry(d, product(parts[: x.index(label)]), product(parts[x.index(label) + 1 :]))
-    return None
+        if not isinstance(x, tuple):
+            places.setdefault(x, Carry(d))
+            continue
+        parts: list[Any] = _parts(x, shape[d], lengths)
+        if None not in parts:
+            places |= {label: Carry(d, product(parts[:i]), product(parts[i + 1 :])) for i, label in enumerate(x)}
+    return places
 
 
 def with_factors(base: Rule, extra: Iterable[Factor]) -> Rule:

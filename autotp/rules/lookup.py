@@ -10,7 +10,7 @@ from torch import Tensor
 from autotp.ir.op import Op, Rule, Shape, aten
 from autotp.ir.specs import Runs
 
-from .core import loops, rule
+from .core import loops, rule, without
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -93,8 +93,8 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
     indices = []
     for end, shape in zip(ends, shapes, strict=True):
         own = {x for x, n in zip(end, shape, strict=True) if n != 1}
-        indices.append([x if x in own or x not in long else None for x in end])
-    table = [d if d in free else None for d in range(len(op.ins[0]))]
+        indices.append(without(end, long - own))
+    table = without(range(len(op.ins[0])), at)
     after = [d for d in free if d not in before]
     return table, indices, [*before, *wide, *after]
 
@@ -108,10 +108,10 @@ def index_put(op: Op) -> Rule:
     table, indices, result = labels
     sizes = {x: s for t, shape in zip([table, *indices], op.ins, strict=False) for x, s in zip(t, shape, strict=True)}
     ends = result[len(result) - len(op.ins[-1]) :]
-    values = [x if n == sizes.get(x) else None for x, n in zip(ends, op.ins[-1], strict=True)]
+    values = without(ends, {x for x, n in zip(ends, op.ins[-1], strict=True) if n != sizes.get(x)})
     along = frozenset(x for x in result if isinstance(x, str))
     parts = op.args["accumulate"] and along <= set(values)
-    fields = {"addends": frozenset({0})} if parts else {"whole": along}
+    fields: dict[str, Any] = {"addends": frozenset({0})} if parts else {"whole": along}
     return loops(op, [table, *indices, values], [table], linear=(frozenset({0, len(op.ins) - 1}),), **fields)
 
 

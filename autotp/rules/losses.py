@@ -10,7 +10,7 @@ from torch import Tensor
 from autotp.ir.op import Op, Rule, aten
 from autotp.ir.specs import Runs
 
-from .core import named, product, rule
+from .core import product, rule, targets_of
 from .lookup import local_index
 from .notation import einsum, named_dims
 
@@ -21,7 +21,7 @@ NONE, MEAN, SUM = range(3)  # as in ATen
 
 
 @rule(
-    *named(
+    *targets_of(
         "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy "
         "binary_cross_entropy_with_logits"
     )
@@ -46,8 +46,9 @@ def local_mean(op: Op, local: ShardCall):
     if not local.contracted:
         return local.unchanged(op)
     n = len(op.ins[0])
-    named = named_dims(op)
-    dims = list(range(n)) if named is None else [d % n for d in named]
+    axes = named_dims(op)
+    axes = range(n) if axes is None else axes
+    dims = [d % n for d in axes]
     count = product(op.ins[0][d] for d in dims)
     summed = local.emit(
         aten.sum.dim_IntList,

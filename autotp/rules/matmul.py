@@ -30,8 +30,8 @@ def torch_einsum(op: Op) -> Rule:
     if any(len(set(t.replace("...", ""))) != len(t.replace("...", "")) for t in equation.split("->")[0].split(",")):
         return Rule()  # a repeated letter takes a diagonal
     left, _, right = equation.partition("->")
-    found = einsum(op, f"{left.replace(',', ';')}->{right}")
-    return replace(found, linear=tuple(frozenset({i}) for i in range(len(op.ins))))
+    base = einsum(op, f"{left.replace(',', ';')}->{right}")
+    return replace(base, linear=tuple(frozenset({i}) for i in range(len(op.ins))))
 
 
 @rule(aten.inner)

@@ -15,7 +15,7 @@ from autotp.errors import RuleError
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Op, Rule, Shape
 
-from .core import Label, loops
+from .core import Label, loops, without
 
 Labels = list[list[Label]]
 # A dimension: a letter, or several loops as in `(2 a)`, either perhaps absent; `_`, `1`. Or any number of them.
@@ -35,7 +35,8 @@ def einsum(op: Op, notation: str, **fields: Any) -> Rule:
 
     Args:
         op: the call. notation: such as `...k,nk,n->...n`.
-        linear: operands that may be partial sums: `self + other` together, `self or other` either.
+        linear: operands that may be partial sums: `self + other` together, `self or other` either; with `other=0` also
+            where the number 0 stands for it.
         addends: operands that are added once after the sum (a bias).
         exact: linear only where the result's type has every digit of the operand's.
         sizes: letters whose length is an argument of the call, by its name.
@@ -68,7 +69,10 @@ def attempt(
     sizes: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Rule | None:
-    """Read a rule as `einsum` does; None where the call has other dimensions."""
+    """Read a rule as `einsum` does; None where the call has other dimensions.
+
+    Args: as for `einsum`.
+    """
     labels = fitted(op, notation)
     if labels is None:
         return None
@@ -80,10 +84,14 @@ def attempt(
 
 
 def _sums(op: Op, linear: str) -> tuple[frozenset[int], ...]:
-    """The sets of operands in which a call is linear. A number among them must be 0, which as a summand is nothing."""
-    sets = [names.split(" + ") for names in linear.split(" or ")]
-    free = [names for names in sets if not any(op.args.get(n) for n in names if n not in op.names)]
-    return tuple(slots for names in free if (slots := _slots(op, names)))
+    """The sets of operands in which a call is linear; not where one is a number, unless 0 and written as `name=0`."""
+    sets: list[frozenset[int]] = []
+    for text in linear.split(" or "):
+        names = [term.removesuffix("=0") for term in text.split(" + ")]
+        numbers = [op.args.get(name) for name in names if name not in op.names]
+        if not any(numbers) and ("=0" in text or 0 not in numbers):
+            sets.append(_slots(op, names))
+    return tuple(slots for slots in sets if slots)
 
 
 def _slots(op: Op, names: Sequence[str]) -> frozenset[int]:
@@ -109,17 +117,17 @@ def fitted(op: Op, notation: str) -> tuple[Labels, Labels] | None:
 
 
 @cache
-def _forms(notation: str) -> list[list[list[str]]]:
+def _forms(notation: str) -> list[tuple[list[str], list[str]]]:
     """Terms of both sides of each alternative."""
-    forms = notation.replace(" ", "").split("|")
-    return [[side.split(",") for side in form.split("->")] for form in forms]
+    forms = [form.split("->") for form in notation.replace(" ", "").split("|")]
+    return [(left.split(","), right.split(",")) for left, right in forms]
 
 
 @cache
-def _tensor_arguments(target: Any) -> list[str] | None:
-    """Names of the arguments that may be tensors; None for a function of Python."""
-    schema = getattr(target, "_schema", None)
-    return [a.name for a in schema.arguments if "Tensor" in str(a.type)] if schema else None
+def _tensor_arguments(target: Any) -> list[str]:
+    """Names of the arguments that may be tensors; none for a function of Python."""
+    arguments = target._schema.arguments if hasattr(target, "_schema") else ()
+    return [a.name for a in arguments if "Tensor" in str(a.type)]
 
 
 def _terms_of(op: Op, left: list[str], right: list[str]) -> tuple[list[str], list[str]]:
@@ -135,50 +143,45 @@ def _operands(op: Op, terms: list[str]) -> Iterator[str]:
         yield from several[:count] if len(several) > 1 else several * count
 
 
-@cache
-def _tokens(term: str) -> tuple[str, ...]:
-    return tuple(TOKEN.findall(term))
-
-
 def _labels(op: Op, ins: list[str], outs: list[str]) -> Labels | None:
     """Labels of all dimensions by a term for each tensor, where these fit."""
     shapes = [*op.ins, *op.outs]
-    found = [_present(term, len(shape)) for term, shape in zip([*ins, *outs], shapes, strict=True)]
-    if None in found:
+    matches = [_present(term, len(shape)) for term, shape in zip([*ins, *outs], shapes, strict=True)]
+    if None in matches:
         return None
-    terms = [x for x in found if x is not None]
-    named = named_dims(op)
-    widths = [
-        free + len(named or ()) * any(t.endswith("[]") for t in tokens)
-        for tokens, free in terms[: len(ins)]
-        if any(t[0] in ".*" for t in tokens)
-    ]
-    width = max(widths, default=max((free for _, free in terms), default=0))
-    dims = range(-width, 0) if named is None else [d % width - width for d in named if width]
-    labels = [_expanded(tokens, free, dims, bool(op.args.get("keepdim"))) for tokens, free in terms]
+    terms = [x for x in matches if x is not None]
+    axes = named_dims(op)
+    count = len(axes or ())
+    widths = [free + count * tokens[spread].endswith("[]") for tokens, free, spread in terms[: len(ins)] if spread >= 0]
+    width = max(widths, default=max((free for _, free, _ in terms), default=0))
+    axes = range(width) if axes is None else axes
+    dims = [d % width - width for d in axes if width]
+    labels = [_expanded(tokens, free, dims, bool(op.args.get("keepdim"))) for tokens, free, _ in terms]
     lengths: dict[Label, set[Size]] = defaultdict(set)
     for labelled, shape in zip(labels, shapes, strict=True):
         for x, n in zip(labelled, shape, strict=True):
             lengths[x].add(n)
     # `...` of a result is as long as the operands': a dimension that none of these has would be no loop of theirs.
     longest = min((x for x in lengths if isinstance(x, int)), default=0)
-    if lengths["1"] - {1} or longest < -width:
+    if lengths[1] - {1} or longest < -width:
         return None
     # A dimension of size 1 beside others is broadcast, and no loop.
-    return [
-        [None if x == "1" or (n == 1 and lengths[x] != {1}) else x for x, n in zip(labelled, shape, strict=True)]
-        for labelled, shape in zip(labels, shapes, strict=True)
-    ]
+    for i, shape in enumerate(shapes):
+        ones = {x for x, n in zip(labels[i], shape, strict=True) if n == 1 and lengths[x] != {1}}
+        labels[i] = without(labels[i], {1, *ones})
+    return labels
 
 
-def _present(term: str, rank: int) -> tuple[list[str], int] | None:
-    """The tokens of a term that a tensor of this rank has, and of how many dimensions `...` or `*` is."""
-    tokens = list(_tokens(term))
+@cache
+def _present(term: str, rank: int) -> tuple[list[str], int, int] | None:
+    """The tokens of a term that a tensor of this rank has, of how many dimensions `...` or `*` is, and its number."""
+    tokens = TOKEN.findall(term)
     spread = sum(t[0] in ".*" for t in tokens)
     while len(tokens) - spread > rank and any(t.endswith("?") for t in tokens):
         tokens.remove(next(t for t in tokens if t.endswith("?")))
     free = rank - len(tokens) + spread
-    return (tokens, free) if free >= 0 and (spread or not free) else None
+    place = next((i for i, t in enumerate(tokens) if t[0] in ".*"), -1)
+    return (tokens, free, place) if free >= 0 and (spread or not free) else None
 
 
 def _expanded(tokens: list[str], free: int, dims: Sequence[int], keepdim: bool) -> list[Label]:
@@ -188,11 +191,13 @@ def _expanded(tokens: list[str], free: int, dims: Sequence[int], keepdim: bool) 
         if token[0] not in ".*":
             labels.append(_label(token))
             continue
-        bracket, at = "[" in token, token.partition("[")[2].removesuffix("]")
-        gone = bracket and not at and not keepdim
-        places = range(-free - len(dims) * gone, 0)
-        inside = [(d, d if token[0] == "." else None) for d in places if not gone or d not in dims]
-        labels += [_label(at or "_") if bracket and d in dims else label for d, label in inside]
+        spread, bracket, at = token.removesuffix("]").partition("[")
+        absent = bracket and not at and not keepdim
+        for d in range(-free - len(dims) * bool(absent), 0):
+            if not bracket or d not in dims:
+                labels.append(d if spread == "..." else None)
+            elif not absent:
+                labels.append(_label(at or "_"))
     return labels
 
 
@@ -200,14 +205,15 @@ def _expanded(tokens: list[str], free: int, dims: Sequence[int], keepdim: bool) 
 def _label(token: str) -> Label:
     token = token.removesuffix("?")
     if token[0] == "(":
-        return tuple(int(x) if x.isdigit() else _label(x) for x in token[1:-1])
-    return None if token == "_" else token
+        return tuple(map(_label, token[1:-1]))
+    return int(token) if token.isdigit() else token.replace("_", "") or None
 
 
 def named_dims(op: Op) -> list[int] | None:
     """The dimensions that the arguments of a call name, as they stand there; None for all."""
-    given = [op.args[name] for name in NAMES if name in op.args]
-    dims = [d for x in given for d in (x if isinstance(x, list | tuple) else [x])]
+    dims: list[Any] = []
+    for value in [op.args[name] for name in NAMES if name in op.args]:
+        dims += value if isinstance(value, list | tuple) else [value]
     return None if not dims or None in dims else dims
 
 

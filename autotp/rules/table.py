@@ -12,7 +12,7 @@ from autotp.ir.op import Op, Rule, aten
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.attention import dealt_attention
 
-from .core import RULES, named
+from .core import RULES, targets_of
 from .creation import local_factory, local_part
 from .local import local_count
 from .lookup import local_bags, local_embedding
@@ -36,8 +36,8 @@ class Line:
 class Row:
     """Rule function of operators in the table: by the first line that fits a call; without one it runs whole."""
 
-    def __init__(self, name: str, lines: tuple[Line, ...]) -> None:
-        self.__name__, self.lines = name, lines
+    def __init__(self, lines: tuple[Line, ...]) -> None:
+        self.__name__, self.lines = lines[0].notation, lines
 
     def __call__(self, op: Op) -> Rule:
         for line in self.lines:
@@ -56,11 +56,11 @@ def row(operators: str, notation: str, when: When | None = None, **fields: Any) 
         notation, fields: as `einsum` takes them.
         when: for which arguments of a call, by name.
     """
-    made: dict[Any, Row] = {}
-    for target in named(operators):
+    rows: dict[Any, Row] = {}
+    for target in targets_of(operators):
         before = RULES.get(target)
         lines = before.lines if isinstance(before, Row) else ()
-        RULES[target] = made.setdefault(before, Row(operators.split()[0], (*lines, Line(notation, when, fields))))
+        RULES[target] = rows.setdefault(before, Row((*lines, Line(notation, when, fields))))
 
 
 # Pointwise: every dimension of the result is a loop. Summands may stay summands only where f(a + b) = f(a) + f(b) for
@@ -84,8 +84,8 @@ row("add sub rsub subtract complex", "...->...", linear="self + other or real + 
 row("mul multiply", "...->...", linear="self or other")
 row("div divide true_divide", "...->...", lambda a: not a.get("rounding_mode"), linear="self", exact=True)
 row("div divide", "...->...")
-row("where.self where.ScalarOther where.ScalarSelf where.Scalar", "...->...", linear="self + other")
-row("masked_fill", "...->...", linear="self + value")
+row("where.self where.ScalarOther where.ScalarSelf where.Scalar", "...->...", linear="self=0 + other=0")
+row("masked_fill", "...->...", linear="self + value=0")
 row("prelu", "...,->... | ...,1->... | bc...,c->bc...")
 row("bucketize.Tensor isin.Tensor_Tensor", "...,*->...")
 row("searchsorted.Tensor", "_,...,_->...")
@@ -167,9 +167,9 @@ for n, resized in enumerate(
     ),
     1,
 ):
-    positions, (averages, maxima) = "..." + "_" * n, (names.format(f"{n}d") for names in POOLS)
+    positions, (averages, largest) = "..." + "_" * n, (names.format(f"{n}d") for names in POOLS)
     row(f"{averages} {resized}", f"{positions}->{positions}", linear="self or input", empty=False)
-    row(maxima, f"{positions}->{positions}", empty=False)
+    row(largest, f"{positions}->{positions}", empty=False)
 row("grid_sampler.default", "bc__,bxy_->bcxy | bc___,bxyz_->bcxyz", linear="input", empty=False)
 row("im2col.default", "b?c__->b?(c_)_", linear="self", empty=False)  # every channel becomes a window of rows
 row("col2im.default", "b?(c_)_->b?c__", linear="self", empty=False)
@@ -207,10 +207,10 @@ row("glu.default", "...[(2a)]->...[a]")  # the dimension holds the loop twice: v
 
 # Norms. With running statistics every channel is on its own; in training they are shared state, so it runs whole.
 for n in (1, 2, 3):
-    rows = "_" * n
+    normed = "_" * n
     row(
         "layer_norm.default rms_norm.default native_layer_norm.default",
-        f"...{rows},{rows},{rows}->...{rows}", lambda a, n=n: len(a["normalized_shape"]) == n,
+        f"...{normed},{normed},{normed}->...{normed}", lambda a, n=n: len(a["normalized_shape"]) == n,
     )  # fmt: skip
 row("group_norm.default", "b(g_)*,(g_),(g_)->b(g_)*", empty=False, sizes={"g": "num_groups"},
     localise=local_count("num_groups", "g"))  # fmt: skip
@@ -276,7 +276,7 @@ row("select.int unbind.int", "...[_]->...[]", linear="self")
 row("flip roll", "...[_]->...[_]", linear="self")
 row("stack", "...[]->...[_]", linear="tensors")
 row("broadcast_tensors", "...->...", linear="tensors")
-row("pad_sequence", "_...->__...", linear="sequences + padding_value")
+row("pad_sequence", "_...->__...", linear="sequences + padding_value=0")
 row(
     "repeat_interleave.self_int", "...[a]->...[(a_)]", lambda a: a["dim"] is not None,
     linear="self", localise=local_repeat,
@@ -285,15 +285,15 @@ row(
 # Float8: a scale is one more operand, and the largest value of a gradient is one more result. Rounded gradients are
 # never given as summands; results behind the first are zeros that every rank has, gradients of operands behind the
 # first are maxima over the loop that these lack.
-rounded: dict[str, Any] = {"summed": False, "each": {"alike": frozenset({1, 2})}}
-seen: dict[str, Any] = {"summed": False, "each": {"maxima": frozenset({1, 2})}}
+narrow: dict[str, Any] = {"summed": False, "each": {"alike": frozenset({1, 2})}}
+maxima: dict[str, Any] = {"summed": False, "each": {"maxima": frozenset({1, 2})}}
 row("autotp::float8_cast", "...,->...")
-row("autotp::float8_linear", "...k,nk,,->...n,", **rounded)
-row("autotp::float8_delayed", "...k,nk,,_,->...n,", **rounded)
+row("autotp::float8_linear", "...k,nk,,->...n,", **narrow)
+row("autotp::float8_delayed", "...k,nk,,_,->...n,", **narrow)
 row("autotp::float8_before", "__,->_")
 row("autotp::float8_record", "__,,,->__")
-row("autotp::float8_rows", "...k,nk,..._,n_,k,k->...n,..._,n", **rounded)
-row("autotp::float8_rows_hp", "...k,nk,..._,n_,->...n,..._", **rounded)
-row("autotp::float8_seen", "...,->...", linear="y + zero", **seen)
-row("autotp::float8_row_seen", "...n,..._->...n", linear="y + rows", **seen)
-row("autotp::float8_rows_seen", "...n,..._,n->...n", linear="y + rows + columns", **seen)
+row("autotp::float8_rows", "...k,nk,..._,n_,k,k->...n,..._,n", **narrow)
+row("autotp::float8_rows_hp", "...k,nk,..._,n_,->...n,..._", **narrow)
+row("autotp::float8_seen", "...,->...", linear="y + zero", **maxima)
+row("autotp::float8_row_seen", "...n,..._->...n", linear="y + rows", **maxima)
+row("autotp::float8_rows_seen", "...n,..._,n->...n", linear="y + rows + columns", **maxima)

@@ -10,7 +10,7 @@ from torch import fx
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import loops, named, product, rule, with_factors
+from .core import loops, product, rule, targets_of, with_factors, without
 from .notation import einsum
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | N
 
 
 @rule(
-    *named(
+    *targets_of(
         "view.default reshape _unsafe_view flatten unflatten ravel view_as reshape_as squeeze unsqueeze _reshape_copy "
         "view_copy.default atleast_1d.default atleast_2d.default atleast_3d.default"
     )
@@ -107,7 +107,7 @@ def local_shape(op: Op, local: ShardCall):
 @rule(aten.expand.default, aten.expand_as, aten.broadcast_to)
 def expand(op: Op) -> Rule:
     small, large = op.ins[0], op.outs[0]
-    ins = [d if small[d] == large[d] else None for d in range(-len(small), 0)]
+    ins = without(range(-len(small), 0), {d for d in range(-len(small), 0) if small[d] != large[d]})
     others = [[None] * len(s) for s in op.ins[1:]]
     return loops(op, [ins, *others], [list(range(-len(large), 0))], linear=THROUGH, localise=_local_expand)
 
@@ -118,13 +118,13 @@ def _local_expand(op: Op, local: ShardCall):
     return aten.expand.default, (local.operand(0), local.out_shape(op)), {}
 
 
-@rule(*named("permute transpose.int t movedim moveaxis swapaxes numpy_T swapdims adjoint mT mH"))
+@rule(*targets_of("permute transpose.int t movedim moveaxis swapaxes numpy_T swapdims adjoint mT mH"))
 def permute(op: Op) -> Rule:
     """Rule of dimensions in another order, which the operator itself says, on a tensor of sizes that all differ."""
     n = len(op.ins[0])
     example = torch.empty(tuple(range(1, n + 1)), device="meta")
-    moved = op.target(*fx.map_arg(op.node.args, lambda _: example), **op.node.kwargs)
-    return loops(op, [list(range(1, n + 1))], [list(moved.shape)], linear=THROUGH)
+    result = op.target(*fx.map_arg(op.node.args, lambda _: example), **op.node.kwargs)
+    return loops(op, [list(range(1, n + 1))], [list(result.shape)], linear=THROUGH)
 
 
 @rule(aten.meshgrid)
@@ -133,7 +133,7 @@ def meshgrid(op: Op) -> Rule:
     labels = list(range(len(op.ins)))
     order = [1, 0, *labels[2:]] if op.args.get("indexing") == "xy" and len(labels) > 1 else labels
     ins = [[i] * len(s) for i, s in enumerate(op.ins)]  # of a number the result has a dimension, but no loop
-    result = [i if op.ins[i] else None for i in order]
+    result = without(order, {i for i, s in enumerate(op.ins) if not s})
     return loops(op, ins, [result] * len(op.outs))
 
 
@@ -187,15 +187,18 @@ def cat(op: Op) -> Rule:
     # `vstack` of vectors and `hstack` of numbers make a dimension that no operand has.
     if any(s != (0,) and not f for s, f in zip(op.ins, full, strict=True)):
         return Rule()
-    labels = [None if i == d else i for i in range(len(op.outs[0]))]
+    labels = without(range(len(op.outs[0])), {d})
     together = (frozenset(range(len(op.ins))),)
-    base = loops(op, [labels if f else [None] for f in full], [labels], linear=together)
+    of_operand = {True: labels, False: [None]}
+    base = loops(op, [of_operand[f] for f in full], [labels], linear=together)
     pieces = tuple(s[d] for s, f in zip(op.ins, full, strict=True) if f)
     # A cache of a length that is a symbol beside one new token: nobody can say which rank the token falls to.
     if not all(isinstance(p, int) for p in pieces):
         return base
-    ins = tuple(Carry(d, piece=sum(full[:i])) if f else None for i, f in enumerate(full))
-    return with_factors(base, [Factor(op.outs[0][d], ins, (Carry(d),), pieces)])
+    ins: list[Carry | None] = []
+    for i, f in enumerate(full):
+        ins.append(Carry(d, piece=sum(full[:i])) if f else None)
+    return with_factors(base, [Factor(op.outs[0][d], tuple(ins), (Carry(d),), pieces)])
 
 
 @rule(aten.repeat.default, aten.tile.default)
@@ -219,7 +222,7 @@ def local_repeat(op: Op, local: ShardCall):
 def pad(op: Op) -> Rule:
     """Padded dimensions stay whole; zero padding is linear."""
     n, around = len(op.ins[0]), op.args["pad"]
-    labels = [d if not any(around[2 * (n - 1 - d) :][:2]) else None for d in range(n)]
+    labels = without(range(n), {d for d in range(n) if any(around[2 * (n - 1 - d) :][:2])})
     zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
     return loops(op, [labels], [labels], linear=THROUGH if zero else (), empty=zero)
 

@@ -20,7 +20,7 @@ from tests.fuzz.shrink import script, shrink
 SIMPLE = tuple((name, values[0]) for name, values in WHOLE.items())
 SOFTMAX = torch.ops.aten.softmax.int
 # Rules whose operators most calls lose before planning, as losses do, which are taken apart; few draws keep them.
-RARE = {"cross_entropy", "like", "scatter", "vecdot"}
+RARE = {"cross_entropy", "...,*->...", "...[_],...[k],...[k]->...[_]", "...->...[]"}
 
 
 def of_pieces(*names: str) -> Module:
@@ -85,4 +85,4 @@ def test_a_hundred_modules_have_every_rule_and_agree(capsys):
 
 
 def test_a_rule_that_is_not_drawn_is_named():
-    assert "softmax" not in Outcome().missed and "along" in Outcome().missed
+    assert "softmax" not in Outcome().missed and "...[_]->...[_]" in Outcome().missed
