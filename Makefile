@@ -27,11 +27,12 @@ demo: $(READY) ## Shard a real sentence encoder over 4 processes on this CPU and
 test: $(READY) ## Run the tests
 	$(PYTEST) $(SPREAD) $(ARGS)
 
-quick: $(READY) ## Run the tests that start no processes and take under 0.3 CPU seconds: four of five of them, in two minutes
+quick: $(READY) ## Run the tests that start no processes and take under 0.3 CPU seconds: two of three of them, in a minute
 	$(PYTEST) $(SPREAD) -m quick $(ARGS)
 
 seconds: $(READY) ## Measure which tests `make quick` leaves out (tests/not_quick.txt)
 	$(PYTEST) $(SPREAD) -m "not ranks and not zoo and not slow" --update-quick $(ARGS)
+	$(PYTEST) $(SPREAD) -m quick --update-quick $(ARGS)
 
 slow: $(READY) ## Run the tests over 10 CPU seconds (tests/slow.txt)
 	$(PYTEST) $(SPREAD) -m slow $(ARGS)

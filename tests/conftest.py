@@ -121,8 +121,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for name, (seconds, _) in spent[:10]:
             terminalreporter.line(f"{seconds:7.1f}  {name}")
     if config.getoption("--update-quick"):
-        names = sorted(name for name, (seconds, _) in spent if seconds > QUICK)
-        NOT_QUICK_FILE.write_text(NOT_QUICK_HEAD + "".join(f"{name}\n" for name in names), encoding="utf-8")
+        # What did not run stays: captures are shared, and without those who paid for them others pay.
+        names = {name for name, (seconds, _) in spent if seconds > QUICK} | (NOT_QUICK - config.stash[SPENT].tests.keys())
+        text = NOT_QUICK_HEAD + "".join(f"{name}\n" for name in sorted(names))
+        NOT_QUICK_FILE.write_text(text, encoding="utf-8")
     faults = [name for name, (seconds, slow) in spent if seconds > LIMIT and not slow]
     if faults:
         terminalreporter.section(f"over {LIMIT:.0f} CPU seconds without the mark `slow` (tests/slow.txt)", yellow=True)
