@@ -122,7 +122,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.line(f"{seconds:7.1f}  {name}")
     if config.getoption("--update-quick"):
         # What did not run stays: captures are shared, and without those who paid for them others pay.
-        names = {name for name, (seconds, _) in spent if seconds > QUICK} | (NOT_QUICK - config.stash[SPENT].tests.keys())
+        names = {name for name, (seconds, _) in spent if seconds > QUICK}
+        names |= NOT_QUICK - config.stash[SPENT].tests.keys()
         text = NOT_QUICK_HEAD + "".join(f"{name}\n" for name in sorted(names))
         NOT_QUICK_FILE.write_text(text, encoding="utf-8")
     faults = [name for name, (seconds, slow) in spent if seconds > LIMIT and not slow]

@@ -26,9 +26,9 @@ HEAD = """# What it was run on
 packages as in `constraints.txt`, and writes this table. `make matrix ARGS="--only torch2.12-python3.13"` runs one; one
 that is not in the table was not run by us.
 
-What torch 2.11 itself cannot: it captures no `quantile` of a number, knows no derivative of `aminmax`, and multiplies float8
-with scales of rows on a GPU alone. Its attention on a CPU ends the process where a rank has no heads, so that with it
-attention is not split over more ranks than there are heads, or sequences.
+What torch 2.11 itself cannot: it captures no `quantile` of a number, knows no derivative of `aminmax`, and multiplies
+float8 with scales of rows on a GPU alone. Its attention on a CPU ends the process where a rank has no heads, so that
+with it attention is not split over more ranks than there are heads, or sequences.
 
 | torch | Python | transformers | numpy | triton | pytest | date | commit | `make quick` |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
