@@ -57,7 +57,7 @@ def needs() -> dict[str, str]:
         required = importlib.metadata.requires("autotp") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    matches = [re.match(r"([\w-]+)(?:>=([\d.]+))?", text) for text in required if "extra ==" not in text]
+    matches = [re.match(r"([\w-]+)(?:[^;]*?>=([\d.]+))?", text) for text in required if "extra ==" not in text]
     return {m[1]: m[2] or "" for m in matches if m}
 
 

@@ -137,6 +137,12 @@ def test_doctor_says_no_where_something_is_too_old(monkeypatch):
     assert done.exit_code == 1 and "required: torch>=99.1" in done.stdout and "required: highspy" not in done.stdout
 
 
+def test_the_least_version_is_read_beside_a_bound_above(monkeypatch):
+    required = ["highspy<1.16,>=1.10", "sympy", 'triton>=3.6; extra == "test"']
+    monkeypatch.setattr(facts.importlib.metadata, "requires", lambda name: required)
+    assert facts.needs() == {"highspy": "1.10", "sympy": ""}
+
+
 def found(**changed: object) -> dict:
     card = {"kind": "cuda", "index": 0, "name": "NVIDIA H100 80GB HBM3", "memory": 1, "preset": "h100"}
     processor = {"kind": "cpu", "index": 0, "name": "CPU", "memory": 1, "cores": 2, "threads": 2, "preset": "local"}
