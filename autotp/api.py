@@ -36,7 +36,7 @@ from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.loss_sums import with_loss
 from autotp.plans.choices import MeshChoice, Sweep
-from autotp.plans.estimates import Axis
+from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
@@ -102,10 +102,10 @@ def plan(
     refuse_unknown("plan", keywords, PlanKeywords)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
     refuse_beside_devices(devices, global_batch, tp, any(x not in (None, False, 1) for x in others))
-    axis = _axis(None, keywords, tp)
-    options = Options.read(1 if tp is None or tp == "auto" else tp, keywords, axis)
-    inputs = required_inputs(model, example_inputs, "autotp.plan", axis)
-    request = _request(keywords, axis).within(options.tp, options.cluster)
+    axes = _axes(None, keywords, tp)
+    options = Options.read(1 if tp is None or tp == "auto" else tp, keywords, axes)
+    inputs = required_inputs(model, example_inputs, "autotp.plan", axes)
+    request = _request(keywords, axes).within(options.tp, options.cluster)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), keywords.get("check_capture"), request)
     name = type(model).__name__
     if devices is not None:
@@ -148,7 +148,7 @@ def parallelize(
     options = Options.of_plan(plan)
     request, lowering = _request(keywords, plan.batch).within(options.tp, options.cluster), Lowering.read(keywords)
     kind = kind_of(keywords.get("compare"))
-    ranks = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name)
+    ranks = Ranks.find(plan.tp, mesh, plan.batch.dp, plan.batch.cp)
     inputs = None if example_inputs is None else _examples(model, example_inputs, plan.batch, ranks)
     refuse_late(plan.batch, inputs)
     model = plain(model, request, lowering)
@@ -199,13 +199,13 @@ def compile(
     _refuse(plan, keywords, tp, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model
-    axis, captured = _axis(plan, keywords, tp), None
-    request = _request(keywords, axis)
+    axes, captured = _axes(plan, keywords, tp), None
+    request = _request(keywords, axes)
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, keywords, request, lowering), None
-    ranks, options = _ranks(plan, tp, mesh, axis, keywords)
-    inputs = _examples(model, example_inputs, axis, ranks)
-    refuse_late(axis, inputs)
+    ranks, options = _ranks(plan, tp, mesh, axes, keywords)
+    inputs = _examples(model, example_inputs, axes, ranks)
+    refuse_late(axes, inputs)
     request = request.within(options.tp, options.cluster)
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
     model = plain(model, request, lowering)
@@ -213,14 +213,14 @@ def compile(
     return kind(*compilation(inputs)) if inputs is not None else LazyModule(model, compilation, kind)
 
 
-def _request(keywords: Mapping[str, Any], axis: Axis) -> CaptureRequest:
+def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:
     """Read the keywords that say what captures are to be."""
-    return CaptureRequest.read(axis, **pick(keywords, CaptureKeywords))
+    return CaptureRequest.read(axes, **pick(keywords, CaptureKeywords))
 
 
-def _examples(model: nn.Module, example_inputs: Any, axis: Axis, ranks: Ranks | None) -> Inputs | None:
-    """The example inputs, read alike on the ranks of both axes. A collective call."""
-    read = partial(example, model, example_inputs, axis, ranks)
+def _examples(model: nn.Module, example_inputs: Any, axes: Axes, ranks: Ranks | None) -> Inputs | None:
+    """The example inputs, read alike on the ranks of all axes. A collective call."""
+    read = partial(example, model, example_inputs, axes, ranks)
     return together(ranks and ranks.planners, "reading the example inputs", read)
 
 
@@ -230,8 +230,8 @@ def _refuse_other(plan: Any) -> None:
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
 
 
-def _axis(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axis:
-    """Read the axis beside tp: the plan's, unless one is asked for."""
+def _axes(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes:
+    """Read the axes beside tp: the plan's, unless some are asked for."""
     dp, cp = keywords.get("dp"), keywords.get("cp")
     return (
         plan.batch
@@ -269,18 +269,15 @@ def _automatic(
 
 
 def _ranks(
-    plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis, keywords: Mapping[str, Any]
+    plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axes: Axes, keywords: Mapping[str, Any]
 ) -> tuple[Ranks | None, Options]:
     """The ranks that are there, and what planning for them is to do, or did where a plan is given."""
     degree = plan.tp if plan is not None and tp is None else tp
-    ranks = Ranks.find(degree, mesh, axis.size, axis.name)
+    ranks = Ranks.find(degree, mesh, axes.dp, axes.cp)
     degree = ranks.tp if ranks is not None else degree or 1
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    planned = plan.batch if plan is not None else axis
-    if (planned.size, planned.fully_shard, planned.name) != (axis.size, axis.fully_shard, axis.name):
-        raise PlanError(
-            f"the plan is for {planned.name}={planned.size}, and {axis.name}={axis.size} is asked for. Leave it out, "
-            "or plan again."
-        )
-    return ranks, Options.of_plan(plan) if plan else Options.read(degree, keywords, axis)
+    planned = plan.batch if plan is not None else axes
+    if (planned.degrees, planned.fully_shard) != (axes.degrees, axes.fully_shard):
+        raise PlanError(f"the plan is for {planned.text}, and {axes.text} is asked for. Leave it out, or plan again.")
+    return ranks, Options.of_plan(plan) if plan else Options.read(degree, keywords, axes)

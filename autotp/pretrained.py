@@ -58,8 +58,7 @@ def from_pretrained(
         InputError: the folder or its config cannot be used, or there are too few ranks. StateError: the weights do not
             fit the config. All ranks raise together.
     """
-    axis = "cp" if options.get("cp") else "dp"
-    path, world = Path(folder), Ranks.find(mesh=mesh, dp=options.get(axis) or 1, axis=axis)
+    path, world = Path(folder), Ranks.find(None, mesh, options.get("dp") or 1, options.get("cp") or 1)
     model = together(world and world.planners, "reading the folder", lambda: _empty(path, dtype))
     if world is None and tp not in (None, 1, "auto"):
         raise InputError(

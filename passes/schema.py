@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from autotp.comm import conversions
 from autotp.errors import SchemaError
 from autotp.ir.graph import Capture, resolve
+from autotp.ir.layouts import BESIDE
 from autotp.ir.marks import Mark, mark
 from autotp.ir.program import Planned, Sharded
 
@@ -167,12 +168,10 @@ def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
             yield Fault(node, "scope", "is not written")
 
 
-BESIDE = ("dp", "cp")  # axes over which a program may have been planned before
-
-
 def _on_axis(node: fx.Node, own: Mark, axis: str) -> Iterator[Fault]:
     """A call that takes its rank says on which axis; no other does."""
     expected_axis = axis if node.op == "call_function" and _takes_rank(node.target) else None
+    # The program may have been planned over the axes beside tp before.
     if own.axis not in (expected_axis, *(BESIDE if expected_axis else ())):
         yield Fault(node, "axis", f"is {own.axis or 'not written'}, should be {expected_axis or 'empty'}")
 

@@ -15,7 +15,7 @@ from autotp.cost import Cluster
 from autotp.errors import InputError
 from autotp.ir.named_states import Names, read_carried
 from autotp.ir.precision import Precision
-from autotp.plans.estimates import ALONE, Axis
+from autotp.plans.estimates import ALONE, Axes
 
 GRAD, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 TRAINING, PARAMETERS = attrgetter("training"), attrgetter("_parameters")
@@ -52,22 +52,21 @@ class CaptureRequest:
 
     @classmethod
     def read(
-        cls, axis: Axis | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
+        cls, axes: Axes | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
         precision: Any = None,
     ) -> CaptureRequest:  # fmt: skip
         """The request that a public function's arguments make, checked.
 
         Args:
-            axis: beside tp; of dp its size does. outputs, random, carried, precision: see `autotp.compile`.
+            axes: beside tp; an int is dp. outputs, random, carried, precision: see `autotp.compile`.
         """
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
-        axis = Axis(axis) if isinstance(axis, int) else axis
-        dp, cp = (axis.size, 1) if axis.name == "dp" else (1, axis.size)
+        axes = Axes(axes) if isinstance(axes, int) else axes
         names = read_carried(carried)
-        if names and cp > 1:
+        if names and axes.cp > 1:
             raise InputError("carried= with cp: what comes back from a call is not dealt along the sequence. Use cp=1.")
-        return cls(dp, outputs, random, names, Precision.read(precision), cp)
+        return cls(axes.dp, outputs, random, names, Precision.read(precision), axes.cp)
 
     def within(self, tp: int, cluster: Cluster) -> CaptureRequest:
         """Copy it for the tp ranks and the cluster of a plan, which matter with cp alone."""

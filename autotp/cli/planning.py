@@ -186,5 +186,5 @@ def explain(
     with screen.working(f"solving again for {name}"):
         explanation = result.explain(name)
     screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}){priced}")
-    screen.result(explanation, lambda: {"tp": result.tp, result.batch.name: result.batch.size, **asdict(explanation)})
+    screen.result(explanation, lambda: {"tp": result.tp, "dp": 1, **result.batch.degrees, **asdict(explanation)})
     return FINE

@@ -10,8 +10,9 @@ import pickle
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
+from autotp.ir.layouts import BESIDE
+from autotp.ir.program import MeshPlace
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
@@ -30,7 +33,6 @@ from .lockstep import channel_of, lost, meet
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_LINES = 20  # of differences in a message
-BESIDE = ("dp", "cp")  # mesh axes beside tp
 SETTLE_SECONDS = 0.1  # seconds at exit for gloo's threads
 
 
@@ -70,8 +72,9 @@ class Ranks:
         tp: the number of ranks in the group.
         group: its process group, named `group_name`.
         device: where this rank holds its part: `cuda:LOCAL_RANK`, or the CPU.
-        batch: likewise the ranks of this one's place on the axis beside tp, where there is one.
-        every: likewise the ranks of both axes, which plan together; `axes` names them in messages.
+        batch: likewise the ranks of this one's place in tp on all axes beside it together, over which gradients are
+            summed; `beside`: this rank's place on each of these axes.
+        every: likewise the ranks of all axes, which plan together; `axes` names them in messages.
     """
 
     mesh: DeviceMesh
@@ -83,6 +86,7 @@ class Ranks:
     batch: Ranks | None = None
     every: Ranks | None = None
     axes: str = "tp"
+    beside: Mapping[str, MeshPlace] = field(default_factory=dict)
 
     @property
     def planners(self) -> Ranks:
@@ -92,78 +96,132 @@ class Ranks:
     @property
     def channel(self) -> Channel | None:
         """By which the ranks keep in step, but those beside tp; a collective call where it is the first."""
-        if self.axes in BESIDE:
+        if "tp" not in self.axes:
             return None
         return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
-    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, axis: str = "dp") -> Ranks | None:
+    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1) -> Ranks | None:
         """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
 
         Args:
-            tp: the degree; None takes the mesh's or the world's size (its part beside `dp`).
+            tp: the degree; None takes the mesh's or the world's size (its part beside `dp` and `cp`).
             mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
-                `tp` ranks that follow each other: a mesh (dp, tp).
-            dp: the size of the axis beside tp; with more than one the mesh has a dimension of this size.
-            axis: the name of that dimension.
+                `tp` ranks that follow each other: a mesh (dp, tp), or (dp, cp, tp).
+            dp, cp: the sizes of axes beside tp; of more than one rank the mesh has a dimension of this name and size.
         Returns: None in one plain process with no ranks.
         Raises:
             InputError: `tp` or `mesh` cannot be used, or they contradict each other.
             RankError: this rank is not in the mesh, or has no device.
         """
+        degrees = {name: n for name, n in zip(BESIDE, (dp, cp), strict=True) if n > 1}
         if tp is not None:
             check_degree(tp)
         if mesh is not None:
-            return _with_batch(_of_mesh(_tp_axis(mesh), tp), mesh, dp, axis)
+            return _with_axes(_of_mesh(_tp_axis(mesh), tp), mesh, degrees)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
                 return None
-            _check_world(tp, dp, int(os.environ["WORLD_SIZE"]), axis)
+            _check_world(tp, degrees, int(os.environ["WORLD_SIZE"]))
             _start()
         world = dist.get_world_size()
-        tp = _check_world(tp, dp, world, axis)
+        tp = _check_world(tp, degrees, world)
         # The group there is may have been made for CPUs on a machine with GPUs: its backend says what it serves.
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
         if kind == "cuda":
             _own_device(dist.get_rank())
         if tp == world:
             return _of_mesh(init_device_mesh(kind, (tp,), mesh_dim_names=("tp",)), tp)
-        mesh = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=(axis, "tp"))
-        return _with_batch(_of_mesh(mesh["tp"], tp), mesh, dp, axis)
+        sizes = (degrees or {"dp": world // tp}) | {"tp": tp}
+        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return _with_axes(_of_mesh(mesh["tp"], tp), mesh, degrees)
 
 
-def _check_world(tp: int | None, dp: int, world: int, axis: str) -> int:
-    """The tp degree in a world of this many ranks, each of which has one place on both axes."""
-    if dp > 1 and (world % dp or tp not in (None, world // dp)):
+def _check_world(tp: int | None, degrees: Mapping[str, int], world: int) -> int:
+    """The tp degree in a world of this many ranks, each of which has one place on every axis."""
+    beside = prod(degrees.values())
+    if beside > 1 and (world % beside or tp not in (None, world // beside)):
+        asked = ", ".join(f"{name}={n}" for name, n in degrees.items())
         raise InputError(
-            f"{axis}={dp} and tp={tp or 'the rest'} do not make up the world of {world} ranks: {axis} x tp must be "
-            f"{world}. Pass a mesh with dimensions named '{axis}' and 'tp' to use a part of the world."
+            f"{asked} and tp={tp or 'the rest'} do not make up the world of {world} ranks: "
+            f"{' x '.join((*degrees, 'tp'))} must be {world}. Pass a mesh with dimensions of these names, such as "
+            f"{_mesh_text(degrees, tp or 1)}, to use a part of the world."
         )
-    return check_degree(world // dp if tp is None else tp, world)
+    return check_degree(world // beside if tp is None else tp, world)
 
 
-def _with_batch(ranks: Ranks, mesh: DeviceMesh, dp: int, axis: str) -> Ranks:
-    """The tp ranks with those of the mesh's axis beside tp, where that is asked for."""
-    if dp == 1:
-        return ranks
+def _mesh_text(degrees: Mapping[str, int], tp: int) -> str:
+    return f"init_device_mesh(..., {(*degrees.values(), tp)}, mesh_dim_names={(*degrees, 'tp')})"
+
+
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Read the degrees of a mesh that gives all of them.
+
+    Args:
+        mesh: with dimensions named dp, cp and tp, of which some may be left out, in this order.
+
+    Raises:
+        InputError: a dimension has no name or another, or a name twice; or their order is another one.
+    """
+    names, known = mesh.mesh_dim_names or (), (*BESIDE, "tp")
+    if len(names) != mesh.ndim or not set(names) <= set(known):
+        raise InputError(
+            f"the mesh has {mesh.ndim} dimensions named {names or 'nothing'}, and one that gives the degrees has "
+            "some of dp, cp and tp: " + _mesh_text({"dp": 2, "cp": 2}, 2) + ". Or give the degrees as numbers."
+        )
+    _check_order(names)
+    return {name: mesh.size(i) for i, name in enumerate(names)}
+
+
+def _check_order(names: Sequence[str]) -> None:
+    """Refuse a mesh whose dimensions of these names are not the order in which ranks are counted."""
+    order = [name for name in names if name in (*BESIDE, "tp")]
+    for name in order:
+        if order.count(name) > 1:
+            raise InputError(f"the mesh names the axis {name!r} twice, in {tuple(names)}: give each dimension its own.")
+    if (wanted := [name for name in (*BESIDE, "tp") if name in order]) != order:
+        raise InputError(
+            f"the mesh has the axes in the order {', '.join(order)}, and it is {', '.join(wanted)}: ranks of a tp "
+            "group follow each other, and then those of cp. Make it with the dimensions in this order."
+        )
+
+
+def _with_axes(ranks: Ranks, mesh: DeviceMesh, degrees: Mapping[str, int]) -> Ranks:
+    """The tp ranks with those of the mesh's axes beside tp that are asked for."""
     names = mesh.mesh_dim_names or ()
-    if axis not in names or mesh[axis].size() != dp:
-        has = f"one of {mesh[axis].size()}" if axis in names else "none"
-        raise InputError(
-            f"{axis}={dp} needs a mesh with a dimension '{axis}' of that size, and it has {has}: "
-            f"init_device_mesh(..., ({dp}, {ranks.tp}), mesh_dim_names=('{axis}', 'tp'))."
-        )
-    every = _of_mesh(compat.flat_mesh(mesh[axis, "tp"]), None)
-    beside = replace(_of_mesh(mesh[axis], dp), axes=axis)
-    return replace(ranks, batch=beside, every=replace(every, axes=f"{axis} and tp"))
+    for axis, size in degrees.items():
+        if axis not in names or mesh[axis].size() != size:
+            has = f"one of {mesh[axis].size()}" if axis in names else "none"
+            raise InputError(
+                f"{axis}={size} needs a mesh with a dimension '{axis}' of that size, and it has {has}: "
+                f"{_mesh_text(degrees, ranks.tp)}."
+            )
+    if not degrees:
+        return ranks
+    _check_order(names)
+    of_axes = {axis: _of_mesh(mesh[axis], None) for axis in degrees}
+    places = {axis: MeshPlace(x.rank, x.tp, x.group_name) for axis, x in of_axes.items()}
+    batch = next(iter(of_axes.values())) if len(degrees) == 1 else _of_mesh(compat.flat_mesh(mesh[tuple(degrees)]), None)
+    every = _of_mesh(compat.flat_mesh(mesh[*degrees, "tp"]), None)
+    return replace(
+        ranks,
+        batch=replace(batch, axes=" x ".join(degrees)),
+        every=replace(every, axes=f"{', '.join(degrees)} and tp"),
+        beside=places,
+    )
 
 
-def no_ranks_error(tp: int, dp: int = 1, axis: str = "dp") -> RankError:
-    """The error for calling a module split over `dp` x `tp` ranks in a process that has none."""
-    over = f"tp={tp} ranks" if dp == 1 else f"{axis}={dp} x tp={tp} ranks"
+def no_ranks_error(tp: int, degrees: Mapping[str, int] | None = None) -> RankError:
+    """The error for calling a module in a process that has no ranks.
+
+    Args:
+        tp: ranks that it is split over; `degrees`: of axes beside tp, by name.
+    """
+    axes = {**(degrees or {}), "tp": tp}
+    over, count = " x ".join(f"{name}={n}" for name, n in axes.items()), prod(axes.values())
     return RankError(
-        f"This module is split over {over}, and this is one plain process with no ranks, so it cannot be called "
-        f"here (its plan can be printed). Launch the script on {dp * tp} ranks: {_torchrun(dp * tp)}"
+        f"This module is split over {over} ranks, and this is one plain process with no ranks, so it cannot be called "
+        f"here (its plan can be printed). Launch the script on {count} ranks: {_torchrun(count)}"
     )
 
 

@@ -349,9 +349,9 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
 
 def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list[str]]:
     """The call that begins the model's own cache, where the program carries none, and a note where it is not known."""
-    if options.objective.training or captured.has_states or options.batch.name == "cp":
+    if options.objective.training or captured.has_states or options.batch.cp > 1:
         return None, []
-    begun = begun_cache(captured, partial(prepare, request=CaptureRequest(dp=options.batch.size)))
+    begun = begun_cache(captured, partial(prepare, request=CaptureRequest(dp=options.batch.dp)))
     if isinstance(begun, BegunCache):
         return begun, []
     return None, [] if begun is None else [GUESSED.format(begun)]

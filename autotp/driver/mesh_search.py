@@ -12,7 +12,7 @@ from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
-from autotp.plans.estimates import Axis
+from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.text import listed
 
@@ -201,7 +201,7 @@ class _Search:
 
     def _plan_of(self, mesh: Mesh) -> Plan:
         """The plan of a mesh that autotp runs."""
-        staged, axis = self.staged[mesh.tp], Axis(mesh.dp, mesh.shard == "weights")
+        staged, axis = self.staged[mesh.tp], Axes(mesh.dp, fully_shard=mesh.shard == "weights")
         why = f"of {self.devices} devices: pp={mesh.pp} x dp={mesh.dp} x tp={mesh.tp}"
         plan = staged.plan
         costs = with_axis(plan, staged.planned, staged.sharded, staged.builder, axis)

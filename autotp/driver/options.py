@@ -21,7 +21,7 @@ from autotp.inputs import Inputs, bind, for_model, normalise
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
-from autotp.plans.estimates import ALONE, Axis
+from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
 from autotp.text import read_bytes
 
@@ -146,7 +146,7 @@ class Options:
         pins: a dimension for each pattern, or None for whole; `sequence`: None where the cost decides.
         objective: what a step is, and whose optimizer's states count.
         memory: bytes that a rank may hold; None for no limit.
-        batch: the data-parallel axis beside tp.
+        batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less.
     """
 
@@ -156,15 +156,15 @@ class Options:
     sequence: bool | None = None
     objective: Objective = TRAINING
     memory: float | None = None
-    batch: Axis = ALONE
+    batch: Axes = ALONE
     band: float = BAND
 
     @classmethod
-    def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axis = ALONE) -> Options:
+    def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axes = ALONE) -> Options:
         """Options for a number of ranks, from what the caller gave.
 
         Args:
-            tp: ranks. keywords: of a public function, those of `Steering` among them. batch: the axis beside tp.
+            tp: ranks. keywords: of a public function, those of `Steering` among them. batch: the axes beside tp.
 
         Raises:
             InputError: a value that is not known, or two that contradict each other.
@@ -202,6 +202,7 @@ class Options:
 
 
 PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
+DEGREES = {"dp": "data-parallel", "cp": "context-parallel"}
 
 
 def read_band(band: Any) -> float:
@@ -214,45 +215,42 @@ def read_band(band: Any) -> float:
     return float(band)
 
 
-def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axis:
-    """Read the axis beside tp that a public function's arguments ask for, checked.
+def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
+    """Read the axes beside tp that a public function's arguments ask for, checked.
 
     Args:
-        dp, cp: its size, one of them; None for 1. fully_shard: split weights over it. tp: ranks, or "auto".
+        dp, cp: their sizes; None for 1. fully_shard: split weights over both. tp: ranks, or "auto".
 
     Raises:
         InputError: a value that is none, or two that contradict each other.
     """
-    dp = 1 if dp is None else dp
-    cp = 1 if cp is None else cp
-    for name, size, what in (("cp", cp, "context-parallel"), ("dp", dp, "data-parallel")):
+    sizes = {name: 1 if n is None else n for name, n in (("dp", dp), ("cp", cp))}
+    for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{name}={size!r}: the {what} degree counts ranks, so it is an int of at least 1.")
-    if cp > 1 and dp > 1:
-        raise InputError(f"dp={dp} and cp={cp}: one axis beside tp is planned. Give dp or cp, and leave out the other.")
-    axis = Axis(cp, bool(fully_shard), name="cp") if cp > 1 else Axis(dp, bool(fully_shard))
-    if fully_shard and axis.size == 1:
-        raise InputError("fully_shard=True splits weights over dp or cp: give dp or cp, the size of that axis.")
-    if axis.size > 1 and tp == "auto":
-        raise InputError(f"tp='auto' picks the degree for tp alone, and {axis.name} is given. Give tp as a number.")
-    return axis
+            raise InputError(f"{name}={size!r}: the {DEGREES[name]} degree counts ranks, so it is an int of at least 1.")
+    axes = Axes(**sizes, fully_shard=bool(fully_shard))
+    if fully_shard and axes.size == 1:
+        raise InputError("fully_shard=True splits weights over dp and cp: give dp or cp, the size of such an axis.")
+    if axes.size > 1 and tp == "auto":
+        raise InputError(f"tp='auto' picks the degree for tp alone, and {axes.name} is given. Give tp as a number.")
+    return axes
 
 
-def refuse_late(axis: Axis, inputs: Any) -> None:
-    """Refuse to wait for the first call where weights are to be spread over an axis before an optimizer holds them."""
-    if axis.size > 1 and inputs is None:
+def refuse_late(axes: Axes, inputs: Any) -> None:
+    """Refuse to wait for the first call where weights are to be spread over axes before an optimizer holds them."""
+    if axes.size > 1 and inputs is None:
         raise InputError(
-            f"{axis.name}={axis.size} needs example_inputs, {PART_NAMES[axis.name]}: which weights are gathered "
-            "together is decided before the first call."
+            f"{axes.text} needs example_inputs, {', '.join(map(PART_NAMES.__getitem__, axes.degrees))}: which weights "
+            "are gathered together is decided before the first call."
         )
 
 
-def example(model: nn.Module, example: Any, axis: Axis = ALONE, ranks: Ranks | None = None) -> Inputs | None:
+def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks | None = None) -> Inputs | None:
     """Read the example inputs, checked against `forward`; None where none were given and no config says enough.
 
     Args:
         model: that they are for. example: as the user gave them.
-        axis: beside tp; of whole sequences over cp they are this rank's part. ranks: by default the first one's.
+        axes: beside tp; of whole sequences over cp they are this rank's part. ranks: by default the first one's.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
@@ -260,14 +258,14 @@ def example(model: nn.Module, example: Any, axis: Axis = ALONE, ranks: Ranks | N
     inputs = for_model(model) if example is None else normalise(example)
     if inputs is not None:
         bind(model.forward, inputs)
-    if inputs is not None and axis.name == "cp":
-        inputs, _ = inputs.own_part(ranks.batch.rank if ranks is not None and ranks.batch is not None else 0, axis.size)
+    if inputs is not None and axes.cp > 1:
+        inputs, _ = inputs.own_part(ranks.beside["cp"].rank if ranks is not None else 0, axes.cp)
     return inputs
 
 
-def required_inputs(model: nn.Module, example_inputs: Any, function: str, axis: Axis = ALONE) -> Inputs:
+def required_inputs(model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE) -> Inputs:
     """Read the example inputs that this public function cannot do without; see `example`."""
-    inputs = example(model, example_inputs, axis)
+    inputs = example(model, example_inputs, axes)
     if inputs is None:
         raise InputError(
             f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "

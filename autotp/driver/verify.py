@@ -108,7 +108,7 @@ def prove_call(
     model = plain(model, request)
     if certify:
         spmd_types()  # before minutes of capture
-    axis = plan.batch if plan is not None and plan.batch.name == "cp" else read_axis(1, False, tp, cp)
+    axis = plan.batch if plan is not None and plan.batch.cp > 1 else read_axis(1, False, tp, cp)
     if axis.size > 1:
         return _over_sequences(model, inputs, plan, Options.read(tp, keywords, axis), request, certify)
     options = Options.of_plan(plan) if plan else Options.read(tp, keywords)
@@ -147,7 +147,7 @@ def program_of_sequences(
     """
     request = replace(request, random="torch")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
-    program, cp = own_copy(captured), options.batch.size
+    program, cp = own_copy(captured), options.batch.cp
     dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
     plan = solve_plan(program, [*notes, *dealt.notes], options, type(model).__name__)
     return Sequences(captured, cp, dealt.inputs, dealt.outputs), *apply_plan(program, plan, options), plan

@@ -41,12 +41,12 @@ def sizes_of(model: Any) -> tuple[int, int]:
             "not inside another module. One without autotp goes to the library's own class."
         )
     shards = model._shards
-    if shards.axis.name == "cp":
+    if shards.axis.cp > 1:
         raise InputError(
             "The module deals sequences out over cp, and accelerate and transformers' Trainer deal out batches alone. "
             "Compile it with dp, or write the loop yourself, passing whole sequences on every rank."
         )
-    return shards.tp, shards.axis.size
+    return shards.tp, shards.axis.dp
 
 
 def each_once(values: Any, tp: int, dp: int) -> Any:

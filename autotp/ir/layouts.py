@@ -16,6 +16,7 @@ from .sizes import Size, chunk, divide, simplify
 if TYPE_CHECKING:
     from .specs import Spec
 
+BESIDE = ("dp", "cp")  # axes of a mesh beside tp, the outermost first
 Reduction = Literal["sum", "max"]
 ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 

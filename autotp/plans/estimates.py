@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster, collective_bytes
 from autotp.errors import InputError
+from autotp.ir.layouts import BESIDE
 
 if TYPE_CHECKING:
     from .plan import Collective, Plan
@@ -21,7 +22,7 @@ class Totals:
         parameters, local_parameters: in all, and held by the fullest rank.
         flops, local_flops: floating-point operations of a forward.
         forward_bytes, backward_bytes: sent by a rank in a step, without what it gathers again (`sent`).
-        seconds: of a step by the cost model, with what dp sends and does not hide (`Axis.exposed`); `bound`: the lower
+        seconds: of a step by the cost model, with what dp sends and does not hide (`Axes.exposed`); `bound`: the lower
             bound that the solver proved for it, and the same of dp, which the solver does not decide over.
         parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
@@ -78,32 +79,52 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """The axis of the mesh beside tp, over which weights are whole.
+class Axes:
+    """Axes of the mesh beside tp, over which weights are whole.
 
     Attributes:
-        size: number of ranks on it, each with a slice of the batch (`name` "dp") or of every sequence ("cp").
-        fully_shard: whether weights, gradients and optimizer states are split over it too, gathered before use.
-        sent: bytes that a rank sends over it in a step for gradients, and for gathering weights; `seconds`: of that,
+        dp: ranks that have a slice of the batch each; `cp`: of each of these, ranks that have a part of every sequence.
+        fully_shard: whether weights, gradients and optimizer states are split over both too, gathered before use.
+        sent: bytes that a rank sends over them in a step for gradients, and for gathering weights; `seconds`: of that,
             which can run beside the backward's `backward` seconds.
-        values: bytes that it sends over it for other values in a step, such as a loss.
+        values: bytes that it sends over them for other values in a step, such as a loss.
     """
 
-    size: int = 1
+    dp: int = 1
+    cp: int = 1
     fully_shard: bool = False
     sent: float = 0.0
     seconds: float = 0.0
     backward: float = 0.0
     values: float = 0.0
-    name: str = "dp"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Ranks of each axis that has more than one, by name, in the mesh's order."""
+        return {name: n for name in BESIDE if (n := getattr(self, name)) > 1}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on them together."""
+        return self.dp * self.cp
+
+    @property
+    def name(self) -> str:
+        """The names of those with more than one rank, such as "dp x cp"."""
+        return " x ".join(self.degrees) or "dp"
+
+    @property
+    def text(self) -> str:
+        """The degrees in words, such as "dp=2 x cp=2"."""
+        return " x ".join(f"{name}={n}" for name, n in self.degrees.items()) or "dp=1"
 
     @property
     def exposed(self) -> float:
-        """Seconds over the axis that the backward is too short to hide."""
+        """Seconds over them that the backward is too short to hide."""
         return max(self.seconds - self.backward, 0.0)
 
 
-ALONE = Axis()
+ALONE = Axes()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autotp.plans.show.document import report
 from autotp.plans.show.overview import overview
 from autotp.plans.show.terminal import Sheet
 
-from .estimates import ALONE, Axis, Decoding, Degree, Layer, Sublayer, Totals, decoding
+from .estimates import ALONE, Axes, Decoding, Degree, Layer, Sublayer, Totals, decoding
 
 if TYPE_CHECKING:
     from autotp.passes.shard.planner import Builder
@@ -144,7 +144,7 @@ class Plan:
     layer: Layer | None = None
     states: Mapping[str, Layout] = field(repr=False, default_factory=dict)
     tables: Mapping[str, Layout] = field(repr=False, default_factory=dict)
-    batch: Axis = ALONE
+    batch: Axes = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
     builder: Builder | None = field(default=None, repr=False, compare=False)

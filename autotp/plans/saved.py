@@ -1,7 +1,7 @@
 """A plan as JSON text and back, in a numbered format: a file in another one, or one that was changed, is refused.
 
-`axes` are the axes of the mesh in order, the outermost first, each with its size and what else is known of it; the last
-one is tp, whose layouts stand in the records. A later format's fields of an axis (`layouts` of a further one by name,
+`axes` are the axes of the mesh in order, the outermost first, each with its size; the last one is tp, whose layouts
+stand in the records, and with the first of those beside it stands what all of them cost. A later format's fields of an axis (`layouts` of a further one by name,
 `virtual` ranks, `shares` of uneven ones) may be absent, and are refused where they are not.
 """
 
@@ -20,9 +20,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from autotp.errors import PlanError
 from autotp.ir.decisions import Decision, plain, read_layout, read_loop
 from autotp.ir.files import parse_json, read_text
-from autotp.ir.layouts import Distribution, Layout
+from autotp.ir.layouts import BESIDE, Distribution, Layout
 
-from .estimates import ALONE, Axis
+from .estimates import ALONE, Axes
 from .plan import Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
@@ -50,9 +50,9 @@ def write_plan(plan: Plan) -> str:
     data = {name: _plain(getattr(plan, name)) for name in SAVED}
     data["decisions"] = [[name, *how.values()] for name, how in data["decisions"].items()]
     data |= {key: list(data[key].items()) for key in ("states", "tables")}
-    batch = _plain(plan.batch)
-    axes = [[batch.pop("name"), batch]] if plan.batch != ALONE else []
-    axes.append(["tp", {"size": plan.tp}])
+    axes = [[name, {"size": n}] for name, n in {**plan.batch.degrees, "tp": plan.tp}.items()]
+    if plan.batch.degrees:
+        axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE}
     return sealed({"format": FORMAT, "axes": axes, **data, **{key: fold(data[key]) for key in FOLDED}})
 
 
@@ -118,17 +118,21 @@ def read_plan(text: str, name: str = "the text") -> Plan:
 def _plan(data: dict[str, Any], name: str) -> Plan:
     """The plan that these fields say."""
     axes = data["axes"]
-    *other, (last, innermost) = axes
+    sizes = {axis: entry["size"] for axis, entry in axes}
     # A later format's fields are of an axis: what this version does not know, it does not run.
-    own = {f.name for f in fields(Axis)}
-    more = [f"{key} of {axis}" for axis, entry in axes for key in entry if key not in own]
-    if last != "tp" or len(other) > 1 or more:
+    costs = {f.name for f in fields(Axes)} - set(BESIDE)
+    known = [{"size"} | (costs if i == 0 and axis != "tp" else set()) for i, (axis, _) in enumerate(axes)]
+    more = [f"{key} of {axis}" for (axis, entry), own in zip(axes, known, strict=True) for key in entry if key not in own]
+    if [axis for axis, _ in axes] != [axis for axis in (*BESIDE, "tp") if axis in sizes] or "tp" not in sizes or more:
         raise PlanError(
             f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(more)}"
-            f"{' and '.join(more)}, and this version of autotp runs tp, with dp or cp beside it. Read it with the "
+            f"{' and '.join(more)}, and this version of autotp runs dp, cp and tp, in this order. Read it with the "
             "version that saved it, or plan again."
         )
-    mesh = {"tp": innermost["size"], "batch": {**other[0][1], "name": other[0][0]} if other else _plain(ALONE)}
+    mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE)}
+    if sizes:
+        mesh["batch"] = {**dict.fromkeys(BESIDE, 1), **sizes, **axes[0][1]}
+        del mesh["batch"]["size"]
     # Records of equal blocks stand in a file once, decisions as rows without the names of their fields.
     folded = {key: unfold(data[key]) for key in FOLDED}
     names = [f.name for f in fields(Decision)]
@@ -136,7 +140,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     pairs = {key: dict(folded[key]) for key in PAIRS}
     plan = _reader(Plan)({**{key: data[key] for key in SAVED}, **mesh, **folded, **pairs})
     # A number that a file may hold is not yet one that ranks can be: 10**18 of them would be made later.
-    for axis, size in (("tp", plan.tp), (plan.batch.name, plan.batch.size)):
+    for axis, size in (("tp", plan.tp), ("dp", plan.batch.dp), ("cp", plan.batch.cp)):
         if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")
     return plan

@@ -224,11 +224,14 @@ def refuse_generators(states: Sequence[bytes], what: str) -> None:
         )
 
 
-def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
+def compare(
+    slices: Sequence[Sequence[CallMessage]], sequences: Sequence[Sequence[CallMessage]], what: str
+) -> None:  # fmt: skip
     """Refuse weights that were written on some ranks only, or more often, and other values of the inputs.
 
     Args:
-        slices: the messages of the ranks of each slice of the batch. what: the call in words.
+        slices: the messages of each tp group. sequences: of the ranks that share a slice of the batch, which pass the
+            same whole sequences. what: the call in words.
 
     Raises:
         RankError: with what differs.
@@ -239,7 +242,7 @@ def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
         differences = by_value([kinds[message.flags & WHOLE] for message in everyone])
         raise RankError(f"The ranks do not agree on the inputs of {what}: {differences}. {SEQUENCES}")
     if whole := bool(everyone[0].flags & WHOLE):
-        slices = [everyone]  # with cp all pass the same
+        slices = sequences
     if differences := written_apart(slices):
         raise RankError(f"Since the call before {what} the ranks have parted: {differences}.\n{CAUSES}")
     for each in slices:

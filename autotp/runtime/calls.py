@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ from .programs import MAX_KINDS, CallKind, Program, short
 from .revision import Inventory, WriteCount
 from .storage import ShardState
 
+T = TypeVar("T")
 COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
@@ -168,10 +169,10 @@ class Calls:
             return program is None, own.seed if program is not None else None
         # In order of what misleads most: another call has other values too, and other weights give other values.
         everyone = [CallMessage.read(one) for one in messages]
-        slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
-        if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
+        slices, sequences = self._slices(everyone), self._slices(everyone, sequences=True)
+        if how := parted(sequences):
             self._differ(kind, call, how)
-        compare(slices, self.what)
+        compare(slices, sequences, self.what)
         self.writes_before = count
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
@@ -179,15 +180,20 @@ class Calls:
         new = any(message.flags & NEW for message in beside)
         return new, beside[0].seed if program is not None else None
 
+    def _slices(self, everyone: Sequence[T], sequences: bool = False) -> list[Sequence[T]]:
+        """Divide what all ranks have by their tp groups; `sequences`: by slices of the batch, whose ranks deal them."""
+        n = self.shards.tp * (self.shards.axis.cp if sequences else 1)
+        return [everyone[i : i + n] for i in range(0, len(everyone), n)]
+
     def compare_sequences(self, sequences: Sequence[Any]) -> None:
-        """Refuse whole sequences that differ on ranks of either axis, on any device. A collective call.
+        """Refuse whole sequences that differ on ranks of a slice of the batch, on any device. A collective call.
 
         Before a call of a new kind alone: reading what is on a device waits for it.
         """
         ranks = self.shards.ranks
         if ranks is not None and self.values:
             samples = from_all(ranks.planners, sampled(sequences, anywhere=True), "comparison of sequences")
-            if not alike(samples):
+            if not all(map(alike, self._slices(samples, sequences=True))):
                 raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
     def count(self) -> int:
@@ -248,8 +254,7 @@ class Calls:
         if self.channel is None:
             return
         digests = meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}", short(facts))
-        slices = [digests[i : i + self.shards.tp] for i in range(0, len(digests), self.shards.tp)]
-        if any(len(set(each)) > 1 for each in slices):
+        if any(len(set(each)) > 1 for each in self._slices(digests)):
             agree(self.shards.ranks, f"the options of {what}", facts)
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
 

@@ -127,15 +127,14 @@ def _average(shards: ShardState, ranks: Ranks, parameter: Tensor) -> None:
 
 def refuse_others(shards: ShardState) -> None:
     """Refuse a data parallelism that was put around parts of the module beside its own."""
-    dp = shards.axis.size
-    if dp == 1:
+    if shards.axis.size == 1:
         return
     ours = set(_units(shards))
     other = next((name for name, m in shards.root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
     if other is not None:
-        name = shards.axis.name
+        name = " and ".join(shards.axis.degrees)
         raise StateError(
-            f"{other} was wrapped in fully_shard or replicate, and autotp.compile({name}={dp}) deals out "
+            f"{other} was wrapped in fully_shard or replicate, and autotp.compile({shards.axis.text}) deals out "
             f"the batch already. Leave out {name}, or the wrapping; fully_shard=True splits weights over {name}."
         )
 

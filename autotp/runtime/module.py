@@ -124,7 +124,7 @@ class ShardedModule(Part):
         if self._generation is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in self._generation.own}
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
-            raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
+            raise no_ranks_error(self._source.tp, self._plan.batch.degrees)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
         kind = program_search.kind_of(self, call)
@@ -154,11 +154,10 @@ class ShardedModule(Part):
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences."""
-        if self._shards.axis.name != "cp":
+        if self._shards.axis.cp == 1:
             return Arguments(self._carriers, args, kwargs, entry)
-        beside = self._shards.ranks and self._shards.ranks.batch
-        assert beside is not None
-        own, whole = Inputs(*args, **kwargs).own_part(beside.rank, beside.tp)
+        assert self._shards.ranks is not None
+        own, whole = Inputs(*args, **kwargs).own_part(*self._shards.ranks.beside["cp"][:2])
         call = Arguments(self._carriers, own.args, own.kwargs, entry)
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
         return call

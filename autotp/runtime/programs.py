@@ -393,9 +393,7 @@ class Source:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
         if self.ranks is None:
             return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
-        beside = self.ranks.batch
-        axes = {"tp": self.ranks, beside.axes if beside is not None else "dp": beside}
-        return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}
+        return {"tp": MeshPlace(self.ranks.rank, self.ranks.tp, self.ranks.group_name), **self.ranks.beside}
 
 
 def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:

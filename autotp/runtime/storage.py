@@ -30,7 +30,7 @@ from autotp.compat import like_dtensor, local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard, chunk
 from autotp.ir.specs import INVARIANT
-from autotp.plans.estimates import ALONE, Axis
+from autotp.plans.estimates import ALONE, Axes
 
 MAX_PIECES = 16  # of a parameter
 
@@ -387,7 +387,7 @@ class ShardState:
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
-    axis: Axis = ALONE
+    axis: Axes = ALONE
     parts: dict[str, nn.Module] = field(default_factory=dict)
     storages: dict[str, Storage] = field(default_factory=dict)
     tables: dict[str, Storage] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import autotp
 from autotp.cost.memory import Memory
 from autotp.driver.compile import solve_plan
 from autotp.driver.options import Options, Steering
-from autotp.plans.estimates import Axis, Degree
+from autotp.plans.estimates import Axes, Degree
 from autotp.plans.plan import Plan
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import BAR, LABEL, MAX_LINES
@@ -122,7 +122,7 @@ def test_time_over_dp_that_nothing_hides_is_in_the_step():
     slow = replace(autotp.Cluster.preset("h100"), name="slow", intra_bandwidth=1e8)
 
     def of(size: int, cluster: autotp.Cluster | str = slow) -> Plan:
-        return solve_plan(program, notes, Options.read(2, Steering(cluster=cluster), Axis(size)), "llama")
+        return solve_plan(program, notes, Options.read(2, Steering(cluster=cluster), Axes(size)), "llama")
 
     alone, plan = of(1), of(2)
     waits = plan.batch.seconds - plan.batch.backward

@@ -22,7 +22,7 @@ from autotp.ir.layouts import Partition, Shard
 from autotp.ir.marks import mark, write
 from autotp.ir.program import Decision
 from autotp.plans.describe.describe import describe
-from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
+from autotp.plans.estimates import Axes, Degree, Layer, Sublayer, Timed, Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
 from autotp.plans.saved import FORMAT, SAVED, file_name, fold, sealed, unfold
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
@@ -91,7 +91,7 @@ def test_files_from_before_formats_had_a_number_are_refused_by_their_schema():
 
 def test_what_a_format_holds(golden):
     """A change here is another format: raise `FORMAT` with it."""
-    records = (Parameter, Collective, Block, Decision, Totals, Memory, Degree, Layer, Timed, Sublayer, Axis)
+    records = (Parameter, Collective, Block, Decision, Totals, Memory, Degree, Layer, Timed, Sublayer, Axes)
     lines = [f"format {FORMAT}", f"Plan: {' '.join(SAVED)} axes"]
     for record in records:
         lines.append(f"{record.__name__}: {' '.join(file_name(record, f.name) for f in fields(record))}")

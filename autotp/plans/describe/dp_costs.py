@@ -23,11 +23,11 @@ from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import block_of
 from autotp.passes.shard.planner import Builder
-from autotp.plans.estimates import Axis, Totals
+from autotp.plans.estimates import Axes, Totals
 from autotp.plans.plan import Parameter, Plan
 
 
-def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, axis: Axis) -> Plan:
+def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, axis: Axes) -> Plan:
     """Return the plan with what the data-parallel axis costs: a call for each repeated block, and one for the rest.
 
     Args:

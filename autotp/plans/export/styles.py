@@ -80,8 +80,8 @@ def _read(plan: Plan, method: str) -> tuple[list[Boundary], list[str]]:
     lines = [*((name, f"whole, and split in the plan: {why}") for name, why in of.without_style.items()),
              *_between(of), *lines]  # fmt: skip
     if plan.batch.size > 1:
-        other = "fully_shard or DDP" if plan.batch.name == "dp" else "torch's context_parallel"
-        lines.append(("", f"this is the tp axis alone; {plan.batch.name}={plan.batch.size} is for {other}"))
+        other = "fully_shard or DDP" if plan.batch.cp == 1 else "torch's context_parallel"
+        lines.append(("", f"this is the tp axis alone; {plan.batch.text} is for {other}"))
     return boundaries, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
 
 

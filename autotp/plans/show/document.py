@@ -16,7 +16,7 @@ from .terminal import Grid, Line, Table, View
 if TYPE_CHECKING:
     from autotp.cost.terms import Memory
     from autotp.ir.layouts import Layout
-    from autotp.plans.estimates import Axis, Degree
+    from autotp.plans.estimates import Axes, Degree
     from autotp.plans.plan import Collective, Parameter, Plan
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
@@ -170,18 +170,19 @@ def over_tp(plan: Plan) -> float:
 def over(plan: Plan) -> str:
     """The ranks, in words."""
     ranks = counted(plan.tp, "rank")
-    return ranks if plan.batch.size == 1 else f"{plan.batch.size} x {ranks} ({plan.batch.name} x tp)"
+    beside = plan.batch.degrees
+    return f"{' x '.join(map(str, beside.values()))} x {ranks} ({' x '.join(beside)} x tp)" if beside else ranks
 
 
-def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
+def _batch_axis(axis: Axes) -> Iterator[tuple[str, str]]:
     """The traffic over the data-parallel axis."""
     if axis.size == 1:
         return
     what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
     beside = f", beside a backward of {seconds(axis.backward)}" if axis.backward else ""
-    yield f"over {axis.name}={axis.size}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
+    yield f"over {axis.text}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
     if axis.values:
-        other = "a loss" if axis.name == "dp" else "keys and values, or heads"
+        other = "a loss" if axis.cp == 1 else "keys and values, or heads"
         yield "", f"other values, such as {other}: {amount(axis.values)} sent"
 
 

@@ -71,7 +71,7 @@ def _unbroken(phrases: Iterable[str], between: str = "; ") -> str:
 
 def _head(plan: Plan) -> View:
     """The lines above the blocks."""
-    beside = f" x {plan.batch.name}={plan.batch.size}" if plan.batch.size > 1 else ""
+    beside = f" x {plan.batch.text}" if plan.batch.size > 1 else ""
     yield Line(f"{plan.model}  tp={plan.tp}{beside} on {plan.cluster}  {_priced(plan)}", style="bold")
     yield from all_whole(plan)
     yield from _fits(plan)

@@ -101,7 +101,7 @@ def generate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     shards, calls, original = module._shards, module._calls, type(module._source.bare)
     function = getattr(original, "generate", None)
-    if shards.axis.name == "cp":
+    if shards.axis.cp > 1:
         raise StateError(CONTEXT_PARALLEL)
     if not callable(function):
         raise StateError(NO_GENERATE.format(name=original.__name__))
