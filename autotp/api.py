@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from autotp.driver.options import (
     ModuleKeywords,
     Options,
     PlanKeywords,
+    degrees_of,
     example,
     pick,
     read_axis,
@@ -50,17 +52,17 @@ __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 @overload
 def plan(
-    model: nn.Module, tp: int | Literal["auto"], *, devices: None = None, global_batch: None = None,
+    model: nn.Module, tp: int | DeviceMesh | Literal["auto"], *, devices: None = None, global_batch: None = None,
     example_inputs: Any = None, like: Plan | None = None, **keywords: Unpack[PlanKeywords],
 ) -> Plan: ...  # fmt: skip
 @overload
 def plan(
-    model: nn.Module, tp: int | Literal["auto"] | None = None, *, devices: int, global_batch: int | None = None,
-    example_inputs: Any = None, **keywords: Unpack[PlanKeywords],
+    model: nn.Module, tp: int | DeviceMesh | Literal["auto"] | None = None, *, devices: int,
+    global_batch: int | None = None, example_inputs: Any = None, **keywords: Unpack[PlanKeywords],
 ) -> MeshChoice: ...  # fmt: skip
 @with_keywords
 def plan(
-    model: nn.Module, tp: int | Literal["auto"] | None = None, *, devices: int | None = None,
+    model: nn.Module, tp: int | DeviceMesh | Literal["auto"] | None = None, *, devices: int | None = None,
     global_batch: int | None = None, example_inputs: Any = None, like: Plan | None = None,
     **keywords: Unpack[PlanKeywords],
 ) -> Plan | MeshChoice:  # fmt: skip
@@ -72,8 +74,9 @@ def plan(
 
     Args:
         model: any `nn.Module`; on the meta device too.
-        tp: number of ranks; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those that
-            fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
+        tp: number of ranks, or a `DeviceMesh` with dimensions dp, cp and tp, which gives all degrees; "auto": of 1, 2,
+            4, ... 32 that one with the most throughput per device among those that fit into `memory`, by default the
+            device's. The plan then holds the table of all (`Plan.degrees`).
         devices: price every pp x dp x cp x tp of so many, for training (docs/choosing.md); with `tp` those alone.
         global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; transformers' may go without.
@@ -88,8 +91,8 @@ def plan(
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
-        dp, cp: size of an axis beside tp, of data or of context parallelism. With dp the example inputs are one rank's
-            slice of the batch, with cp whole sequences. `fully_shard` splits weights over it too.
+        dp, cp: sizes of axes beside tp, of data and of context parallelism (docs/axes.md). With dp the example inputs
+            are one rank's slice of the batch, with cp whole sequences. `fully_shard` splits weights over both too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -100,6 +103,8 @@ def plan(
     Raises: InputError, CaptureError, PlanError.
     """
     refuse_unknown("plan", keywords, PlanKeywords)
+    tp, given = degrees_of(tp, keywords)
+    keywords = cast("PlanKeywords", given)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
     refuse_beside_devices(devices, global_batch, tp, any(x not in (None, False, 1) for x in others))
     axes = _axes(None, keywords, tp)
@@ -163,7 +168,7 @@ def parallelize(
 @Turn("autotp.compile()")
 def compile(
     model: nn.Module,
-    tp: int | Literal["auto"] | None = None,
+    tp: int | DeviceMesh | Literal["auto"] | None = None,
     *,
     example_inputs: Any = None,
     mesh: DeviceMesh | None = None,
@@ -175,8 +180,9 @@ def compile(
 
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
-        tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks.
-            "auto": the best divisor of the world, see `autotp.plan`; not with `mesh` or `plan`.
+        tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks. Or a
+            `DeviceMesh` that gives all degrees, as for `plan`, and the ranks. "auto": the best divisor of the world;
+            not with `mesh` or `plan`.
         example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; left out: by config, or at the first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
@@ -196,6 +202,12 @@ def compile(
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
     refuse_unknown("compile", keywords, CompileKeywords)
+    if isinstance(tp, DeviceMesh):
+        if mesh is not None:
+            raise InputError("the mesh is given twice, in place of tp and as mesh=. Leave one out.")
+        mesh = tp
+    tp, given = degrees_of(tp, keywords)
+    keywords = cast("CompileKeywords", given)
     _refuse(plan, keywords, tp, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model
@@ -232,12 +244,11 @@ def _refuse_other(plan: Any) -> None:
 
 def _axes(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes:
     """Read the axes beside tp: the plan's, unless some are asked for."""
-    dp, cp = keywords.get("dp"), keywords.get("cp")
-    return (
-        plan.batch
-        if plan is not None and dp is None and cp is None
-        else read_axis(dp, keywords.get("fully_shard"), tp, cp)
-    )
+    dp, cp, split = map(keywords.get, ("dp", "cp", "fully_shard"))
+    if plan is not None and dp is None and cp is None:
+        return plan.batch
+    axes = read_axis(dp, split, tp, cp)
+    return replace(axes, fully_shard=plan.batch.fully_shard) if plan is not None and split is None else axes
 
 
 def _refuse(plan: Any, keywords: Mapping[str, Any], tp: Any, mesh: DeviceMesh | None) -> None:

@@ -201,7 +201,9 @@ def _with_axes(ranks: Ranks, mesh: DeviceMesh, degrees: Mapping[str, int]) -> Ra
     _check_order(names)
     of_axes = {axis: _of_mesh(mesh[axis], None) for axis in degrees}
     places = {axis: MeshPlace(x.rank, x.tp, x.group_name) for axis, x in of_axes.items()}
-    batch = next(iter(of_axes.values())) if len(degrees) == 1 else _of_mesh(compat.flat_mesh(mesh[tuple(degrees)]), None)
+    batch = (
+        next(iter(of_axes.values())) if len(degrees) == 1 else _of_mesh(compat.flat_mesh(mesh[tuple(degrees)]), None)
+    )
     every = _of_mesh(compat.flat_mesh(mesh[*degrees, "tp"]), None)
     return replace(
         ranks,

@@ -10,14 +10,16 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.capture_errors import refuse_scripted
-from autotp.comm.ranks import Ranks, check_degree
+from autotp.comm.ranks import Ranks, axes_of, check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise
+from autotp.ir.layouts import BESIDE
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
@@ -215,6 +217,27 @@ def read_band(band: Any) -> float:
     return float(band)
 
 
+def degrees_of(tp: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Read the degrees of a mesh that is given in place of `tp`: the degree of tp, and the keywords with dp and cp.
+
+    Args:
+        tp: what a public function was given, a number too. keywords: of that function.
+
+    Raises:
+        InputError: the mesh cannot give degrees, or `keywords` give one of them too.
+    """
+    if not isinstance(tp, DeviceMesh):
+        return tp, dict(keywords)
+    sizes = axes_of(tp)
+    for name in BESIDE:
+        if name in sizes and keywords.get(name) is not None:
+            raise InputError(
+                f"the axis {name} is named twice: the mesh has {name}={sizes[name]}, and {name}={keywords[name]} is "
+                "given too. Leave out the number."
+            )
+    return sizes.pop("tp", 1), {**keywords, **sizes}
+
+
 def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
     """Read the axes beside tp that a public function's arguments ask for, checked.
 
@@ -227,7 +250,9 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
     sizes = {name: 1 if n is None else n for name, n in (("dp", dp), ("cp", cp))}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{name}={size!r}: the {DEGREES[name]} degree counts ranks, so it is an int of at least 1.")
+            raise InputError(
+                f"{name}={size!r}: the {DEGREES[name]} degree counts ranks, so it is an int of at least 1."
+            )
     axes = Axes(**sizes, fully_shard=bool(fully_shard))
     if fully_shard and axes.size == 1:
         raise InputError("fully_shard=True splits weights over dp and cp: give dp or cp, the size of such an axis.")

@@ -1,8 +1,9 @@
 """A plan as JSON text and back, in a numbered format: a file in another one, or one that was changed, is refused.
 
-`axes` are the axes of the mesh in order, the outermost first, each with its size; the last one is tp, whose layouts
-stand in the records, and with the first of those beside it stands what all of them cost. A later format's fields of an axis (`layouts` of a further one by name,
-`virtual` ranks, `shares` of uneven ones) may be absent, and are refused where they are not.
+`axes` are the axes of the mesh in order, the outermost first, each with its size: dp, cp and tp, of which tp is always
+there and has its layouts in the records. With the first of those beside tp stands what all of these cost. A later
+format's fields of an axis (`layouts` of a further one by name, `virtual` ranks, `shares` of uneven ones) may be absent,
+and are refused where they are not.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     # A later format's fields are of an axis: what this version does not know, it does not run.
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
     known = [{"size"} | (costs if i == 0 and axis != "tp" else set()) for i, (axis, _) in enumerate(axes)]
-    more = [f"{key} of {axis}" for (axis, entry), own in zip(axes, known, strict=True) for key in entry if key not in own]
+    more = [
+        f"{key} of {axis}" for (axis, entry), own in zip(axes, known, strict=True) for key in entry if key not in own
+    ]
     if [axis for axis, _ in axes] != [axis for axis in (*BESIDE, "tp") if axis in sizes] or "tp" not in sizes or more:
         raise PlanError(
             f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(more)}"

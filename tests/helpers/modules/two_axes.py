@@ -33,12 +33,34 @@ class Contrastive(nn.Module):
         return nn.functional.cross_entropy(scores, torch.arange(x.shape[0])), scores
 
 
+class Decoder(nn.Module):
+    """One block of causal attention and a feed-forward, with the loss inside."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.table, self.head = heads, nn.Embedding(32, width), nn.Linear(width, 32)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.table(input_ids) + torch.arange(input_ids.shape[1])[:, None] / 16
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        scores = self.head(x + self.down(self.up(x).relu()))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores * 1.0
+
+
 def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in float64 with the inputs of a whole batch."""
     if name == "contrastive":
         torch.manual_seed(0)
         model = Contrastive().double()
         return model, {"x": torch.randn(4, 16).double(), "y": torch.randn(4, 16).double()}
+    if name == "decoder":
+        torch.manual_seed(0)
+        model, ids = Decoder().double(), torch.randint(32, (4, 16))
+        return model, {"input_ids": ids, "labels": ids.masked_fill(torch.arange(64).view(4, 16) < 5, IGNORED)}
     if name == "esm":
         torch.manual_seed(0)
         made = transformers.EsmForMaskedLM(transformers.EsmConfig(**ESM)).eval()
