@@ -13,7 +13,7 @@ from autotp.plans.show import document
 from autotp.plans.show.terminal import Line, Sheet, Table, View
 from autotp.text import amount, number, seconds
 
-from .estimates import Degree
+from .estimates import Axes, Degree
 from .plan import Plan
 
 
@@ -55,16 +55,17 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not: cp beside dp or a pipeline, states alone that are
-    split, and weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
-    if mesh.shard == "states" or (mesh.pp > 1 and mesh.shard) or (mesh.cp > 1 and mesh.pp * mesh.dp > 1):
+    """The call of autotp that runs a mesh; empty where it does not: cp beside a pipeline, states alone that are split,
+    and weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
+    if mesh.shard == "states" or (mesh.pp > 1 and (mesh.shard or mesh.cp > 1)):
         return ""
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
         return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, dp={mesh.dp}{chunks}, ...)"
-    axis = f"cp={mesh.cp}" if mesh.cp > 1 else f"dp={mesh.dp}"
+    degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}
+    axes = ", ".join(f"{name}={n}" for name, n in degrees.items())
     split = ", fully_shard=True" if mesh.shard else ""
-    return f"autotp.compile(model, {mesh.tp}, {axis}{split}, ...)"
+    return f"autotp.compile(model, {mesh.tp}, {axes}{split}, ...)"
 
 
 @dataclass(frozen=True)

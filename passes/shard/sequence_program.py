@@ -19,7 +19,7 @@ from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.ir.graph import Capture, draws, shape_of, where
 from autotp.ir.layouts import Layout
-from autotp.ir.marks import mark
+from autotp.ir.marks import BatchConversion, mark
 from autotp.ir.op import Op
 from autotp.ir.program import Planned
 from autotp.passes.base import Changes, Pass
@@ -57,7 +57,7 @@ class SequenceAxis(Pass[Capture]):
         """
         dealt = deal_sequence(program, self.cp, self.tp, self.cluster)
         program.notes += dealt.notes
-        return Changes(sum(mark(n).batch is not None for n in program.graph.nodes), "conversions over cp")
+        return Changes(len(_conversions(program)), "conversions over cp")
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,15 @@ def _one_sequence(program: Capture) -> sympy.Symbol:
     return sequence
 
 
+def _conversions(program: Capture) -> list[tuple[fx.Node, BatchConversion]]:
+    """List the conversions over cp; a program that dp has dealt has some of that axis too."""
+    over = [(n, mark(n).batch) for n in program.graph.nodes]
+    return [(n, b) for n, b in over if b is not None and b.axis == "cp"]
+
+
 def _notes(program: Capture) -> list[str]:
     """List the values that change hands, for the plan's notes."""
-    over = [(n, mark(n).batch) for n in program.graph.nodes]
-    dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in over if b is not None]
+    dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in _conversions(program)]
     gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]
     turned = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
     lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]

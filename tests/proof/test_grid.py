@@ -82,8 +82,6 @@ def test_what_cannot_be_dealt_is_refused():
     ids, seen, targets = inputs()
     with pytest.raises(InputError, match="a sequence of 7 is not dealt to 2 ranks"):
         autotp.plan(Causal(), 2, cp=2, example_inputs=(ids[:, 1:], seen[:, 1:], targets[:, 1:]))
-    with pytest.raises(InputError, match="one axis beside tp is planned"):
-        autotp.plan(Causal(), 2, cp=2, dp=2, example_inputs=(ids, seen, targets))
     with pytest.raises(InputError, match="must be a multiple of 6"):
         autotp.Inputs(ids).part(0, 3)
     with pytest.raises(InputError, match="draws random numbers"):
@@ -91,6 +89,16 @@ def test_what_cannot_be_dealt_is_refused():
     parts = [autotp.Inputs(ids, flag=True).part(rank, 2) for rank in range(2)]
     assert torch.equal(parts[0].args[0], ids[:, [0, 1, 6, 7]]) and torch.equal(parts[1].args[0], ids[:, 2:6])
     assert parts[0].kwargs == {"flag": True}
+
+
+def test_a_plan_over_three_axes_says_what_goes_over_each():
+    """Parts of sequences over cp in the plan of a slice of the batch; a loss goes over dp and is no note of cp."""
+    plan, alone = (autotp.plan(Causal(), 2, dp=dp, cp=2, example_inputs=inputs()) for dp in (2, 1))
+    assert plan.batch.degrees == {"dp": 2, "cp": 2} and plan.batch.size == 4 and plan.placements == alone.placements
+    assert "2 x 2 x 2 ranks (dp x cp x tp)" in plan.report() and "over dp=2 x cp=2" in plan.report()
+    assert plan.notes == alone.notes and any("over cp" in note for note in plan.notes)
+    assert plan.batch.sent > alone.batch.sent and plan.batch.values > alone.batch.values
+    assert autotp.Plan.from_json(plan.to_json()).batch == plan.batch
 
 
 def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
