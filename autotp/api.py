@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,7 @@ def plan(
             device's. The plan then holds the table of all (`Plan.degrees`).
         devices: price every pp x dp x cp x tp of so many, for training (docs/choosing.md); with `tp` those alone.
         global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
-        example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; transformers' may go without.
-            With `devices` they are one micro-batch.
+        example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; of transformers optional. With `devices` one micro-batch.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
             the model's inputs and outputs, or a logical axis (docs/guide.md); patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
@@ -91,8 +90,8 @@ def plan(
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
-        dp, cp: sizes of axes beside tp, of data and of context parallelism (docs/axes.md). With dp the example inputs
-            are one rank's slice of the batch, with cp whole sequences. `fully_shard` splits weights over both too.
+        dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
+            of the batch, with cp whole sequences. `fully_shard` splits weights over both too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -103,8 +102,7 @@ def plan(
     Raises: InputError, CaptureError, PlanError.
     """
     refuse_unknown("plan", keywords, PlanKeywords)
-    tp, given = degrees_of(tp, keywords)
-    keywords = cast("PlanKeywords", given)
+    tp, keywords = degrees_of(tp, keywords)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
     refuse_beside_devices(devices, global_batch, tp, any(x not in (None, False, 1) for x in others))
     axes = _axes(None, keywords, tp)
@@ -206,8 +204,7 @@ def compile(
         if mesh is not None:
             raise InputError("the mesh is given twice, in place of tp and as mesh=. Leave one out.")
         mesh = tp
-    tp, given = degrees_of(tp, keywords)
-    keywords = cast("CompileKeywords", given)
+    tp, keywords = degrees_of(tp, keywords)
     _refuse(plan, keywords, tp, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model

@@ -141,9 +141,9 @@ def _check_world(tp: int | None, degrees: Mapping[str, int], world: int) -> int:
     """The tp degree in a world of this many ranks, each of which has one place on every axis."""
     beside = prod(degrees.values())
     if beside > 1 and (world % beside or tp not in (None, world // beside)):
-        asked = ", ".join(f"{name}={n}" for name, n in degrees.items())
+        text = ", ".join(f"{name}={n}" for name, n in degrees.items())
         raise InputError(
-            f"{asked} and tp={tp or 'the rest'} do not make up the world of {world} ranks: "
+            f"{text} and tp={tp or 'the rest'} do not make up the world of {world} ranks: "
             f"{' x '.join((*degrees, 'tp'))} must be {world}. Pass a mesh with dimensions of these names, such as "
             f"{_mesh_text(degrees, tp or 1)}, to use a part of the world."
         )
@@ -163,8 +163,8 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
     Raises:
         InputError: a dimension has no name or another, or a name twice; or their order is another one.
     """
-    names, known = mesh.mesh_dim_names or (), (*BESIDE, "tp")
-    if len(names) != mesh.ndim or not set(names) <= set(known):
+    names = mesh.mesh_dim_names or ()
+    if len(names) != mesh.ndim or not {*BESIDE, "tp"}.issuperset(names):
         raise InputError(
             f"the mesh has {mesh.ndim} dimensions named {names or 'nothing'}, and one that gives the degrees has "
             "some of dp, cp and tp: " + _mesh_text({"dp": 2, "cp": 2}, 2) + ". Or give the degrees as numbers."
@@ -179,9 +179,9 @@ def _check_order(names: Sequence[str]) -> None:
     for name in order:
         if order.count(name) > 1:
             raise InputError(f"the mesh names the axis {name!r} twice, in {tuple(names)}: give each dimension its own.")
-    if (wanted := [name for name in (*BESIDE, "tp") if name in order]) != order:
+    if (axes := [name for name in (*BESIDE, "tp") if name in order]) != order:
         raise InputError(
-            f"the mesh has the axes in the order {', '.join(order)}, and it is {', '.join(wanted)}: ranks of a tp "
+            f"the mesh has the axes in the order {', '.join(order)}, and it is {', '.join(axes)}: ranks of a tp "
             "group follow each other, and then those of cp. Make it with the dimensions in this order."
         )
 

@@ -217,7 +217,7 @@ def read_band(band: Any) -> float:
     return float(band)
 
 
-def degrees_of(tp: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def degrees_of(tp: Any, keywords: Any) -> tuple[Any, Any]:
     """Read the degrees of a mesh that is given in place of `tp`: the degree of tp, and the keywords with dp and cp.
 
     Args:
@@ -227,7 +227,7 @@ def degrees_of(tp: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any
         InputError: the mesh cannot give degrees, or `keywords` give one of them too.
     """
     if not isinstance(tp, DeviceMesh):
-        return tp, dict(keywords)
+        return tp, keywords
     sizes = axes_of(tp)
     for name in BESIDE:
         if name in sizes and keywords.get(name) is not None:
@@ -247,7 +247,8 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
     Raises:
         InputError: a value that is none, or two that contradict each other.
     """
-    sizes = {name: 1 if n is None else n for name, n in (("dp", dp), ("cp", cp))}
+    sizes = {"dp": dp, "cp": cp}
+    sizes = {name: n for name, n in sizes.items() if n is not None}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InputError(

@@ -122,11 +122,12 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     sizes = {axis: entry["size"] for axis, entry in axes}
     # A later format's fields are of an axis: what this version does not know, it does not run.
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
-    known = [{"size"} | (costs if i == 0 and axis != "tp" else set()) for i, (axis, _) in enumerate(axes)]
-    more = [
-        f"{key} of {axis}" for (axis, entry), own in zip(axes, known, strict=True) for key in entry if key not in own
-    ]
-    if [axis for axis, _ in axes] != [axis for axis in (*BESIDE, "tp") if axis in sizes] or "tp" not in sizes or more:
+    more: list[str] = []
+    for i, (axis, entry) in enumerate(axes):
+        own = {"size"} | (costs if i == 0 and axis != "tp" else set())
+        more += [f"{key} of {axis}" for key in entry if key not in own]
+    order = [axis for axis in (*BESIDE, "tp") if axis in sizes]
+    if [axis for axis, _ in axes] != order or "tp" not in order or more:
         raise PlanError(
             f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(more)}"
             f"{' and '.join(more)}, and this version of autotp runs dp, cp and tp, in this order. Read it with the "

@@ -93,7 +93,7 @@ def refusing(rank: int, world: int, group: Any) -> dict[str, str]:
 
     odd = slice_of({k: v[:, :14] for k, v in whole.items()}, 0)
     found = {
-        "too many": told(tp=2, dp=2, cp=2),
+        "too many": told(tp=3, dp=2, cp=2),
         "too few": told(tp=1, dp=2),
         "a size": told(dp=2, cp=4, mesh=mesh),
         "twice": told(tp=mesh, dp=2),
@@ -115,8 +115,8 @@ def refusing(rank: int, world: int, group: Any) -> dict[str, str]:
 
 
 SAID = {
-    "too many": "dp=2, cp=2 and tp=2 do not make up the world of 4 ranks: dp x cp x tp must be 4",
-    "too few": "dp=2 and tp=1 do not make up the world of 4 ranks",
+    "too many": "dp=2, cp=2 and tp=3 do not make up the world of ",
+    "too few": "dp=2 and tp=1 do not make up the world of ",
     "a size": "cp=4 needs a mesh with a dimension 'cp' of that size, and it has one of 2",
     "twice": "the axis dp is named twice: the mesh has dp=2, and dp=2 is given too",
     "two meshes": "the mesh is given twice",
