@@ -79,7 +79,7 @@ def plan(
             device's. The plan then holds the table of all (`Plan.degrees`).
         devices: price every pp x dp x cp x tp of so many, for training (docs/choosing.md); with `tp` those alone.
         global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
-        example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; of transformers optional. With `devices` one micro-batch.
+        example_inputs: a tensor, args, kwargs, `autotp.Inputs`; of transformers optional. With `devices` a micro-batch.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
             the model's inputs and outputs, or a logical axis (docs/guide.md); patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
