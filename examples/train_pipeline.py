@@ -34,8 +34,8 @@ def batch(step: int, rows: int, slices: int = 1, at: int = 0) -> dict[str, torch
     return {"input_ids": ids, "labels": ids}
 
 
-def train(args: argparse.Namespace, model: GPT2LMHeadModel) -> list[float]:
-    """Losses of the stages."""
+def train(args: argparse.Namespace, model: GPT2LMHeadModel) -> tuple[list[float], torch.Tensor]:
+    """Losses of the stages, and what they generate afterwards."""
     micro = batch(0, args.rows, args.dp * args.microbatches)
     order = "v" if "ZBV" in args.schedule else "loop"
     pipe = autotp.stages(model, args.pp, args.tp, dp=args.dp, chunks=args.chunks, order=order, example_inputs=micro)
@@ -49,9 +49,11 @@ def train(args: argparse.Namespace, model: GPT2LMHeadModel) -> list[float]:
         pipe.clip_grad_norm_(1.0)  # the norm of all stages
         optimizer.step()
         optimizer.zero_grad()
+    pipe.module.eval()
+    tokens = pipe.module.generate(micro["input_ids"][:1, :4], max_new_tokens=8, do_sample=False)  # on every rank
     if args.save:
-        pipe.save_checkpoint(args.save, optimizer=optimizer)
-    return losses
+        pipe.save_checkpoint(args.save, format="huggingface")  # transformers' from_pretrained reads it
+    return losses, tokens
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def main() -> None:
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
     torch.manual_seed(0)
     model = GPT2LMHeadModel(SIZES).eval()  # without dropout: with it, one device would draw other masks
-    losses, optimizer = train(args, model), torch.optim.AdamW(model.parameters(), lr=3e-3)
+    (losses, tokens), optimizer = train(args, model), torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step, found in enumerate(losses):
         loss = model(**batch(step, args.rows)).loss
         loss.backward()
@@ -69,6 +71,9 @@ def main() -> None:
         optimizer.zero_grad()
         if abs(found - loss.item()) > 1e-4:
             sys.exit(f"step {step}: the stages' loss is {found:.6f}, the model's {loss.item():.6f}")
+    prompt = batch(0, args.rows)["input_ids"][:1, :4]
+    if not torch.equal(tokens, model.generate(prompt, max_new_tokens=8, do_sample=False)):
+        sys.exit(f"the stages generate {tokens.tolist()}")
     if dist.get_rank() == 0:
         print(f"losses {', '.join(f'{x:.4f}' for x in losses)}\nRight")
     dist.destroy_process_group()

@@ -118,9 +118,11 @@ def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
 
 
 def serves(state: Mode, mode: Mode) -> bool:
-    """Return whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
-    grad_modes = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
-    return state[:2] == mode[:2] and grad_modes and state[4] == mode[4]
+    """Return whether what was captured in a state is for this mode: None, as of a grad mode that a forward never asks
+    for, is any."""
+    return (
+        all(a is None or b is None or a == b for a, b in zip(state[:4], mode[:4], strict=True)) and state[4] == mode[4]
+    )
 
 
 def shortened(values: list[Any]) -> Any:

@@ -75,6 +75,7 @@ class Ranks:
         batch: likewise the ranks of this one's place in tp on all axes beside it together, over which gradients are
             summed; `beside`: this rank's place on each of these axes.
         every: likewise the ranks of all axes, which plan together; `axes` names them in messages.
+        line: with pipeline stages, the ranks of all stages that are called with the same inputs.
     """
 
     mesh: DeviceMesh
@@ -85,6 +86,7 @@ class Ranks:
     device: torch.device
     batch: Ranks | None = None
     every: Ranks | None = None
+    line: Ranks | None = None
     axes: str = "tp"
     beside: Mapping[str, MeshPlace] = field(default_factory=dict)
 
@@ -92,6 +94,11 @@ class Ranks:
     def planners(self) -> Ranks:
         """The ranks that must have the same model and plan."""
         return self.every or self
+
+    @property
+    def joint(self) -> Ranks:
+        """The ranks that run one program together."""
+        return self.line or self
 
     @property
     def channel(self) -> Channel | None:

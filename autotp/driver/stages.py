@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -12,28 +13,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp import compat
 from autotp.capture.capture import aliases, skeleton
-from autotp.capture.request import CaptureRequest, mode_of
+from autotp.capture.request import CaptureRequest
 from autotp.comm.ranks import Ranks, check_degree, together
 from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.layouts import Layout
+from autotp.ir.program import Sharded
 from autotp.passes.decompose.loss_sums import with_loss
-from autotp.passes.stages.balance import Staging, stage_starts
-from autotp.passes.stages.cut import Piece, cut
+from autotp.passes.stages.balance import Staging, stage_starts, units_of
+from autotp.passes.stages.cut import cut
 from autotp.plans.plan import Plan
-from autotp.runtime.interop.tool_refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering
+from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Source
-from autotp.runtime.stages.feed import Feed
-from autotp.runtime.stages.pipe import Grid, Pipe, tied_over_ranks
-from autotp.runtime.stages.staged import StagedModule
-from autotp.runtime.stages.sums import Sums
+from autotp.runtime.stages.pipe import Pipe
+from autotp.runtime.stages.pipeline import Pipeline
+from autotp.runtime.stages.relay import Grid
 
 from .compile import Compilation, applied, further, plain
 from .options import Options, StageKeywords, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
 from .schedule import schedule
-from .staging import found_units, staging
+from .staging import staging
 
 ORDERS = ("loop", "v")
 
@@ -103,14 +105,77 @@ def stages(
 def _staged_pipe(
     compilation: Compilation, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool
 ) -> Pipe:
-    """Capture, plan, cut, and of the stages those of this rank."""
+    """Capture, plan, cut, and a sharded module of this rank's stages."""
+    model, options = compilation.model, compilation.options
     captured, notes = compilation.capture(inputs)
     plan = compilation.solve(captured, notes)
     compilation.compare_weights()
-    division, pieces = together(
-        grid.world, "cutting the model", lambda: _cut(captured, plan, compilation.options, grid, limit)
-    )
-    return _pipe(compilation, captured, plan, division, pieces, grid, ranks, inputs, loss)
+    division = together(grid.world, "cutting the model", lambda: _division(captured, plan, options, grid, limit))
+    cut_of = partial(_cut, plan=plan, options=options, division=division)
+    sharded = together(grid.world, "cutting the model", lambda: cut_of(captured, {}, compilation.request.outputs))
+    first = aliases(model)
+    holdings: list[set[str]] = [set() for _ in range(grid.size)]
+    for place, piece in zip(grid.places, sharded.pieces, strict=True):
+        holdings[place] |= {str(first.get(n, n)) for n in piece.names}
+    # What no stage reads the first one holds: checkpoints of the whole have it.
+    holdings[grid.places[0]] |= set(first.values()) - set().union(*holdings)
+    holders = {}
+    for name, _ in model.named_parameters():
+        places = tuple(place for place, own in enumerate(holdings) if name in own)
+        holders |= {name: places} if len(places) > 1 else {}
+    source = Source(
+        bare=skeleton(model, ranks.device),
+        make=partial(_checked, cut_of=cut_of, holdings=holdings, grid=grid, first=first),
+        capture=further, agreed=schedule(ranks=grid.world).agreed, ranks=ranks, tp=plan.tp, aliases=first,
+        want=compilation.request, sample=compilation.check is not False,
+        lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
+        ready=[(captured, sharded)], pipeline=Pipeline(grid, holders, loss),
+        elsewhere=frozenset(n for n, f in first.items() if f not in holdings[grid.rank]),
+    )  # fmt: skip
+    module = ShardedModule(model, plan, source)
+    return Pipe(plan, module, division, without_cache(model, inputs)[0])
+
+
+def _division(captured: Capture, plan: Plan, options: Options, grid: Grid, limit: float | None) -> Staging:
+    """The best division of the model's blocks into stages."""
+    planned, sharded, builder = applied(captured, plan, options)
+    return staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+
+
+def _cut(
+    captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options, division: Staging
+) -> Sharded:
+    """The program of the ranks with one piece for each stage, cut at the division's blocks."""
+    odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
+    if odd is not None:
+        raise PlanError(
+            f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
+            "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
+        )
+    planned, sharded, _ = applied(captured, plan, options, outputs, states)
+    units = units_of(sharded.graph.nodes)
+    if tuple(u.name for u in units) != division.units:
+        raise InputError(
+            f"this call runs other blocks than {division.units[0]} to {division.units[-1]}, between which {plan.model} "
+            "was cut into stages. Call the whole model, or compile it with tensor parallelism alone."
+        )
+    return replace(sharded, pieces=tuple(cut(planned, sharded, stage_starts(units, division.division.sizes))))
+
+
+def _checked(
+    captured: Capture, states: Mapping[str, Layout], outputs: str, *, cut_of: Callable[..., Sharded],
+    holdings: Sequence[Collection[str]], grid: Grid, first: Mapping[str, str],
+) -> Sharded:  # fmt: skip
+    """The program of a further call, whose stages read what their ranks hold."""
+    sharded = cut_of(captured, states, outputs)
+    for stage, (piece, place) in enumerate(zip(sharded.pieces, grid.places, strict=True)):
+        missing = {first.get(n, n) for n in piece.names} & (set(first) - set(holdings[place]))
+        if missing:
+            raise PlanError(
+                f"in this call stage {stage} reads {min(missing)}, which another stage holds. Make stages by an "
+                "example of such a call."
+            )
+    return sharded
 
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
@@ -141,123 +206,11 @@ def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh |
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if (sizes.get("pp"), sizes.get("dp", 1), sizes.get("tp")) != (pp, dp, tp) or set(sizes) - {"pp", "dp", "tp"}:
         raise InputError(f"the mesh has dimensions {sizes}, and pp={pp}, dp={dp}, tp={tp} are asked for.")
-    ranks = Ranks.find(tp, mesh, dp)
-    world = Ranks.find(mesh=compat.flat_mesh(mesh))
-    assert ranks is not None and world is not None
+    ranks, world = Ranks.find(tp, mesh, dp), Ranks.find(mesh=compat.flat_mesh(mesh))
+    line = world if dp == 1 else Ranks.find(mesh=compat.flat_mesh(mesh["pp", "tp"]))
+    assert ranks is not None and world is not None and line is not None
     there = list(range(pp))
     places = there * chunks if order == "loop" else [*there, *reversed(there)]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
-    return Grid(replace(world, axes="pp, dp and tp"), group, rank, pp, chunks, tuple(places)), ranks
-
-
-def _cut(
-    captured: Capture, plan: Plan, options: Options, grid: Grid, limit: float | None = None,
-    division: Staging | None = None,
-) -> tuple[Staging, list[Piece]]:  # fmt: skip
-    """The best division, or a given one, and the programs of its stages."""
-    odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
-    if odd is not None:
-        raise PlanError(
-            f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
-            "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
-        )
-    planned, sharded, builder = applied(captured, plan, options)
-    if division is None:
-        division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
-    units = found_units(sharded, plan.model, grid.size, grid.chunks)
-    return division, cut(planned, sharded, stage_starts(units, division.division.sizes))
-
-
-def _pipe(
-    compilation: Compilation, captured: Capture, plan: Plan, division: Staging, pieces: list[Piece], grid: Grid,
-    ranks: Ranks, inputs: Inputs, loss: bool,
-) -> Pipe:  # fmt: skip
-    """This rank's modules."""
-    model, first = compilation.model, aliases(compilation.model)
-    own = [i for i, place in enumerate(grid.places) if place == grid.rank]
-    names = [_first(piece.names, first) for piece in pieces]
-    placed = [place for place, size in zip(grid.places, division.division.sizes, strict=True) for _ in range(size)]
-    blocks = tuple(f"{u}." for u, place in zip(division.units, placed, strict=True) if place == grid.rank)
-    # The first stage also holds what nobody reads: checkpoints of the whole have it.
-    names[0] |= unread(model, set().union(*names))
-    mine = set().union(*(names[i] for i in own))
-    paths = set().union(*(pieces[i].paths for i in own))
-    paths |= {path for path, _ in model.named_modules() if f"{path}.".startswith(blocks)}  # in other modes too
-    part = pruned(model, mine, paths)
-    elsewhere = {n for n in model.state_dict() if first.get(n, n) not in mine}
-    bare, options, request = skeleton(model, ranks.device), compilation.options, compilation.request
-    source = Source(
-        bare=skeleton(part, ranks.device), make=_no_other, capture=further, agreed=(), ranks=ranks, tp=plan.tp,
-        aliases=aliases(part), want=request, sample=compilation.check is not False, whole=bare,
-        lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
-    )  # fmt: skip
-    module = StagedModule(part, plan, source)
-    module._shards.elsewhere = frozenset(elsewhere)
-    if grid.size > 1:
-        refuse_clipping_of(module)
-    # A weight of several stages has one gradient, their sum, and counts once in a norm: at its first holder.
-    parameters = {n for n, _ in model.named_parameters()}
-    tied = tied_over_ranks({i: n & parameters for i, n in enumerate(names)}, grid.places)
-    shared = {name: holders for name, holders in tied.items() if grid.rank in holders}
-    counted = {n for n in module._shards.storages if n not in tied or tied[n][0] == grid.rank}
-    sums = Sums(module._shards, tied, shared, frozenset(counted), grid.pipeline, ranks.batch)
-    inputs = without_cache(model, inputs)[0]
-
-    # Stages of the other mode (train or eval) are cut once they are called, at the same units.
-    ready = {captured.training: (Feed(bare, captured), pieces)}
-
-    def cut_in(training: bool) -> tuple[Feed, list[Piece]]:
-        if training in ready:
-            return ready.pop(training)
-        bare.train(training)
-        other = further(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request)
-        return Feed(bare, other), _cut(other, plan, options, grid, division=division)[1]
-
-    return Pipe(plan, module, cut_in, division, grid, sums, inputs, loss)
-
-
-def _first(names: set[str], first: Mapping[str, str]) -> set[str]:
-    return {first.get(n, n) for n in names}
-
-
-def _no_other(*args: Any) -> Any:
-    raise PlanError("stages run the one program that they were cut from. Make stages again for other inputs or modes.")
-
-
-def pruned(model: nn.Module, names: Collection[str], paths: Collection[str]) -> nn.Module:
-    """A shallow copy of a model; it shares the tensors that it has, and the model stays as it is.
-
-    Args:
-        names: of the parameters and buffers that it has, each under any of its names.
-        paths: of the modules that it has beside those that hold something.
-    """
-    first = aliases(model)
-    first_names = {first.get(n, n) for n in names}
-    tensors = {n for n, f in first.items() if f in first_names}
-    module_paths = {*paths, *(n.rpartition(".")[0] for n in tensors)}
-    homes = set(module_paths)
-    for path in module_paths:
-        homes |= {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
-    copies: dict[int, nn.Module] = {}
-
-    def part(module: nn.Module, path: str) -> nn.Module:
-        if id(module) not in copies:
-            new: Any = object.__new__(type(module))
-            copies[id(module)] = new
-            new.__dict__ = dict(vars(module))
-            inside = f"{path}." if path else ""
-            for table in ("_parameters", "_buffers"):
-                old = vars(module)[table]
-                # None, which forwards and descriptions ask for, in the place of what is held elsewhere.
-                new.__dict__[table] = dict.fromkeys(old) | {k: t for k, t in old.items() if inside + k in tensors}
-            children = {k: m for k, m in module._modules.items() if m is None or inside + k in homes}
-            new.__dict__["_modules"] = {k: m and part(m, inside + k) for k, m in children.items()}
-        return copies[id(module)]
-
-    return part(model, "")
-
-
-def unread(model: nn.Module, names: Collection[str]) -> set[str]:
-    """First names of the tensors of a model that no stage reads: the first stage holds them, for checkpoints."""
-    first = aliases(model)
-    return set(first.values()) - {first.get(n, n) for n in names}
+    world, line = replace(world, axes="pp, dp and tp"), replace(line, axes="pp and tp" if dp > 1 else "pp, dp and tp")
+    return Grid(world, group, rank, pp, chunks, tuple(places)), replace(ranks, every=world, line=line)

@@ -71,7 +71,8 @@ class Sharded:
     """A per-rank program before the rank is known.
 
     `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end;
-    `states` how what is carried from call to call lies, going in and out.
+    `states` how what is carried from call to call lies, going in and out; `pieces` are the programs of the stages that
+    it is cut into (`autotp.passes.stages.cut`).
     """
 
     graph: fx.Graph
@@ -79,6 +80,7 @@ class Sharded:
     origin: dict[fx.Node, Value] = field(default_factory=dict)
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
     states: dict[str, Layout] = field(default_factory=dict)
+    pieces: tuple[Any, ...] = ()
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
         """Layout of the output at this position, and the (fake) whole value."""

@@ -1,7 +1,8 @@
 """The message that ranks exchange before a forward or a backward, and how messages are compared.
 
-The tp ranks of one dp rank are called alike. Those of another have a slice of the batch of their own: as many examples,
-of other lengths and values, and so another program, but of the same kind.
+The ranks of one lane are called alike: the tp ranks of one dp rank, of all stages. Those of another lane have a slice
+of the batch of their own: as many examples, of other lengths and values, and so another program, but of the same kind.
+The ranks of one place have the same stage, and so the same weights.
 
 With a message go a few values of the inputs, by which ranks notice that they were given different ones: of inputs on
 the CPU, which a loader makes, for reading others would wait for the device. Whole numbers are compared exactly, in
@@ -129,6 +130,7 @@ class CallMessage(NamedTuple):
         writes: to weights since the call before, all weights together.
         seed, state: what its random numbers come from, and that of its generator.
         exact, near: of the values of the inputs.
+        tied: of what several pipeline stages hold (`autotp.runtime.stages.tied`).
     """
 
     call: bytes
@@ -141,16 +143,17 @@ class CallMessage(NamedTuple):
     state: bytes
     exact: int
     near: tuple[float, ...]
+    tied: bytes = b""
 
     def packed(self) -> bytes:
         """Pack it as bytes."""
-        return BODY.pack(*self[:-1], *self.near)
+        return BODY.pack(*self[:9], *self.near) + self.tied
 
     @classmethod
     def read(cls, message: bytes) -> CallMessage:
         """Read it from bytes."""
-        fields = BODY.unpack(message)
-        return cls._make((*fields[:9], fields[9:]))
+        fields = BODY.unpack_from(message)
+        return cls._make((*fields[:9], fields[9:], message[BODY.size :]))
 
 
 def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
@@ -182,30 +185,63 @@ def kind_of(flat: Sequence[Any]) -> dict[str, str]:
     return facts
 
 
-def parted(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """Say whether the ranks are called differently: "call" where those of one slice are, "kind" where slices are."""
-    for each in slices:
-        if len({(message.call, message.sizes, message.trained) for message in each}) > 1:
-            return "call"
-    kinds = {(message.kind, message.trained) for each in slices for message in each}
-    return "kind" if len(kinds) > 1 else ""
+@dataclass(frozen=True)
+class Groups:
+    """Ranks of a module that are compared with each other, each a list of places in its channel.
+
+    Attributes:
+        lanes: are called alike, but for their parts of sequences. slices: with the same values too.
+        places: have the same weights.
+    """
+
+    lanes: Sequence[Sequence[int]]
+    slices: Sequence[Sequence[int]]
+    places: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, size: int, tp: int, cp: int, dp: int) -> Groups:
+        """Groups of ranks in the order of a mesh (pp, dp, cp, tp).
+
+        Args:
+            size: how many there are. tp, cp, dp: degrees; pp is what is left.
+        """
+        mesh = torch.arange(size).view(-1, dp, cp, tp)
+        lanes, slices = mesh.transpose(0, 1).reshape(dp, -1), mesh.permute(1, 2, 0, 3).reshape(dp * cp, -1)
+        return cls(lanes.tolist(), slices.tolist(), mesh.reshape(mesh.shape[0], -1).tolist())
 
 
-def written_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """Say how often ranks have written weights, where not all have as often."""
-    counts = [message.writes for each in slices for message in each]
-    if len(set(counts)) == 1:
+def differ(values: Sequence[Any], groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether ranks of one group have other values.
+
+    Args:
+        values: by rank. groups: of ranks.
+    """
+    return any(len({*map(values.__getitem__, each)}) > 1 for each in groups)
+
+
+def parted(everyone: Sequence[CallMessage], groups: Groups) -> str:
+    """Say whether ranks are called differently: "call" where those of one lane are, "kind" where lanes are, "trained"
+    where ranks of one place train other parameters."""
+    if differ([(m.call, m.sizes) for m in everyone], groups.lanes):
+        return "call"
+    if len({m.kind for m in everyone}) > 1:
+        return "kind"
+    flags = [m.trained for m in everyone]
+    return "trained" if differ(flags, groups.places) else ""
+
+
+def written_apart(everyone: Sequence[CallMessage], groups: Groups) -> str:
+    """Say how often ranks have written weights, where not all have as often that have the same."""
+    counts = [message.writes for message in everyone]
+    texts = [f"weights written {n} times" for n in counts]
+    return by_value(texts) if differ(counts, groups.places) else ""
+
+
+def samples_apart(samples: Sequence[Sample]) -> str:
+    """Say how samples of the same values differ; "" where they do not."""
+    if alike(samples):
         return ""
-    return by_value([f"weights written {n} times" for n in counts])
-
-
-def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """Say how the values of the inputs differ on the ranks of a slice, which have the same."""
-    for each in slices:
-        if not alike([(message.exact, message.near) for message in each]):
-            texts = [f"{message.exact:08x} {leading(message.near)}" for message in each]
-            return by_value(texts)
-    return ""
+    return by_value([f"{exact:08x} {leading(near)}" for exact, near in samples])
 
 
 def refuse_generators(states: Sequence[bytes], what: str) -> None:
@@ -224,35 +260,32 @@ def refuse_generators(states: Sequence[bytes], what: str) -> None:
         )
 
 
-def compare(
-    slices: Sequence[Sequence[CallMessage]], sequences: Sequence[Sequence[CallMessage]], what: str
-) -> None:  # fmt: skip
+def compare(everyone: Sequence[CallMessage], groups: Groups, what: str) -> None:
     """Refuse weights that were written on some ranks only, or more often, and other values of the inputs.
 
     Args:
-        slices: the messages of each tp group. sequences: of the ranks that share a slice of the batch, which pass the
-            same whole sequences. what: the call in words.
+        everyone: the messages by rank. groups: of the ranks. what: the call in words.
 
     Raises:
         RankError: with what differs.
     """
-    everyone = [message for each in slices for message in each]
     if len({message.flags & WHOLE for message in everyone}) > 1:
         kinds = {WHOLE: "whole sequences", 0: "a part of them"}
         differences = by_value([kinds[message.flags & WHOLE] for message in everyone])
         raise RankError(f"The ranks do not agree on the inputs of {what}: {differences}. {SEQUENCES}")
-    if whole := bool(everyone[0].flags & WHOLE):
-        slices = sequences
-    if differences := written_apart(slices):
+    if differences := written_apart(everyone, groups):
         raise RankError(f"Since the call before {what} the ranks have parted: {differences}.\n{CAUSES}")
-    for each in slices:
-        refuse_generators([message.state for message in each], what)
-    if differences := valued_apart(slices):
-        axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
-        raise RankError(
-            f"The {axes} ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and some "
-            f"others): {differences}.\n{advice} With check=False values of inputs are not looked at."
-        )
+    whole = bool(everyone[0].flags & WHOLE)
+    for each in groups.lanes if whole else groups.slices:
+        own = [everyone[r] for r in each]
+        refuse_generators([m.state for m in own], what)
+        if differences := samples_apart([(m.exact, m.near) for m in own]):
+            axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
+            axes = axes if len(groups.places) == 1 else f"pp and {axes}"
+            raise RankError(
+                f"The {axes} ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and "
+                f"some others): {differences}.\n{advice} With check=False values of inputs are not looked at."
+            )
 
 
 @dataclass
@@ -260,14 +293,14 @@ class Ticket:
     """One forward, for its backwards; it holds nothing of the module.
 
     Attributes:
-        channel, what, hooked: see `Calls`. tp: how many ranks have the same gradients; 0 where values are not compared.
+        channel, what, hooked: see `Calls`. groups: of the ranks; None where values are not compared.
         task: of autograd, the latest backward.
     """
 
     channel: Channel
     what: str
     hooked: bool
-    tp: int
+    groups: Groups | None
     task: int = -1
 
     def backward(self, place: int, grads: Any) -> None:
@@ -276,7 +309,7 @@ class Ticket:
             refuse_transforms(grads)
             self.task = task
             what = f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
-            mine = GRADIENTS.pack(self.hooked, *(sampled(grads)[1] if self.tp else NOTHING[1]))
+            mine = GRADIENTS.pack(self.hooked, *(sampled(grads)[1] if self.groups else NOTHING[1]))
             messages = meet(self.channel, what, mine)
             hooks = self.hooked
             if messages.count(mine) < len(messages):
@@ -287,8 +320,8 @@ class Ticket:
 
     def _compare(self, what: str, messages: Sequence[tuple[Any, ...]]) -> bool:
         """Return whether some rank has hooks; other gradients on the ranks of a slice of the batch are refused."""
-        for i in range(0, len(messages), self.tp or len(messages)):
-            samples = [values for _, *values in messages[i : i + self.tp]]
+        for ranks in self.groups.slices if self.groups is not None else ():
+            samples = [messages[r][1:] for r in ranks]
             if not alike([(0, values) for values in samples]):
                 self.channel.leave()
                 texts = [leading(values) for values in samples]

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +37,11 @@ from .call_message import (
     SEQUENCES,
     WHOLE,
     CallMessage,
+    Groups,
     Ticket,
     alike,
     compare,
+    differ,
     kind_of,
     mode_of,
     parted,
@@ -53,7 +55,6 @@ from .programs import MAX_KINDS, CallKind, Program, short
 from .revision import Inventory, WriteCount
 from .storage import ShardState
 
-T = TypeVar("T")
 COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
@@ -71,7 +72,7 @@ class Calls:
         writes_before: how often weights were written, by the call before, or by a load after it.
         before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them;
             `own_count` counts writes to them.
-        updates: how many steps of optimizers were taken on them since then; None where nobody asks.
+        tied: of pipeline stages, what ranks of several hold; None where there are none.
     """
 
     shards: ShardState
@@ -85,13 +86,14 @@ class Calls:
     writes_before: int = 0
     hooked: bool = False
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
-    updates: int | None = None
+    tied: Any = None
     own_count: WriteCount | None = None
 
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.order)
         self.shards.counter = self
-        _ = self.own  # there from now on, as the other: to make one is a collective that no turn comes before
+        # There from now on, as the other: to make one is a collective that no turn comes before.
+        _ = self.own, self.joint
         if self.channel is not None:
             self.channel.modules += self.copy == ""
             self.place = self.channel.modules
@@ -113,6 +115,17 @@ class Calls:
     def own(self) -> Channel | None:
         """By which the tp ranks alone do."""
         return self.shards.ranks.channel if self.shards.ranks is not None else None
+
+    @property
+    def joint(self) -> Channel | None:
+        """By which the ranks do that run one program together: the tp ranks of all stages."""
+        return self.shards.ranks.joint.channel if self.shards.ranks is not None else None
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The ranks of all axes by what they have in common."""
+        axis, size = self.shards.axis, self.channel.size if self.channel is not None else 1
+        return Groups.of(size, self.shards.tp, axis.cp, axis.dp)
 
     @property
     def what(self) -> str:
@@ -140,27 +153,33 @@ class Calls:
                 lost(error, self.channel.group)
             raise
 
-    def begin(self, kind: CallKind, call: Arguments, program: Program | None) -> tuple[bool, int | None]:
-        """Hold a forward against those of the other ranks. A collective call.
+    def begin(
+        self, kind: CallKind, call: Arguments, program: Program | None, step: str = "", target: Any = None
+    ) -> tuple[bool, int | None]:
+        """Hold a forward, or a step of several, against those of the other ranks. A collective call.
 
         Args:
             kind: of the call, and `program` the one that is known for it. call: the inputs.
+            step: of forwards and backwards that begins, in words; "" for a forward. target: that a step is given.
 
         Returns: whether the call is of a new kind to any rank, and rank 0's seed, if the program is known.
         """
         channel = self.channel
         self.number += 1
+        what = f"{step}, {self.what}" if step else self.what
         if channel is None:
             return program is None, None
         trained, count = self.inventory.trained(), self.count()
         writes = (count - self.writes_before) % COUNT_VALUES
-        flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0] + WHOLE * (call.sequences is not None)
+        hooked = any(self.inventory.hooked) if step else self.inventory.hooked[0]
+        flags = NEW * (program is None) + HOOKED * hooked + WHOLE * (call.sequences is not None)
         exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
         digests = self._digests(kind, call)
-        own = CallMessage(*digests, trained, flags, writes, *self._numbers(program), exact, tuple(near))
+        tied = self.tied.values(target, self.values) if self.tied is not None else b""
+        own = CallMessage(*digests, trained, flags, writes, *self._numbers(program), exact, tuple(near), tied)
         mine = own.packed()
         try:
-            messages = meet(channel, f"forward, {self.what}", mine)
+            messages = meet(channel, what if step else f"forward, {what}", mine)
         except RankError:
             self.number -= 1  # it was not begun on any rank
             raise
@@ -169,21 +188,18 @@ class Calls:
             return program is None, own.seed if program is not None else None
         # In order of what misleads most: another call has other values too, and other weights give other values.
         everyone = [CallMessage.read(one) for one in messages]
-        slices, sequences = self._slices(everyone), self._slices(everyone, sequences=True)
-        if how := parted(sequences):
+        if how := parted(everyone, self.groups):
             self._differ(kind, call, how)
-        compare(slices, sequences, self.what)
+        compare(everyone, self.groups, what)
+        if self.tied is not None:
+            self.tied.compare([m.tied for m in everyone], what)
         self.writes_before = count
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
-        beside = slices[channel.rank // self.shards.tp]
+        own_slice = next(each for each in self.groups.slices if channel.rank in each)
+        beside = [everyone[r] for r in own_slice]
         new = any(message.flags & NEW for message in beside)
         return new, beside[0].seed if program is not None else None
-
-    def _slices(self, everyone: Sequence[T], sequences: bool = False) -> list[Sequence[T]]:
-        """Divide what all ranks have by their tp groups; `sequences`: by slices of the batch, whose ranks deal them."""
-        n = self.shards.tp * (self.shards.axis.cp if sequences else 1)
-        return [everyone[i : i + n] for i in range(0, len(everyone), n)]
 
     def compare_sequences(self, sequences: Sequence[Any]) -> None:
         """Refuse whole sequences that differ on ranks of a slice of the batch, on any device. A collective call.
@@ -193,7 +209,7 @@ class Calls:
         ranks = self.shards.ranks
         if ranks is not None and self.values:
             samples = from_all(ranks.planners, sampled(sequences, anywhere=True), "comparison of sequences")
-            if not all(map(alike, self._slices(samples, sequences=True))):
+            if any(not alike([samples[r] for r in lane]) for lane in self.groups.lanes):
                 raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
     def count(self) -> int:
@@ -211,7 +227,7 @@ class Calls:
             self.before_gathering = [*self.shards.pieces()]
             self.own_count = WriteCount([piece for piece, _ in self.before_gathering])
         (self.own_count or self.inventory).forget()  # a conversion gives weights other tensors, whose counts are others
-        self.writes_before, self.updates = self.count(), None if self.updates is None else 0
+        self.writes_before = self.count()
 
     @contextlib.contextmanager
     def conversion(self, to: str) -> Iterator[None]:
@@ -227,7 +243,8 @@ class Calls:
 
     @contextlib.contextmanager
     def _with_hooks(self) -> Iterator[None]:
-        compare_hooks(self.channel, self.what, self.order)  # of a call of a new kind it is known only now which gather
+        # Of a call of a new kind it is known only now which gather.
+        compare_hooks(self.channel, self.what, self.order, self.groups.places)
         hold()
         yield
         end_hooks(self.channel, self.what)
@@ -235,9 +252,9 @@ class Calls:
     def seed(self, program: Program) -> int:
         """Return rank 0's seed for a forward whose program was not known before. Collective."""
         seed, generator = self._numbers(program)
-        if self.own is None or not (program.seeds or program.draws):
+        if self.joint is None or not (program.seeds or program.draws):
             return seed
-        everyone = meet(self.own, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
+        everyone = meet(self.joint, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
         pairs = [struct.unpack("!q8s", one) for one in everyone]
         refuse_generators([pair[1] for pair in pairs], self.what)
         return int(pairs[0][0])
@@ -253,10 +270,16 @@ class Calls:
         """
         if self.channel is None:
             return
-        digests = meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}", short(facts))
-        if any(len(set(each)) > 1 for each in self._slices(digests)):
+        tied = self.tied.values(None, self.values) if self.tied is not None else b""
+        own = short(facts)
+        doing = f"{what} of {self.copy}{self.name}, after call {self.number}"
+        messages, tp = meet(self.channel, doing, own + tied), self.shards.tp
+        digests = [one[: len(own)] for one in messages]
+        if differ(digests, [range(i, i + tp) for i in range(0, len(digests), tp)]):
             agree(self.shards.ranks, f"the options of {what}", facts)
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
+        if self.tied is not None:
+            self.tied.compare([one[len(own) :] for one in messages], doing)
 
     def any(self, own: bool, what: str) -> bool:
         """Return whether this is so on any rank of the module. A collective call.
@@ -302,7 +325,7 @@ class Calls:
             return
         input_ids = {id(x) for x in inputs}
         graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
-        ticket = Ticket(channel, self.what, self.inventory.hooked[1], self.shards.tp if self.values else 0)
+        ticket = Ticket(channel, self.what, self.inventory.hooked[1], self.groups if self.values else None)
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:
                 node.register_prehook(partial(ticket.backward, i))
@@ -326,13 +349,15 @@ class Calls:
         return kind.digest, sizes, kind.slices[sizes]
 
     def _differ(self, kind: CallKind, call: Arguments, how: str) -> None:
-        """Say in what the calls differ, on the ranks of one slice of the batch ("call") or on those of several."""
-        flat = call.whole
-        facts = {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
-        facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
-        facts |= kind_of(flat) if how == "kind" else {}
-        frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
-        facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
+        """Say in what the calls differ, as `parted` has it."""
+        flat, facts = call.whole, dict[str, str]()
+        if how == "trained":
+            frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
+            facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
+        else:
+            facts |= {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
+            facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
+            facts |= kind_of(flat) if how == "kind" else {}
         ranks = self.shards.ranks
         agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -15,15 +15,11 @@ from torch.export import ExportedProgram
 from torch.optim import Optimizer
 
 from autotp import compat
-from autotp.capture.capture import skeleton
 from autotp.capture.request import Mode
-from autotp.capture.state_objects import entering, sizes_of_states
 from autotp.comm.ranks import agree, no_ranks_error
 from autotp.comm.turn import Turn
 from autotp.errors import StateError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture
-from autotp.ir.program import Sharded
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
@@ -33,14 +29,15 @@ from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate
 from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
-from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, refuse_transforms
+from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
+from autotp.runtime.stages import weights
 
 from . import data_parallel, optimizer_steps, program_search, state
 from .calls import Calls
 from .changes import Changes
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
-from .programs import Program, Programs, Source, form, train_as
+from .programs import Program, Programs, Source
 from .storage import ShardState, Storage
 
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
@@ -74,7 +71,15 @@ class ShardedModule(Part):
         self._plan = plan
         self.__dict__["config"] = getattr(source.bare, "config", None)  # which may be a property of the class
         self._source = source
-        self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
+        self._shards = ShardState(
+            source.bare,
+            source.ranks,
+            source.tp,
+            source.aliases,
+            plan.batch,
+            elsewhere=source.elsewhere,
+            staged=source.pipeline is not None,
+        )
         self._programs_made = Programs()
         ranks = source.ranks
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
@@ -85,11 +90,20 @@ class ShardedModule(Part):
         self._changes = watch(self._shards.parts, source.bare, Changes())
         compares = source.sample and not source.check
         self._calls = Calls(self._shards, type(source.bare).__name__, self._order, self._changes, compares)
+        self._begin_stages()
         optimizer_steps.watch(self._calls)
         for captured, sharded in source.ready:
-            self._install(captured, sharded)
+            program_search.install(self, captured, sharded)
         source.ready.clear()
         self._calls.settle()  # not before: with dp others stand for the parameters now
+
+    def _begin_stages(self) -> None:
+        """Make what stages sum and compare of the weights that this module holds; nothing where there are none."""
+        pipeline = self._source.pipeline
+        self._sums = pipeline.sums(self._shards) if pipeline is not None else None
+        self._calls.tied = pipeline.tied(self._shards) if pipeline is not None else None
+        if pipeline is not None and pipeline.grid.size > 1:
+            know_stages(self)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +146,7 @@ class ShardedModule(Part):
         new, seed = self._calls.begin(kind, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
-                program, order = self._find(call)
+                program, order = program_search.find(self, call)
             inputs = [call.flat[i] for i in order]
             outputs = self._first(program, inputs, self._calls.seed(program) if seed is None else seed)
             program_search.kind_of(self, call).learn(program, order)  # which may be read otherwise now
@@ -145,12 +159,6 @@ class ShardedModule(Part):
     def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module at this path as a call of its own; see `program_search.by_itself`."""
         return program_search.by_itself(self, entry, args, kwargs)
-
-    def _find(self, call: Arguments) -> tuple[Program, list[int]]:
-        return program_search.find(self, call)
-
-    def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
-        program_search.install(self, captured, sharded, changes, entry)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences."""
@@ -166,14 +174,16 @@ class ShardedModule(Part):
         inputs = [*inputs, *program.random(self._shards, seed)] if program.seeds else inputs
         self._programs_made.run(program)
         try:
-            # A capture under autocast holds its casts already.
-            cast = program.capture.state[-1] is not None
-            plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
-            with self._calls.running(), plain:
+            with self._calls.running(), self.plain(program):
                 return self._programs[program.key](*inputs)
         except RuntimeError as error:
             self._calls.lost(error)
             raise
+
+    def plain(self, program: Program) -> AbstractContextManager[Any]:
+        """Context in which a program runs: a capture under autocast holds its casts already."""
+        cast = program.capture.state[-1] is not None
+        return torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
 
     def _first(self, program: Program, inputs: list[Tensor], seed: int) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
@@ -187,22 +197,11 @@ class ShardedModule(Part):
         return outputs
 
     def _mode(self) -> Mode:
-        return self._calls.inventory.mode(self._shards.device)
-
-    @torch.inference_mode(False)
-    def _capture(self, call: Arguments, mode: Mode) -> Capture:
-        source = self._source
-        bare = skeleton(source.bare, self._shards.device, state.dtypes(self._shards))
-        for module, part in zip(bare.modules(), self._order, strict=True):
-            module.training = part.training
-        self._changes.apply(zip(bare.modules(), self._order, strict=True))
-        inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
-        request = source.want_of(call.entry)
-        with entering(bare, call.entry), sizes_of_states(self._carriers.sizes):
-            captured = source.capture(bare, inputs, self._shards.device, mode, request)
-            if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
-                captured = source.capture(bare, inputs, self._shards.device, mode, request)
-            return captured
+        training, dtypes, grad, trained, autocast = self._calls.inventory.mode(self._shards.device)
+        # A stage knows of its own weights alone: their types stay what they were, and all were captured with gradients.
+        if self._source.pipeline is not None:
+            dtypes = trained = None
+        return training, dtypes, grad, trained, autocast
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> list[Any]:
         """Write what the original writes to its buffers and inputs; the other results."""
@@ -211,7 +210,8 @@ class ShardedModule(Part):
         for i, value in enumerate(outputs if program.flat else compat.tree_leaves(outputs)):
             taker = captured.mutations.get(i)
             if isinstance(taker, str):
-                state.write(self._shards, taker, value)
+                if taker not in self._shards.elsewhere:
+                    state.write(self._shards, taker, value)
             elif taker is not None:
                 if value is not inputs[taker]:
                     with torch.no_grad():
@@ -231,6 +231,10 @@ class ShardedModule(Part):
 
         For gradient accumulation. The gradients of parameters may be absent until then.
         """
+        if self._sums is not None:
+            raise StateError(
+                "no_sync() with stages: a step, or a backward, ends with its sums. Take more micro-batches."
+            )
         return data_parallel.no_sync(self._shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -255,9 +259,15 @@ class ShardedModule(Part):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
         examples = [fn(torch.empty(0, dtype=kind, device=self._shards.device)) for kind in PROBES]
+        if self._sums is not None:
+            weights.refuse_types(self, fn)
         kinds = ", ".join(str(example.dtype) for example in examples)
         with self._calls.conversion(f"{kinds} on {examples[0].device.type}"):
             return super()._apply(fn, recurse)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
+        """Apply as on the whole model, so that what is drawn is the same at any number of ranks and stages."""
+        return super().apply(fn) if self._sums is None else weights.applied(self, fn)
 
     def share_memory(self) -> ShardedModule:
         """Move what this rank holds to memory that its other processes share: DTensors themselves cannot."""
@@ -442,7 +452,8 @@ class ShardedModule(Part):
         """The latest program of this rank as readable text; every collective is named by its kind (f, f*, g, g*)."""
         if not self._programs_made:
             raise StateError("there is no graph yet: the module is captured at its first call.")
-        return render_graph(self._programs_made[-1].graph)
+        latest = self._programs_made[-1]
+        return "\n".join(map(render_graph, [stage.graph for stage in latest.stages.values()] or [latest.graph]))
 
     def profile(self, batch: Any) -> Profile:
         """Measure a step on all ranks by torch's profiler, beside what the plan predicts. A collective call.
@@ -467,15 +478,16 @@ class ShardedModule(Part):
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
         # Made again, on the copied parts.
-        memo |= {id(self._programs_made): Programs()}
+        memo |= {id(self._programs_made): Programs(), id(self._sums): None}
         memo[id(self._changes)] = Changes()
         for part in self._order:
             if isinstance(part, Part):
                 memo |= {id(table): {} for table in (part._programs, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         watch(new._shards.parts, self._source.bare, new._changes).stale = True
+        new._begin_stages()
         for program in self._programs_made:
-            new._install(program.capture, program.sharded, program.changes, program.entry)
+            program_search.install(new, program.capture, program.sharded, program.changes, program.entry)
         new._calls.settle()
         optimizer_steps.watch(new._calls)
         return new

@@ -26,6 +26,8 @@ from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
 from autotp.passes.analysis.flows import Flow
 
+from .call_message import differ
+
 # The last one's, of its switch for checkpointing, lets the embedding's output need a gradient, whatever part that is.
 OWN = ("torch.", "autotp.", "transformers.modeling_utils.")
 LENGTH = struct.Struct("!q")
@@ -184,11 +186,12 @@ def hooked(*tables: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
 
 
-def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any]) -> None:
+def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any], places: Sequence[Sequence[int]]) -> None:
     """Refuse hooks that are shown values that all ranks gather for them, but are on some ranks only. Collective.
 
     Args:
         channel: of the ranks; None for one alone. what: the call in words. modules: all of a sharded one.
+        places: ranks that have the same weights, and so gather the same.
 
     Raises:
         RankError: with the modules that have such hooks.
@@ -198,7 +201,7 @@ def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any]) ->
         if hooked(module._forward_pre_hooks, module._forward_hooks):
             paths |= {b.path for b in getattr(module, "_boundaries", {}).values() if b.communicates}
     everyone = meet(channel, f"forward, {what}", ", ".join(sorted(paths)).encode())
-    if len(set(everyone)) > 1:
+    if differ(everyone, places):
         differences = by_value([paths.decode() or "none" for paths in everyone])
         raise RankError(f"In {what} the ranks have parted: hooks that see whole values: {differences}.\n{CAUSES}")
 

@@ -28,7 +28,7 @@ from autotp.errors import RankError
 from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_unknown
 from autotp.runtime.interop.ownership import begin_step, end_step, outside_of_steps
 
-from .call_message import NOTHING, SAMPLES, alike, sampled
+from .call_message import NOTHING, SAMPLES, alike, differ, sampled
 from .calls import Calls
 
 BODY = struct.Struct(f"!II{SAMPLES}d")
@@ -62,10 +62,6 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     refuse_unknown(optimizer, calls.shards)
                     refuse_states(optimizer, calls.shards)
             channels.append(calls.channel)
-        # A pipeline asks its stages how many updates they had: a step that a scaler skips is none.
-        if updated and calls.updates is not None:
-            overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
-            calls.updates += overflow is None or not overflow.item()
     # From here on collectives of torch are not compared one by one, but those of a closure, which runs forwards.
     begin_step(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
@@ -116,7 +112,10 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
     """Refuse a step that is another on some ranks. A collective call."""
     channel = calls.channel
     assert channel is not None
-    what = f"step of {type(optimizer).__name__} on {calls.copy}{calls.name}, after call {calls.number}"
+    # A gradient scaler sees the gradients of one rank's stages; a fused step then does nothing.
+    overflow = getattr(optimizer, "found_inf", None)
+    doing = "step" if overflow is None or not overflow.item() else "step, of which a scaler has found an overflow,"
+    what = f"{doing} of {type(optimizer).__name__} on {calls.copy}{calls.name}, after call {calls.number}"
     options, absent = _options(optimizer), bytes(p.grad is None for p, _ in updated)
     grads = [compat.part_of(p.grad) for p, whole in updated if whole and p.grad is not None]
     grads = grads[:: max(1, len(updated) // MAX_GRADIENTS)]
@@ -124,7 +123,8 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
     mine = BODY.pack(zlib.crc32(repr(options).encode()), zlib.crc32(absent), *near)
     everyone = [BODY.unpack(one) for one in meet(channel, what, mine)]
     ranks, tp = calls.shards.ranks, calls.shards.tp
-    if len({one[0] for one in everyone}) > 1:
+    # A stage may have groups of its own.
+    if differ([one[0] for one in everyone], calls.groups.places):
         agree(ranks and ranks.planners, f"the options of the {what}", options)
         raise RankError(f"The ranks do not agree on the options of the {what}.\n{CAUSES}")
     for i in range(0, len(everyone), tp):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from autotp import compat
+from autotp.capture.capture import skeleton
 from autotp.capture.rank0 import capture_once
+from autotp.capture.request import CaptureRequest
+from autotp.capture.state_objects import entering, sizes_of_states
 from autotp.comm.ranks import agree, from_all, together
 from autotp.comm.turn import holding
 from autotp.errors import CaptureError, InputError, StateError
@@ -21,7 +25,7 @@ from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.lower.lower import accumulate_in
 
 from . import data_parallel, state
-from .programs import CallKey, CallKind, Form, Program, form, readings
+from .programs import CallKey, CallKind, Form, Program, form, readings, train_as
 from .tree import Assembler
 
 WITHIN = (
@@ -68,20 +72,31 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
     # Where a program holds for some values alone, ranks with other values would choose other programs.
     values = source.check or any(p.capture.conditions is not None for p in module._programs_made)
     facts = {**state.input_text(call.whole, call.spec, values), **module._changes.facts()}
-    agree(source.ranks, "the inputs of this call", facts)
-    match = together(source.ranks, "reading the inputs", lambda: match_of(module, call))
+    ranks = source.ranks and source.ranks.joint
+    agree(ranks, "the inputs of this call", facts)
+    match = together(ranks, "reading the inputs", lambda: match_of(module, call))
     # What a rank knows is its own: an attribute that was set to an equal object is another value to it.
-    ranks, anew = source.ranks, match is None
+    anew = match is None
     if anew if ranks is None else any(from_all(ranks, anew, "a program for the call")):
         captured = _capture_once(module, call)
         # Graphs that differ would hang in their collectives, so they are compared before the program exists.
-        agree(source.ranks, "the model for this call", {"graph": captured.digest()})
-        layouts, outputs = module._carriers.layouts, source.want_of(call.entry).outputs
-        sharded = together(source.ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs))
-        module._install(captured, sharded, module._changes.key(), call.entry)
+        agree(ranks, "the model for this call", {"graph": captured.digest()})
+        layouts, outputs = module._carriers.layouts, request_of(module, call).outputs
+        sharded = together(ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs))
+        install(module, captured, sharded, module._changes.key(), call.entry)
         match = match_of(module, call)
     if match is None:
         raise StateError("a program was captured for these inputs and does not accept them; please report this.")
+    return match
+
+
+def program_of(module: Any, call: Arguments) -> tuple[Program, list[int]]:
+    """Return the same of a call that is not run now. Collective where no program is known for it."""
+    kind = kind_of(module, call)
+    match = kind.program(call.shapes)
+    if match is None:
+        match = find(module, call)
+        kind.learn(*match)
     return match
 
 
@@ -112,7 +127,7 @@ def _capture_once(module: Any, call: Arguments) -> Capture:
             return None, "the model's attributes cannot be compared"
         return repr((source.key, module._mode(), state.dtypes(module._shards), call.entry, changes)), ""
 
-    return capture_once(source.ranks, source.agreed, key, make, take)[0]
+    return capture_once(source.ranks and source.ranks.joint, source.agreed, key, make, take)[0]
 
 
 def match_of(module: Any, call: Arguments) -> tuple[Program, list[int]] | None:
@@ -123,23 +138,42 @@ def match_of(module: Any, call: Arguments) -> tuple[Program, list[int]] | None:
     return module._programs_made.find(call_form, call.whole, module._mode(), call.entry, module._changes.key())
 
 
-def install(
-    module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "", called: bool = True
-) -> Program:
+def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> Program:
     """Make a program runnable on this rank.
 
     Args:
         module: the sharded module. captured, sharded: the program of one process, and that of the ranks.
-        changes, entry: as of a program. called: by users; a stage is by its place, and the pipeline sums its gradients.
+        changes, entry: as of a program.
     """
-    source, shards, key = module._source, module._shards, module._programs_made.key()
-    judges = source.lowering.judges(source.ranks, source.tp, shards.place)
+    key = module._programs_made.key()
+    values, own = [x.node.meta.get("val") for x in captured.inputs], module._source.bare.get_submodule(entry)
+    call_form = form(own, values, captured.in_spec)[0]
+    if sharded.pieces:
+        program = module._source.pipeline.program(module, captured, sharded, key, call_form)
+    else:
+        program = built(module, captured, sharded, key, call_form)
+    program.changes, program.entry = changes, entry
+    module._carriers.learn_layouts(sharded.states)
+    module._programs_made.add(program, module._order)
+    return program
+
+
+def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form: Form) -> Program:
+    """Lower a program, or the piece of one stage, for this rank, and put it on the module's parts under a key.
+
+    Args:
+        module, captured, sharded: see `install`. call_form: that it is called in.
+    """
+    source, shards = module._source, module._shards
+    # What a stage measures is its own.
+    ranks = replace(source.ranks, every=None) if source.ranks is not None and source.pipeline else source.ranks
+    judges = source.lowering.judges(ranks, source.tp, shards.place)
     peak = module._plan.memory.peak
     graph, fired = source.lowering.program(sharded, source.places(), shards.place, peak, judges)
     inputs, reads, count = readings(captured, graph, shards)
-    if called and module._plan.batch.size > 1 and source.ranks is not None:
+    if module._plan.batch.size > 1 and source.ranks is not None and source.pipeline is None:
         data_parallel.spread(shards, reads, source.lowering.reduces)
-    elif called and source.lowering.reduces is not None:
+    elif source.lowering.reduces is not None:
         for piece, _ in shards.pieces():
             accumulate_in(piece, source.lowering.reduces)
     constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
@@ -148,13 +182,13 @@ def install(
     steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
     assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks)
     assembler.build(inputs, one=steps)
-    values, own = [x.node.meta.get("val") for x in captured.inputs], source.bare.get_submodule(entry)
-    call_form = form(own, values, captured.in_spec)[0] if called else Form((), ())
     random = any(map(draws, graph.nodes))
-    module._carriers.learn_layouts(getattr(sharded, "states", {}))
-    program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
-    module._programs_made.add(program, module._order)
-    return program
+    return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler)
+
+
+def request_of(module: Any, call: Arguments) -> CaptureRequest:
+    """Request for a capture of a call."""
+    return module._source.want_of(call.entry, module._generation is not None)
 
 
 def kind_of(module: Any, call: Arguments) -> CallKind:
@@ -172,12 +206,30 @@ def _captured(module: Any, call: Arguments) -> Capture:
         InputError: it fails, and a state holds another number of sequences than the inputs.
     """
     try:
-        captured = module._capture(call, module._mode())
+        captured = _capture(module, call)
     except CaptureError as error:
         if reason := call.other_batch():
             raise InputError(reason) from error
         raise
     while module._carriers.learn(captured):
         call.read()
-        captured = module._capture(call, module._mode())
+        captured = _capture(module, call)
     return captured
+
+
+@torch.inference_mode(False)
+def _capture(module: Any, call: Arguments) -> Capture:
+    """Capture the original's skeleton, as the module's parts are now, for a call."""
+    source, device, mode = module._source, module._shards.device, module._mode()
+    bare = skeleton(source.bare, device, state.dtypes(module._shards))
+    for original, part in zip(bare.modules(), module._order, strict=True):
+        original.training = part.training
+    module._changes.apply(zip(bare.modules(), module._order, strict=True))
+    inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+    request = request_of(module, call)
+    with entering(bare, call.entry), sizes_of_states(module._carriers.sizes):
+        captured = source.capture(bare, inputs, device, mode, request)
+        # Else one program is for all that is trained.
+        if captured.asks_gradients and source.pipeline is None and train_as(bare, module._order):
+            captured = source.capture(bare, inputs, device, mode, request)
+        return captured

@@ -134,6 +134,7 @@ class Program:
         fired: what became of each optimisation; `compiler`: what compiles it.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
         entry: path of the module that it is the forward of.
+        stages: those of this rank by their index, where it is cut.
     """
 
     capture: Capture
@@ -147,6 +148,7 @@ class Program:
     compiler: Compiler | None = None
     changes: Hashable = ()
     entry: str = ""
+    stages: Mapping[int, Any] = field(default_factory=dict)
     last_run: int = 0  # when it last ran, counted in runs of all
 
     @cached_property
@@ -340,8 +342,15 @@ class Programs(list[Program]):
             for part, table in itertools.product(parts, TABLES):
                 entries = vars(part).get(table, {})
                 for name in list(entries):
-                    if oldest.key == (name[0] if isinstance(name, tuple) else name):
+                    if oldest.key == _owner(name):
                         del entries[name]
+
+
+def _owner(name: Any) -> int:
+    """The key of the program that a part's entry belongs to: one for the call of a module, or for a stage."""
+    while isinstance(name, tuple):
+        name = name[0]
+    return name
 
 
 @dataclass
@@ -360,7 +369,8 @@ class Source:
         lowering: how programs run.
         check: compare input values between the ranks at every call; `sample`: a few of them.
         ready: captures that exist already.
-        whole: of a stage's module the skeleton of the model, of which `bare` is a part.
+        pipeline: the ranks of its stages, and sums over them; None where it is not cut.
+        elsewhere: names of the parameters and buffers that other stages hold.
     """
 
     bare: nn.Module
@@ -375,7 +385,8 @@ class Source:
     check: bool = False
     sample: bool = True
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
-    whole: nn.Module | None = None
+    pipeline: Any = None
+    elsewhere: frozenset[str] = frozenset()
 
     @cached_property
     def key(self) -> str | None:
@@ -385,9 +396,12 @@ class Source:
         except Untold:
             return None
 
-    def want_of(self, entry: str) -> CaptureRequest:
-        """Request for captures of the module at this path: the user asked for outputs and states of the root's."""
-        return replace(self.want, outputs="full", carried=()) if entry else self.want
+    def want_of(self, entry: str, generating: bool = False) -> CaptureRequest:
+        """Request for captures of the module at this path: the user asked for outputs and states of the root's, and
+        of these for a loss where the call is not one of `generate()`."""
+        if entry:
+            return replace(self.want, outputs="full", carried=())
+        return replace(self.want, outputs="full") if generating and self.want.outputs == "loss" else self.want
 
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""

@@ -58,6 +58,9 @@ def _place_parameters(
         owner, _, leaf = name.rpartition(".")
         # The plan has a tied parameter under its first name alone.
         first = shards.aliases[name]
+        if first in shards.elsewhere:
+            shards.parts[owner].register_parameter(leaf, None)
+            continue
         storage = shards.storages.setdefault(
             first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
         )
@@ -85,6 +88,7 @@ def _place_buffers(
         part = shards.parts[path]
         for leaf, buffer in module._buffers.items():
             name = f"{path}.{leaf}" if path else leaf
+            buffer = None if shards.aliases.get(name) in shards.elsewhere else buffer
             if buffer is not None and id(buffer) not in parts:
                 # On the meta device a rotary table has no values, and no checkpoint holds them.
                 value = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
@@ -166,10 +170,11 @@ def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
     return out
 
 
-def named_tensors(shards: ShardState) -> list[tuple[str, str]]:
-    """(name in the original's state dict, first name of the same tensor)."""
+def named_tensors(shards: ShardState, everywhere: bool = False) -> list[tuple[str, str]]:
+    """(name in the original's state dict, first name of the same tensor), of what this rank's stages hold, or all."""
     state = shards.bare.state_dict()
-    return [(name, shards.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
+    pairs = [(name, shards.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
+    return [(name, first) for name, first in pairs if everywhere or first not in shards.elsewhere]
 
 
 def write(shards: ShardState, name: str, value: Tensor) -> None:

@@ -379,8 +379,9 @@ class ShardState:
         holders: first name of each buffer -> all modules that hold it, and under which attribute.
         units: with dp: first name of a parameter -> path of the module in whose group it is gathered or summed.
         summing: whether gradients are summed over dp in this backward.
-        elsewhere: names in the original's state dict of what other stages of a pipeline hold.
+        elsewhere: names of the parameters and buffers that other stages of a pipeline hold alone.
         counter: of the module's calls, counts writes to the weights.
+        staged: whether this is the part of one rank of a pipeline.
     """
 
     bare: nn.Module
@@ -396,6 +397,7 @@ class ShardState:
     summing: bool = True
     elsewhere: frozenset[str] = frozenset()
     counter: Any = None
+    staged: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -51,8 +51,10 @@ class Piece:
         capture: what its placeholders and outputs mean; a received value counts as an input.
         sharded: the program of all tp ranks.
         wires_in, wires_out: what flows in and out, in order.
-        names: of the parameters, buffers and constants that it reads or writes. paths: of the modules that it calls.
+        names: of the parameters, buffers and constants that it reads or writes.
         inputs: names of the placeholders that take the model's own inputs.
+        positions: of its outputs before `wires_out`, among the results of the whole program; of these `shared` are for
+            the ranks of all stages.
     """
 
     capture: Capture
@@ -60,8 +62,9 @@ class Piece:
     wires_in: tuple[Wire, ...]
     wires_out: tuple[Wire, ...]
     names: set[str] = field(default_factory=set)
-    paths: set[str] = field(default_factory=set)
     inputs: tuple[str, ...] = ()
+    positions: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
 
 
 def cut(planned: Planned, sharded: Sharded, starts: Sequence[int]) -> list[Piece]:
@@ -100,13 +103,13 @@ class _Cutter:
                 self._take(node, stage)
         for position, value in enumerate(self.result):
             if isinstance(value, fx.Node):
-                taker = self.program.mutations.get(position)
-                self._need(value, self.stages - 1 if taker is None else self._home(value))
+                self._need(value, self._giver(position))
         boundaries = [self._boundary(k) for k in range(self.stages - 1)]
         return [self._piece(stage, boundaries) for stage in range(self.stages)]
 
     def _refuse_odd(self) -> None:
-        if any(isinstance(x, int) for x in self.program.mutations.values()):
+        tensors = [x for x in self.program.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+        if any(isinstance(x, int) and not tensors[x].kind.carried for x in self.program.mutations.values()):
             raise PlanError("the model writes to its inputs, which stages receive as copies: it cannot be cut.")
         for node, leaf in self.leaf.items():
             homes = {self.at[n] for n in node.users if n in self.at}
@@ -122,11 +125,13 @@ class _Cutter:
         free: set[fx.Node] = set()
         for node in self.order:
             if node.op == "placeholder":
-                leaf = self.leaf[node]
-                if leaf.kind in MADE_AGAIN and leaf.name not in self.mutated:
+                leaf, value = self.leaf[node], node.meta.get("val")
+                # A counter of tokens is on every rank; a state that weights have made is where these are.
+                counter = leaf.kind.carried and isinstance(value, Tensor) and not value.is_floating_point()
+                if counter or (leaf.kind in MADE_AGAIN and leaf.name not in self.mutated):
                     free.add(node)
-            elif node.op == "call_function" and free.issuperset(node.all_input_nodes) and not self._random(node):
-                free.add(node)
+            elif node.op == "call_function" and (free.issuperset(node.all_input_nodes) or _is_size(node)):
+                free |= set() if self._random(node) else {node}
         return free
 
     def _random(self, node: fx.Node) -> bool:
@@ -146,8 +151,19 @@ class _Cutter:
                 self.at[node] = self.at[source]
                 self.early.add(node)
 
+    def _giver(self, position: int) -> int:
+        """The stage that gives a result: the last one, but of what one rank keeps its maker."""
+        value = self.result[position]
+        return self.stages - 1 if self._shared(position) or not isinstance(value, fx.Node) else self._home(value)
+
+    def _shared(self, position: int) -> bool:
+        """Return whether a result is for the ranks of all stages: what is not kept, and counters of what is."""
+        taker = self.program.mutations.get(position)
+        stays = taker is not None or position in self.program.carried
+        return not stays or (not isinstance(taker, str) and self.result[position] in self.free)
+
     def _home(self, node: fx.Node) -> int:
-        """The stage that makes a value which a buffer becomes: the one that reads what it is made of."""
+        """The stage that makes a value which a buffer or state becomes: the one that reads what it is made of."""
         if node in self.at and node not in self.free:
             return self.at[node]
         return max((self._home(n) for n in node.all_input_nodes), default=0)
@@ -208,37 +224,51 @@ class _Cutter:
 
     def _piece(self, stage: int, boundaries: Sequence[Sequence[fx.Node]]) -> Piece:
         before = boundaries[stage - 1] if stage else []
-        after = boundaries[stage] if stage + 1 < self.stages else None
+        after = boundaries[stage] if stage + 1 < self.stages else []
         writer = _Writer(self, stage)
-        wires_in, wires_out = self._wires(before, stage - 1), self._wires(after or (), stage)
+        wires_in, wires_out = self._wires(before, stage - 1), self._wires(after, stage)
         leaves = writer.begin(zip(before, wires_in, strict=True))
-        # What is written to comes first, each by the stage that holds it; then the model's results from the last stage,
-        # and from any other what crosses to the next.
-        positions = [i for i, x in enumerate(self.result) if self._writes(i, x, stage)]
-        if after is None:
-            plain = [i for i in range(len(self.result)) if i not in self.program.mutations]
-            out_spec, values = self.program.out_spec, [self.result[i] for i in plain]
-        else:
-            out_spec, values = compat.tree_flatten(tuple(range(len(after))))[1], list(after)
-        wires = wires_out if after is not None else [None] * len(values)
-        outputs = [writer.env.get(self.result[i]) for i in positions]
-        outputs += [writer.leave(x, wire) for x, wire in zip(values, wires, strict=True)]
+        # What is written or kept comes first, each by the stage that holds it; then the model's results from the last
+        # stage, and from any other what crosses to the next.
+        positions = tuple(i for i in range(len(self.result)) if self._giver(i) == stage)
+        outputs = [writer.leave(self.result[i], None) for i in positions]
+        outputs += [writer.leave(x, wire) for x, wire in zip(after, wires_out, strict=True)]
         writer.graph.output(tuple(outputs))
-        # Positions of outputs are the stage's own: what is written stands first, so its k-th is the k-th output.
-        mutations: dict[int, str | int] = {k: self.program.mutations[i] for k, i in enumerate(positions)}
-        capture = replace(self.program, graph=writer.graph, leaves=leaves, mutations=mutations, out_spec=out_spec)
-        # A stage is called with the sizes that it was cut for, and hands no cache on.
-        capture = replace(capture, symbols={}, carried={})
+        # A stage is called with the sizes that the whole was called with.
+        capture = replace(
+            self.program, graph=writer.graph, leaves=leaves, mutations=self._mutations(positions, leaves), symbols={},
+            carried={}, out_spec=compat.tree_flatten(tuple(range(len(outputs))))[1],
+        )  # fmt: skip
         # The names of weights and buffers that this stage's rank must hold, also those that it only writes.
         names = {x.name for x in leaves if not x.kind.passed and x.kind is not SEEDS}
-        names |= {str(x) for x in mutations.values()}
+        names |= {str(x) for x in capture.mutations.values() if isinstance(x, str)}
         # The leaves after those that arrive from the stage before: what the caller passes to this stage itself.
-        own = (x.node for x in leaves[len(before) :] if x.kind.passed)
-        inputs = tuple(node.name for node in own if isinstance(node.meta.get("val"), Tensor))
-        return Piece(capture, writer.out, wires_in, wires_out, names, writer.paths, inputs)
+        placeholders = (x.node for x in leaves[len(before) :] if x.kind.passed)
+        inputs = tuple(node.name for node in placeholders if isinstance(node.meta.get("val"), Tensor))
+        shared = tuple(filter(self._shared, positions))
+        return Piece(capture, writer.out, wires_in, wires_out, names, inputs, positions, shared)
 
-    def _writes(self, position: int, value: Any, stage: int) -> bool:
-        return position in self.program.mutations and isinstance(value, fx.Node) and self._home(value) == stage
+    def _mutations(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> dict[int, str | int]:
+        """Takers of a stage's outputs, by place: a tensor among the inputs by its place among the stage's own."""
+        whole, own = _tensors(self.program.leaves), _tensors(leaves)
+        out: dict[int, str | int] = {}
+        for k, position in enumerate(positions):
+            taker = self.program.mutations.get(position)
+            if isinstance(taker, int):  # a state that the stage only writes is no input of it: whoever called writes it
+                taker = own.index(whole[taker]) if whole[taker] in own else None
+            if taker is not None:
+                out[k] = taker
+        return out
+
+
+def _tensors(leaves: Sequence[Leaf]) -> list[str]:
+    """The names of the tensors that a call passes."""
+    return [x.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Return whether it is a size of what a call passes: states that another stage holds are passed as their shapes."""
+    return node.target is compat.sym_size and all(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def _convertible(layout: Layout) -> bool:
@@ -254,7 +284,6 @@ class _Writer:
         self.graph = fx.Graph()
         self.out = Sharded(self.graph)
         self.env: dict[fx.Node, fx.Node] = {}
-        self.paths: set[str] = set()
 
     def begin(self, pairs: Any) -> list[Leaf]:
         """All but the output; the leaves that it takes, in order."""
@@ -306,7 +335,6 @@ class _Writer:
         elif cutter.at.get(node, self.stage) != self.stage and scope_path(node):
             users = [scope_path(u) for u in node.users if u in cutter.nodes[self.stage]]
             write(new, scope=innermost(users))
-        self.paths |= {module_of(p) for p in scope_path(new)}
 
     def _note(self, new: fx.Node, node: fx.Node, layout: Layout) -> None:
         write(new, layout=layout)

@@ -249,7 +249,7 @@ def untied(rank: int, world: int, group: Any, case: Case) -> float:
     with double():
         model = made(case)
         pipe, schedule = staged(case, model)
-        pipe._sums.tied = {}
+        pipe.module._sums.tied = {}
         pipe.step(schedule, **batch_of(model))
         on_one_device(model, batch_of(model))
         far = gradients_apart(pipe, model)
@@ -275,6 +275,11 @@ def drawn(rank: int, world: int, group: Any, seed: int) -> tuple[float, float, f
             pipe.module.zero_grad()
         torch.manual_seed(seed)
         one = torch.stack([whole(**rows) for rows in slices(batch)]).mean().detach()
+        few, called = slices(batch)[0], []
+        for each, own in ((pipe.module, rank), (whole, 0)):
+            torch.manual_seed(seed + own)  # likewise
+            called += [each(**few).detach(), each(**few).detach()]
+        assert abs(called[0] - called[2]) + abs(called[1] - called[3]) < CLOSE < abs(called[0] - called[1])
         for module in (pipe, model):
             module.eval()
         found = pipe.evaluate(pipe.schedule(schedules.ScheduleGPipe, MICROBATCHES), **batch)
@@ -321,7 +326,6 @@ def refused(rank: int, world: int, group: Any) -> dict[str, str]:
         "sizes": _told(lambda: pipe.step(schedule, **{k: v[:4] for k, v in batch.items()})),
         "on one rank": _told(lambda: pipe.step(schedule, **(uneven if rank == 3 else batch))),
         "loss": _told(lambda: pipe.schedule(schedules.ScheduleGPipe, 4, loss=error)),
-        "called": _told(lambda: pipe.module(batch["input_ids"])),
         "printed": str(pipe),
         "mode": _told(lambda: pipe.eval().step(schedule, **batch)),
         "other": _told(lambda: pipe.train().step(None, **batch)),

@@ -13,10 +13,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks, together
+from autotp.comm.ranks import Ranks, from_all, together
 from autotp.inputs import is_transformers
 from autotp.runtime import state
 from autotp.runtime.storage import ShardState
@@ -37,11 +39,12 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     writer = ranks is None or ranks.rank == 0
     draft, weight_map = folders.draft_of(place), dict[str, str]()
     files = together(ranks, "choosing the tensors", lambda: _files(shards, max_file))
+    owners = _owners(shards, ranks)
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, first in names.items():
             # Every rank gathers, in one order: an all-gather that only rank 0 begins would wait for the others.
-            tensor = state.whole(shards, first, live=True)
+            tensor = _gathered(shards, ranks, first, owners[first])
             if writer:
                 # A copy on the CPU: safetensors refuses tensors that share memory, and transposed ones.
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
@@ -63,6 +66,31 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish) if writer else None)
 
 
+def _owners(shards: ShardState, ranks: Ranks | None) -> dict[str, int]:
+    """First name of each tensor -> the first rank that holds it, or a part of it: that of its stage. Collective."""
+    own = [first for _, first in state.named_tensors(shards)]
+    everyone = from_all(ranks, own, "what each stage holds") if ranks is not None and shards.staged else [own]
+    return {first: rank for rank in reversed(range(len(everyone))) for first in everyone[rank]}
+
+
+def _gathered(shards: ShardState, ranks: Ranks | None, first: str, owner: int) -> Tensor:
+    """A tensor whole; of another stage on the rank that writes alone, to which it is sent."""
+    here = first not in shards.elsewhere
+    tensor = state.whole(shards, first, live=True) if here else _of_original(shards)[first]
+    if ranks is not None and owner and ranks.rank in (0, owner):
+        if here:
+            dist.send(tensor.contiguous(), group=ranks.group, group_dst=0)
+        else:
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
+            dist.recv(tensor, group=ranks.group, group_src=owner)
+    return tensor
+
+
+def _of_original(shards: ShardState) -> dict[str, Tensor]:
+    """First name -> the fake tensor of the original's skeleton."""
+    return {shards.aliases.get(n, n): x for n, x in shards.bare.state_dict().items() if isinstance(x, Tensor)}
+
+
 def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_map: dict[str, str]) -> None:
     """Write one file, in the forms that transformers stores; on the ranks that do not write nothing."""
     bare: Any = shards.bare
@@ -75,6 +103,8 @@ def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_ma
 
 
 def _size(shards: ShardState, first: str) -> int:
+    if first in shards.elsewhere:
+        return _of_original(shards)[first].nbytes
     return math.prod(shards.storage_of(first).shape) * state.pieces(shards, first)[0].element_size()
 
 
@@ -82,7 +112,7 @@ def _stored(shards: ShardState) -> dict[str, str]:
     """Stored name -> first name, each tensor once: tied ones under the name that is not declared to follow another."""
     follows = getattr(shards.bare, "_tied_weights_keys", None) or ()
     names: dict[str, list[str]] = {}
-    for name, first in state.named_tensors(shards):
+    for name, first in state.named_tensors(shards, everywhere=True):
         names.setdefault(first, []).append(name)
     out = {}
     for first, own in names.items():
@@ -109,7 +139,7 @@ def _files(shards: ShardState, max_file: int) -> dict[str, dict[str, str]]:
     """Return file -> what is stored in it, as transformers and PEFT name and fill them."""
     bare: Any = shards.bare
     if getattr(bare, "peft_config", None) and hasattr(bare, "save_pretrained"):
-        return {ADAPTERS: _adapters(bare, dict(state.named_tensors(shards)))}
+        return {ADAPTERS: _adapters(bare, dict(state.named_tensors(shards, everywhere=True)))}
     groups: list[dict[str, str]] = [{}]
     size = 0
     for name, first in _stored(shards).items():

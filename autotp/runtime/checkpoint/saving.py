@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def save(
     ranks = shards.ranks.planners if shards.ranks is not None else None
 
     def look() -> None:
-        _refuse(format, optimizer, extra, background, shards.elsewhere)
+        _refuse(format, optimizer, extra, background)
         _ready(shards, place)
 
     together(ranks, "looking at the module", look)
@@ -75,7 +75,7 @@ def save(
             huggingface.save(shards, ranks, place, max_file)
         return None
     tensors, own = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
-    if shards.elsewhere and ranks is not None:  # each stage of a pipeline has an optimizer of its own
+    if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
         of_stages = from_all(ranks, own, "what is saved")
         own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
     notes = together(ranks, "reading the state", lambda: _as_json(own))
@@ -90,19 +90,13 @@ def _begin(place: Path) -> Path:
     return folders.writing(place, lambda: folders.begin(place))
 
 
-def _refuse(format: str, optimizer: Any, extra: Any, background: bool, elsewhere: Collection[str]) -> None:
+def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:
     if format not in FORMATS:
         raise InputError(f"format={format!r}: a checkpoint is saved as one of {', '.join(FORMATS)}.")
     if format != "dcp" and (optimizer is not None or extra is not None or background):
         raise InputError(
             f"format={format!r} holds the model alone, and is written at once: for optimizer=, extra= and background= "
             "save with format='dcp'."
-        )
-    if format == "huggingface" and elsewhere:
-        raise InputError(
-            "format='huggingface' is written by one rank, to which tensors of other stages do not come. Save with "
-            "format='dcp', and write that folder's weights as transformers' by a module of autotp.compile: "
-            "load_checkpoint(folder), save_checkpoint(..., format='huggingface')."
         )
 
 

@@ -26,7 +26,7 @@ from autotp.comm.lockstep import lost, meet_in, whole_backward
 from autotp.errors import StateError
 
 from .ownership import in_parts, ours, stepping, wide_group
-from .tool_refusals import DDP, refuse_clipping
+from .tool_refusals import DDP, refuse_clipping, refuse_drawing
 
 aten: Any = torch.ops.aten
 
@@ -263,6 +263,7 @@ def _draw(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     like = kwargs.get("out", args[0])
     if not ours(like) or like.is_meta:
         return compat.by_default(op, args, kwargs)
+    refuse_drawing(like)
     whole = op(*compat.tree_map_only(DTensor, _empty, args), **compat.tree_map_only(DTensor, _empty, kwargs))
     part = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     if not op._schema.is_mutable:

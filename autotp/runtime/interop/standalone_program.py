@@ -21,6 +21,7 @@ from autotp.kernels import operators
 from autotp.passes.decompose.counter_random import base_seed, seeds
 from autotp.runtime import state
 from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.program_search import find
 from autotp.runtime.programs import Program
 from autotp.runtime.storage import ShardState
 
@@ -64,7 +65,7 @@ def program(module: Any, example_inputs: Any, training: bool, group: str) -> Exp
     with module._calls.together("program"):
         call = together(ranks, "reading the inputs", lambda: _call_of(module, example_inputs, training, group))
         with torch.set_grad_enabled(training):
-            match = module._find(call)
+            match = find(module, call)
             return together(ranks, "exporting the program", lambda: _write(module, match, call, training, group))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +50,10 @@ QUANTISE = (
 CLIPPING = (
     "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a norm of "
     "its own. pipe.clip_grad_norm_(max_norm) is over all stages."
+)
+DRAWING = (
+    "numbers are drawn into a weight of one rank's stages alone: each stage would draw the same ones for its own. "
+    "pipe.module.apply(fn) draws as on the whole model, or initialise the model before autotp.stages."
 )
 TRAINER = (
     "transformers' Trainer would deal each rank a batch of its own, and save on its first rank alone. Say which ranks "
@@ -96,11 +101,36 @@ def refuse_transforms(values: Sequence[Any]) -> None:
 
 
 _of_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_drawing: list[bool] = []  # draws under way for all stages together
 
 
-def refuse_clipping_of(module: nn.Module) -> None:
-    """From now on torch's `clip_grad_norm_` is refused for the parameters of this module, a stage's of several."""
+def know_stages(module: nn.Module) -> None:
+    """From now on torch's `clip_grad_norm_`, and draws of single weights, are refused for this module, a stage's of
+    several."""
     _of_stages.add(module)
+
+
+@contextlib.contextmanager
+def drawing_all() -> Iterator[None]:
+    """Context in which every rank draws for the weights of all stages."""
+    _drawing.append(True)
+    try:
+        yield
+    finally:
+        _drawing.pop()
+
+
+def refuse_drawing(tensor: DTensor) -> None:
+    """Refuse numbers that are drawn into a weight of one stage by itself.
+
+    Raises:
+        StateError: it says how to draw those of all stages.
+    """
+    if _of_stages and not _drawing:
+        storage = compat.local_of(tensor).untyped_storage()._cdata
+        for p in (p for module in _of_stages for p in nn.Module.parameters(module)):
+            if compat.part_of(p).untyped_storage()._cdata == storage:
+                raise StateError(DRAWING)
 
 
 def refuse_clipping(norms: Sequence[Any]) -> None:

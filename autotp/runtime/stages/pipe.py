@@ -4,72 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.optim import Optimizer
 
+from autotp import compat
 from autotp.comm.lockstep import meet
-from autotp.comm.ranks import Ranks, agree, together
-from autotp.comm.turn import Turn
+from autotp.comm.ranks import together
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
-from autotp.ir.graph import SEEDS, outputs_of
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.stages.balance import Staging
-from autotp.passes.stages.cut import Piece
 from autotp.plans.plan import Plan
-from autotp.runtime import checkpoint
-from autotp.runtime.call_message import NOTHING, Sample, sampled
+from autotp.runtime import checkpoint, program_search
+from autotp.runtime.module import ShardedModule
+from autotp.runtime.programs import Program, form
 from autotp.text import amount, seconds
 
-from .feed import Feed, local_example, split_of
+from .pipeline import Pipeline
 from .stage import BASE, Stage
-from .staged import StagedModule
-from .step_message import UNTRAINED, StepMessage, compare, values_of
-from .sums import Sums
 
 MICROBATCHES = (4, 8, 16, 32)  # of a step, that waiting is shown for
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The ranks of a pipeline.
-
-    Attributes:
-        world: all of them. pipeline: those of this one's lane, one for each place; `rank` of `size`.
-        chunks: stages of each rank. places: the rank of each stage.
-    """
-
-    world: Ranks
-    pipeline: ProcessGroup
-    rank: int
-    size: int
-    chunks: int
-    places: tuple[int, ...]
-
-    @property
-    def stages(self) -> int:
-        return self.size * self.chunks
-
-    @property
-    def last(self) -> int:
-        """The place in the pipeline of the rank that has the last stage."""
-        return self.places[-1]
-
-
-class Running(NamedTuple):
-    """The stages of one mode: how the model's inputs get to them, and those of this rank by their index."""
-
-    feed: Feed
-    stages: dict[int, Stage]
+UNSUMMED = (
+    "the step of a schedule of your own over pipe.stages would not end with the sums of gradients over the stages that "
+    "share weights, and over dp; here are {}. pipe.schedule(kind, microbatches, loss) makes any schedule of torch's "
+    "with them."
+)
 
 
 class Pipe:
@@ -79,39 +46,36 @@ class Pipe:
 
     Attributes:
         plan: of the whole model.
-        module: a sharded module with the parameters of this rank's stages, under the original's names.
+        module: a sharded module with the parameters of this rank's stages, under the original's names. A call of it
+            goes through all stages, one after another.
         staging: how the model's blocks are divided.
     """
 
-    def __init__(
-        self, plan: Plan, module: StagedModule, cut: Callable[[bool], tuple[Feed, list[Piece]]], staging: Staging,
-        grid: Grid, sums: Sums, example: Inputs, loss: bool,
-    ) -> None:  # fmt: skip
-        self.plan, self.module, self.staging = plan, module, staging
-        self._cut, self._grid, self._sums, self._loss = cut, grid, sums, loss
-        self._by_mode: dict[bool, Running] = {}
-        self._example = self._now.feed.tensors(example)
+    def __init__(self, plan: Plan, module: ShardedModule, staging: Staging, example: Inputs) -> None:
+        self.plan, self.module, self.staging, self._example = plan, module, staging, example
+        pipeline: Pipeline = module._source.pipeline
+        assert module._sums is not None
+        self._sums = module._sums
+        self._pipeline, self._grid = pipeline, pipeline.grid
         self._schedules: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
-        module._calls.updates = 0
 
     @property
     def stages(self) -> dict[int, Stage]:
-        """The modules of this rank's stages in the present mode, for `PipelineStage`, by their index."""
-        return self._now.stages
+        """The modules of this rank's stages in the present mode, for `PipelineStage`, by their index.
+
+        Raises:
+            StateError: a step of a schedule over them would not end with sums of gradients that are needed.
+        """
+        if self._pipeline.holders or self.module._shards.axis.size > 1:
+            raise StateError(UNSUMMED.format(min(self._pipeline.holders, default="") or "dp"))
+        return dict(self._program.stages)
 
     @property
-    def _now(self) -> Running:
-        """The stages of the present mode. A collective call of all ranks where it is the first in that mode."""
-        mode, grid = self.module.training, self._grid
-        if mode not in self._by_mode:
-            feed, pieces = together(grid.world, "cutting the model", lambda: self._cut(mode))
-            agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
-            own = [i for i, place in enumerate(grid.places) if place == grid.rank]
-            last = grid.stages - 1
-            self._by_mode[mode] = Running(
-                feed, {i: Stage(self.module, pieces[i], i, self._loss and i == last) for i in own}
-            )
-        return self._by_mode[mode]
+    def _program(self) -> Program:
+        """The program of a micro-batch in the present mode. A collective call where it is the first in that mode."""
+        call = self.module._arguments(self._example.args, dict(self._example.kwargs), "")
+        with torch.enable_grad():
+            return program_search.program_of(self.module, call)[0]
 
     def parameters(self) -> Any:
         """The parameters of this rank's stages, for an optimizer."""
@@ -147,7 +111,7 @@ class Pipe:
             raise InputError(
                 f"{kind.__name__} runs one stage a rank, here are chunks={self._grid.chunks}. Leave it out."
             )
-        if (loss is None) != self._loss:
+        if (loss is None) != self._pipeline.loss:
             need = "gives outputs, and no loss" if loss is None else "gives its loss already"
             raise InputError(f"the model {need}: {'pass' if loss is None else 'leave out'} schedule(..., loss=).")
 
@@ -155,10 +119,8 @@ class Pipe:
             return (output.sum() if loss is None else loss(output, target)) / microbatches
 
         # Made anew for each schedule: a `PipelineStage` of torch's keeps buffers for as many micro-batches as it runs.
-        stages = list(self.stages.values())
+        stages = list(self._program.stages.values())
         parts = [self._pipeline_stage(stage) for stage in stages]
-        if not self._example:
-            raise InputError("the model takes no tensors.")
         of: Any = parts[0] if single else parts
         # Each micro-batch gives its share of the mean, so torch must not divide gradients once more.
         torch_schedule = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
@@ -167,20 +129,32 @@ class Pipe:
         return torch_schedule
 
     def _pipeline_stage(self, stage: Stage) -> PipelineStage:
-        ranks, piece = self._grid.world, stage.piece
-        tp = self.module._source.ranks
-        assert tp is not None
-        sizes = self._now.feed.sizes(self._example)
-        inputs = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.wires_in)
-        outputs = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.wires_out)
-        if not outputs:
-            outputs = tuple(
-                torch.empty(1, device="meta") for _ in outputs_of(piece.capture)
-            )  # of the last: their number counts
+        tensors = self._by_name(stage.program, self._example)
+        relay: Any = self.module._programs[stage.program.key]
+        if not tensors:
+            raise InputError("the model takes no tensors.")
+        inputs, outputs = relay.examples(stage.piece, tensors)
         return PipelineStage(
-            stage, stage.index, self._grid.stages, ranks.device, input_args=inputs, output_args=outputs,
+            stage, stage.index, self._grid.stages, self._grid.world.device, input_args=inputs, output_args=outputs,
             group=self._grid.pipeline,
         )  # fmt: skip
+
+    def _by_name(self, program: Program, inputs: Inputs) -> dict[str, Tensor]:
+        """The tensors of a call by the program's names.
+
+        Raises:
+            InputError: the model was captured for another kind of call.
+        """
+        flat, spec = compat.tree_flatten((inputs.args, dict(inputs.kwargs)))
+        own_form, leaves = form(self.module._source.bare, flat, spec)[0], program.capture.inputs
+        names = {i: x.node.name for i, x in enumerate(leaves) if isinstance(x.node.meta.get("val"), Tensor)}
+        if own_form.key != program.form.key:
+            raise InputError(
+                "this call has other arguments than the example inputs: a schedule runs the one program that it was "
+                f"made for. The program takes {', '.join(names.values())}."
+            )
+        at = dict(zip(program.form.order, own_form.order, strict=True))
+        return {name: flat[at[i]] for i, name in names.items()}
 
     def feed(self, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
         """Read what the schedules' `step` takes on this rank for a batch, by name. A collective call.
@@ -188,70 +162,46 @@ class Pipe:
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
-        tensors, batch = together(
-            self._grid.world,
-            "reading the inputs",
-            lambda: self._own(self._by_mode[self.module.training], inputs, microbatches),
-        )
-        self._meet("feed()", batch)
-        return tensors | self._base(microbatches)
+        program = self._program
+        read = lambda: self._own(program, inputs, microbatches)  # noqa: E731
+        tensors = together(self._grid.world, "reading the inputs", read)
+        self._begin("feed()", inputs)
+        return tensors | self._base(program, microbatches)
 
-    def _own(self, now: Running, inputs: Inputs, microbatches: int) -> tuple[dict[str, Tensor], Sample]:
-        """The inputs that this rank's stages read, moved to its device, and a few values of all inputs."""
-        tensors = now.feed.tensors(inputs)
-        shapes, expected = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
+    def _own(self, program: Program, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
+        """The inputs that this rank's stages read, moved to its device."""
+        tensors, example = self._by_name(program, inputs), self._by_name(program, self._example)
+        shapes, expected = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in example.items()}
         if shapes != expected:
             raise InputError(
                 f"micro-batches of {shapes} were given, and the stages were made for {expected}: what they send each "
                 "other has fixed sizes. Pass as many micro-batches as that takes, or these as example_inputs."
             )
-        names = {name for stage in now.stages.values() for name in stage.piece.inputs}
-        device, batch = self._grid.world.device, self._sample(list(tensors.values()))
-        return {name: t.to(device) for name, t in tensors.items() if name in names}, batch
+        names = {name for stage in program.stages.values() for name in stage.piece.inputs}
+        return {name: t.to(self._grid.world.device) for name, t in tensors.items() if name in names}
 
-    def _sample(self, values: list[Any]) -> Sample:
-        return sampled(values) if self.module._calls.values else NOTHING
+    def _begin(self, what: str, inputs: Inputs, target: Tensor | None = None) -> None:
+        """Make sure that all ranks begin the same with the same batch, and from weights that belong together."""
+        module = self.module
+        call = module._arguments(inputs.args, dict(inputs.kwargs), "")
+        module._calls.begin(program_search.kind_of(module, call), call, None, what, target)
 
-    def _meet(self, what: str, batch: Sample, target: Tensor | None = None) -> bool:
-        """Make sure that all ranks begin the same with the same batch, and from weights that belong together.
-
-        Returns: whether hooks of the user may fail amid it, on some rank. A collective call.
-        """
-        calls, grid, tied = self.module._calls, self._grid, self._sums.everywhere
-        ranks = self.module._source.ranks
-        assert ranks is not None
-        what = f"{what}, call {calls.number + 1} of {calls.name} in {grid.stages} stages"
-        lane = ranks.batch.rank if ranks.batch is not None else 0
-        updates = min(calls.updates or 0, 1)
-        if not any(p.requires_grad for p in self.parameters()):
-            updates = UNTRAINED
-        # Tied weights part where one stage is updated otherwise than another: that shows in values alone.
-        values = values_of(self.module._shards, tied if calls.values else ())
-        mine = StepMessage(
-            lane, ranks.rank, grid.rank, updates, any(calls.inventory.hooked), calls.writes(),
-            calls.inventory.trained(), batch, self._sample([target]), values,
-        )  # fmt: skip
-        everyone = [StepMessage.read(message) for message in meet(grid.world.channel, what, mine.packed())]
-        compare(everyone, tied, grid.last, what)
-        calls.number, calls.updates, calls.writes_before = calls.number + 1, 0, calls.count()
-        return any(m.hooked for m in everyone)
-
-    def _base(self, microbatches: int) -> dict[str, Tensor]:
+    def _base(self, program: Program, microbatches: int) -> dict[str, Tensor]:
         """The numbers that random numbers of each micro-batch are made from: the first rank's."""
-        if not any(x.kind is SEEDS for x in self._by_mode[self.module.training].feed.capture.leaves):
+        if not program.seeds:
             return {}
         seeds = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
         dist.broadcast(seeds, group=self._grid.world.group, group_src=0)
         return {BASE: seeds.cpu()}
 
-    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, tuple[dict[str, Tensor], Sample]]:
+    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, Program, dict[str, Tensor]]:
         """Read how many micro-batches a schedule runs, and this rank's inputs; or say why it cannot run them."""
         if schedule is None or schedule not in self._schedules:
             raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
         count, stages = self._schedules[schedule]
         for stage in stages:
             stage.check_mode()
-        return count, self._own(self._by_mode[self.module.training], inputs, count)
+        return count, stages[0].program, self._own(stages[0].program, inputs, count)
 
     def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
@@ -261,7 +211,7 @@ class Pipe:
                 all stages. target: of the batch, where the schedule has a loss of its own.
 
         Returns: the mean of the micro-batches' losses, on every rank.
-        Raises: RankError: ranks were given another batch, or their weights were updated apart.
+        Raises: RankError: ranks were tensors another batch, or their weights were updated apart.
         """
         return self._run(schedule, "step", Inputs(*args, **kwargs), target)
 
@@ -272,12 +222,12 @@ class Pipe:
 
     def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None) -> Tensor:
         grid, calls = self._grid, self.module._calls
-        channels = [channel for channel in (grid.world.channel, calls.channel) if channel is not None]
-        with Turn(f"{method} of {calls.name}", *channels):
-            count, (tensors, batch) = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
+        with calls.turn(method):
+            ready = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
+            count, program, tensors = ready
             what = f"{method} of {count} micro-batches by {type(schedule).__name__}"
-            calls.hooked = self._meet(what, batch, target)
-            tensors |= self._base(count)
+            self._begin(what, inputs, target)
+            tensors |= self._base(program, count)
             # The last stage alone makes losses: its rank passes the target, and the list that torch fills.
             losses: list[Tensor] = []
             options: dict[str, Any] = {}
@@ -312,38 +262,21 @@ class Pipe:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        format: str = "dcp",
-        optimizer: Optimizer | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Save all stages as one folder (DCP), for any number of stages and ranks. A collective call of all ranks.
+    def save_checkpoint(self, path: str | os.PathLike[str], **options: Any) -> checkpoint.Pending | None:
+        """Save all stages as one folder, for any number of stages and ranks. A collective call of all ranks.
 
         Args:
-            path, optimizer, extra: see `ShardedModule.save_checkpoint`; the optimizer is over this rank's parameters.
-            format: "dcp" alone.
+            path, options: see `ShardedModule.save_checkpoint`; an optimizer is over this rank's parameters.
         """
-        self._meet("save_checkpoint()", NOTHING)
-        checkpoint.save(self._everywhere(), path, format=format, optimizer=optimizer, extra=extra)
+        return self.module.save_checkpoint(path, **options)
 
-    def load_checkpoint(
-        self, source: str | os.PathLike[str] | Mapping[str, Any], *, optimizer: Optimizer | None = None, **options: Any
-    ) -> checkpoint.Loaded:
+    def load_checkpoint(self, source: str | os.PathLike[str] | Mapping[str, Any], **options: Any) -> checkpoint.Loaded:
         """Load a checkpoint of the whole model; each rank reads its own part. A collective call of all ranks.
 
         Args:
-            source, optimizer, options: see `ShardedModule.load_checkpoint`.
+            source, options: see `ShardedModule.load_checkpoint`.
         """
-        return checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
-
-    def _everywhere(self) -> Any:
-        """The shards of this rank, as a part of those of all ranks."""
-        shards = self.module._shards
-        assert shards.ranks is not None
-        return replace(shards, ranks=replace(shards.ranks, every=self._grid.world))
+        return self.module.load_checkpoint(source, **options)
 
     def __getstate__(self) -> Any:
         raise StateError(
@@ -355,17 +288,25 @@ class Pipe:
         return table(self.plan, self.staging, self._grid.size, self._grid.chunks, self._grid.places)
 
 
-def tied_over_ranks(stages: Mapping[int, Any], places: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """First name of each parameter that several ranks of the pipeline hold -> these ranks.
+def split_of(tensors: Mapping[str, Tensor], microbatches: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each input in one micro-batch.
 
-    Args:
-        stages: names of the parameters that each reads. places: the rank of each stage.
+    Raises:
+        InputError: an input has another first dimension than the others, or micro-batches do not divide it.
     """
-    homes: dict[str, set[int]] = {}
-    for stage, names in stages.items():
-        for name in names:
-            homes.setdefault(name, set()).add(places[stage])
-    return {name: tuple(sorted(ranks)) for name, ranks in homes.items() if len(ranks) > 1}
+    rows = {name: next(iter(t.shape), None) for name, t in tensors.items()}
+    if None in rows.values() or len(set(rows.values())) > 1:
+        raise InputError(
+            f"micro-batches are slices of the first dimension of every input, and these have {rows}. Give each input "
+            "the batch as its first dimension."
+        )
+    size = next((n for n in rows.values() if n is not None), microbatches)
+    if size % microbatches:
+        raise InputError(
+            f"{microbatches} micro-batches do not divide a batch of {size}: take one of "
+            f"{[n for n in range(1, size + 1) if size % n == 0]}, or another batch."
+        )
+    return {name: (size // microbatches, *t.shape[1:]) for name, t in tensors.items()}
 
 
 def idle(times: Sequence[float], places: Sequence[int], ranks: int, microbatches: int) -> float:

@@ -1,8 +1,8 @@
-"""One stage as a module: what `torch.distributed.pipelining.PipelineStage` takes."""
+"""One stage: what a call of the whole runs of it, and as a module what torch's `PipelineStage` takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from autotp.errors import InputError, StateError
 from autotp.passes.stages.cut import Piece
-from autotp.runtime.programs import Program
-
-from .staged import StagedModule
+from autotp.runtime import state
 
 BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
 
@@ -21,20 +19,32 @@ class Stage(nn.Module):
     """A stage of the pipeline: what the stage before gives goes in by position, the model's own inputs by name.
 
     Attributes:
-        index: its place in the pipeline.
-        piece: its program before this rank's.
-        module: what holds its parameters, with those of the rank's other stages.
+        module: the sharded module that holds its parameters, with those of the rank's other stages.
+        piece: its program before this rank's. index: its place in the pipeline.
+        program: of all stages of this rank; `function` and `graph` are this one's.
+        draws: whether it takes seeds of random numbers. loss: whether it gives the model's loss.
     """
 
-    def __init__(self, module: StagedModule, piece: Piece, index: int, loss: bool) -> None:
+    module: Any
+    program: Any
+    graph: Any
+
+    def __init__(
+        self, module: Any, piece: Piece, index: int, function: Callable[..., Any], draws: bool, loss: bool
+    ) -> None:
         super().__init__()
-        self.index, self.piece, self.loss = index, piece, loss
+        self.piece, self.index, self.function, self.draws, self.loss = piece, index, function, draws, loss
         object.__setattr__(self, "module", module)  # no child: a rank's stages share it
         first = module._shards.aliases
         self.names = {first.get(n, n) for n in piece.names}
-        self.program: Program = module.install(piece)
 
-    module: StagedModule
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """All that the stage gives: what is written or kept, the model's results or what flows on.
+
+        Args:
+            values: what flows in, the model's own inputs, and seeds of random numbers where it draws.
+        """
+        return list(self.function(*values))
 
     def forward(self, *values_in: Tensor, **inputs: Any) -> Any:
         """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
@@ -47,9 +57,18 @@ class Stage(nn.Module):
                 "Pass what pipe.feed(...) gives to the schedule's step."
             )
         self.check_mode()
-        base = int(inputs[BASE]) if BASE in inputs else 0
         values = [*map(_contiguous_gradient, values_in), *(inputs[n] for n in self.piece.inputs)]
-        outputs = self.module.run(self.program, values, base)
+        if self.draws:
+            values += self.program.random(self.module._shards, int(inputs[BASE]))
+        with self.module.plain(self.program):
+            results = self.run(values)
+        outputs = []
+        for i, value in enumerate(results):
+            taker = self.piece.capture.mutations.get(i)
+            if isinstance(taker, str):
+                state.write(self.module._shards, taker, value)
+            else:
+                outputs.append(value)
         if self.piece.wires_out:
             return tuple(x.contiguous() for x in outputs)
         if self.loss:
@@ -72,8 +91,10 @@ class Stage(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this stage reads, under the original's names."""
-        outer = f"{prefix}." if prefix else ""
-        yield from ((outer + n, p) for n, p in self.module.own(self.names))
+        outer, shards = f"{prefix}." if prefix else "", self.module._shards
+        for name in shards.storages:
+            if name in self.names:
+                yield from ((outer + name, p) for p in state.pieces(shards, name))
 
     def train(self, mode: bool = True) -> Stage:
         """The mode is that of all of the rank's stages: `pipe.module.train()`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,15 +26,14 @@ class Sums:
 
     Attributes:
         shards: what this rank holds.
-        everywhere: first name of a parameter that several ranks of the pipeline hold -> all these; `tied`: of those
-            that this rank holds.
+        tied: first name of a parameter of this rank that several ranks of the pipeline hold -> all these.
         counted: names of the parameters that count on this rank in a norm: a tied one on one rank alone.
         pipeline: the group of this lane's ranks, one for each place in the pipeline.
         batch: the dp ranks; None where there are none.
+        before: gradients that are summed already, while a step or backward is under way.
     """
 
     shards: ShardState
-    everywhere: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, tuple[int, ...]]
     counted: frozenset[str]
     pipeline: ProcessGroup
@@ -48,17 +46,23 @@ class Sums:
 
         @functools.wraps(plain)
         def step(*args: Any, **kwargs: Any) -> Any:
-            with self.step() if schedule._has_backward else contextlib.nullcontext():
-                return plain(*args, **kwargs)
+            if not schedule._has_backward:
+                with torch.no_grad():
+                    return plain(*args, **kwargs)
+            self.begin()
+            result = plain(*args, **kwargs)
+            self.end()
+            return result
 
         schedule.step = step
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the backwards of one step: afterwards gradients are those of one device."""
-        for p in self._parameters(self.tied):  # what a step before has summed must not be summed again
+    def begin(self) -> None:
+        """Begin a step, or a backward: what one before has summed must not be summed again."""
+        for p in self._parameters(self.tied):
             self.before[p], p.grad = p.grad, None
-        yield
+
+    def end(self) -> None:
+        """Sum the gradients that came: they are then those of one device."""
         if self.batch is not None:
             self._mean(self.batch)  # first: its order of summation is another for the gradients of another stage
         for name, holders in self.tied.items():

@@ -19,7 +19,6 @@ WORDS = {
     "loss": "InputError: the model gives its loss already",
     "mode": "StateError: this schedule was made with training=True",
     "other": "InputError: this schedule is not of these stages",
-    "called": "StateError: this module holds the stages of one rank",
 }
 
 
