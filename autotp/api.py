@@ -102,23 +102,23 @@ def plan(
     Raises: InputError, CaptureError, PlanError.
     """
     refuse_unknown("plan", keywords, PlanKeywords)
-    tp, keywords = degrees_of(tp, keywords)
+    degree, keywords = degrees_of(tp, keywords)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
-    refuse_beside_devices(devices, global_batch, tp, any(x not in (None, False, 1) for x in others))
-    axes = _axes(None, keywords, tp)
-    options = Options.read(1 if tp is None or tp == "auto" else tp, keywords, axes)
+    refuse_beside_devices(devices, global_batch, degree, any(x not in (None, False, 1) for x in others))
+    axes = _axes(None, keywords, degree)
+    options = Options.read(1 if degree is None or degree == "auto" else degree, keywords, axes)
     inputs = required_inputs(model, example_inputs, "autotp.plan", axes)
     request = _request(keywords, axes).within(options.tp, options.cluster)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), keywords.get("check_capture"), request)
     name = type(model).__name__
     if devices is not None:
-        only = [tp] if isinstance(tp, int) else None
+        only = [degree] if isinstance(degree, int) else None
         return choose_mesh(captured, notes, options, name, devices, global_batch, only)
     if like is not None:
-        return plan_like(like, tp, captured, options, lambda of: solve_plan(captured, notes, of, name))
+        return plan_like(like, degree, captured, options, lambda of: solve_plan(captured, notes, of, name))
     return (
         automatic(captured, notes, DEGREES, keywords, name)
-        if tp == "auto"
+        if degree == "auto"
         else solve_plan(captured, notes, options, name)
     )
 
@@ -204,15 +204,15 @@ def compile(
         if mesh is not None:
             raise InputError("the mesh is given twice, in place of tp and as mesh=. Leave one out.")
         mesh = tp
-    tp, keywords = degrees_of(tp, keywords)
-    _refuse(plan, keywords, tp, mesh)
+    degree, keywords = degrees_of(tp, keywords)
+    _refuse(plan, keywords, degree, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model
-    axes, captured = _axes(plan, keywords, tp), None
+    axes, captured = _axes(plan, keywords, degree), None
     request = _request(keywords, axes)
-    if tp == "auto":
-        (plan, captured), tp = _automatic(model, example_inputs, keywords, request, lowering), None
-    ranks, options = _ranks(plan, tp, mesh, axes, keywords)
+    if degree == "auto":
+        (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
+    ranks, options = _ranks(plan, degree, mesh, axes, keywords)
     inputs = _examples(model, example_inputs, axes, ranks)
     refuse_late(axes, inputs)
     request = request.within(options.tp, options.cluster)

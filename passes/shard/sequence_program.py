@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import sympy
 from torch import fx
@@ -177,8 +177,8 @@ def _conversions(program: Capture) -> list[tuple[fx.Node, BatchConversion]]:
 def _notes(program: Capture) -> list[str]:
     """List the values that change hands, for the plan's notes."""
     dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in _conversions(program)]
-    gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]
-    turned = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
+    gathered: list[Any] = [n.args[0] for n, a, b in dealt if a is not None and b is None]
+    turned: list[Any] = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
     lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
     return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in lists if x]
 
