@@ -7,6 +7,7 @@ Prints the stages and the losses; the exit status is 0 where these are the model
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def main() -> None:
     args = arguments()
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(SIZES).eval()  # without dropout: with it, one device would draw other masks
+    model: Any = GPT2LMHeadModel(SIZES).eval()  # without dropout: with it, one device would draw other masks
     (losses, tokens), optimizer = train(args, model), torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step, found in enumerate(losses):
         loss = model(**batch(step, args.rows)).loss

@@ -209,8 +209,9 @@ class Calls:
         ranks = self.shards.ranks
         if ranks is not None and self.values:
             samples = from_all(ranks.planners, sampled(sequences, anywhere=True), "comparison of sequences")
-            if any(not alike([samples[r] for r in lane]) for lane in self.groups.lanes):
-                raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
+            for lane in self.groups.lanes:
+                if not alike([samples[r] for r in lane]):
+                    raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
     def count(self) -> int:
         """Count writes to weights by now; with dp to those that the rank keeps, not to what is gathered of them."""

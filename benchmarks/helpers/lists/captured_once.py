@@ -14,7 +14,7 @@ from autotp import compat
 from autotp.driver import compile as pipeline
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
-from autotp.runtime import module as runtime
+from autotp.runtime import program_search as runtime
 
 
 @contextmanager
