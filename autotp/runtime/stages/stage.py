@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autotp.errors import InputError, StateError
 from autotp.passes.stages.cut import Piece
 from autotp.runtime import state
+from autotp.runtime.module import ShardedModule
+from autotp.runtime.programs import Program
 
 BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
 
@@ -25,12 +27,12 @@ class Stage(nn.Module):
         draws: whether it takes seeds of random numbers. loss: whether it gives the model's loss.
     """
 
-    module: Any
-    program: Any
-    graph: Any
+    module: ShardedModule
+    program: Program
+    graph: fx.Graph
 
     def __init__(
-        self, module: Any, piece: Piece, index: int, function: Callable[..., Any], draws: bool, loss: bool
+        self, module: ShardedModule, piece: Piece, index: int, function: Callable[..., Any], draws: bool, loss: bool
     ) -> None:
         super().__init__()
         self.piece, self.index, self.function, self.draws, self.loss = piece, index, function, draws, loss

@@ -19,6 +19,9 @@ def refuse_types(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
 
     Args:
         module: the sharded module. fn: of each tensor.
+
+    Raises:
+        StateError: it says what to convert instead.
     """
     for dtype in {p.dtype for p in module.parameters()}:
         to = fn(torch.empty(0, dtype=dtype, device=module._shards.device)).dtype
