@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def einsum(op: Op, notation: str, **fields: Any) -> Rule:
         addends: operands that are added once after the sum (a bias).
         exact: linear only where the result's type has every digit of the operand's.
         sizes: letters whose length is an argument of the call, by its name.
+        strict: nothing is broadcast: dimensions of different lengths stay whole.
         fields: of `loops`.
 
     Raises:
@@ -67,20 +68,21 @@ def attempt(
     addends: str = "",
     exact: bool = False,
     sizes: Mapping[str, str] | None = None,
+    strict: bool = False,
     **fields: Any,
 ) -> Rule | None:
     """Read a rule as `einsum` does; None where the call has other dimensions.
 
     Args: as for `einsum`.
     """
-    labels = fitted(op, notation)
+    labels = fitted(op, notation, strict)
     if labels is None:
         return None
     sums = _sums(op, linear)
     if exact and sums and rounds(op, min(sums[0])):
         sums = ()
     lengths = {letter: op.args[name] for letter, name in (sizes or {}).items()}
-    return loops(op, *labels, linear=sums, addends=_slots(op, addends.split()), sizes=lengths, **fields)
+    return loops(op, *labels, linear=sums, addends=_slots(op, addends.split()), sizes=lengths, strict=strict, **fields)
 
 
 def _sums(op: Op, linear: str) -> tuple[frozenset[int], ...]:
@@ -106,11 +108,11 @@ def rounds(op: Op, slot: int = 0) -> bool:
     return torch.promote_types(source, goal) != goal
 
 
-def fitted(op: Op, notation: str) -> tuple[Labels, Labels] | None:
+def fitted(op: Op, notation: str, strict: bool) -> tuple[Labels, Labels] | None:
     """Labels of the operands' and of the results' dimensions by the first alternative that fits, or None."""
     for left, right in _forms(notation):
         ins, outs = _terms_of(op, left, right)
-        labels = _labels(op, ins, outs) if len(outs) == len(op.outs) else None
+        labels = _labels(op, ins, outs, strict) if len(outs) == len(op.outs) else None
         if labels is not None:
             return labels[: len(ins)], labels[len(ins) :]
     return None
@@ -143,7 +145,7 @@ def _operands(op: Op, terms: list[str]) -> Iterator[str]:
         yield from several[:count] if len(several) > 1 else several * count
 
 
-def _labels(op: Op, ins: list[str], outs: list[str]) -> Labels | None:
+def _labels(op: Op, ins: list[str], outs: list[str], strict: bool) -> Labels | None:
     """Labels of all dimensions by a term for each tensor, where these fit."""
     shapes = [*op.ins, *op.outs]
     matches = [_present(term, len(shape)) for term, shape in zip([*ins, *outs], shapes, strict=True)]
@@ -157,18 +159,18 @@ def _labels(op: Op, ins: list[str], outs: list[str]) -> Labels | None:
     axes = range(width) if axes is None else axes
     dims = [d % width - width for d in axes if width]
     labels = [_expanded(tokens, free, dims, bool(op.args.get("keepdim"))) for tokens, free, _ in terms]
-    lengths: dict[Label, set[Size]] = defaultdict(set)
-    for labelled, shape in zip(labels, shapes, strict=True):
-        for x, n in zip(labelled, shape, strict=True):
-            lengths[x].add(n)
+    dims_of = [list(zip(labelled, shape, strict=True)) for labelled, shape in zip(labels, shapes, strict=True)]
+    every = list(chain.from_iterable(dims_of))
     # `...` of a result is as long as the operands': a dimension that none of these has would be no loop of theirs.
-    longest = min((x for x in lengths if isinstance(x, int)), default=0)
-    if lengths[1] - {1} or longest < -width:
+    longest = min((x for x, _ in every if isinstance(x, int)), default=0)
+    if longest < -width or any(x == 1 and n != 1 for x, n in every):
         return None
-    # A dimension of size 1 beside others is broadcast, and no loop.
-    for i, shape in enumerate(shapes):
-        ones = {x for x, n in zip(labels[i], shape, strict=True) if n == 1 and lengths[x] != {1}}
-        labels[i] = without(labels[i], {1, *ones})
+    # A dimension of size 1, where the result has another, is broadcast, and no loop.
+    wide: set[Label] = set()
+    for x, n in chain.from_iterable(dims_of[len(ins) :]):
+        wide |= {x} if n != 1 and not strict else set()
+    for i, slot in enumerate(dims_of):
+        labels[i] = without(labels[i], {1, *(x for x, n in slot if n == 1 and x in wide)})
     return labels
 
 

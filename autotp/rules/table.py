@@ -264,7 +264,7 @@ row("slice_scatter", "...[_],...[_]->...[_]", linear="self + src")
 row("select_scatter", "...[_],...[]->...[_]", linear="self + src")
 row("diagonal_scatter", "...[_],...[]_->...[_]", linear="self + src")
 # Which element goes where is data; a last dimension that the mask does not tell apart moves in whole rows.
-row("masked_scatter.default", "*h,*1,*h->*h | *,*,*->*", linear="self + source")
+row("masked_scatter.default", "*h,*1,*h->*h | *,*,*->*", linear="self + source", strict=True)
 
 # Views.
 row("view_as_real", "...->..._", linear="self", empty=False)  # neither does as it should of a tensor without elements

@@ -19,6 +19,7 @@ LOOKUP = [
     case(aten.repeat_interleave.self_Tensor, f(4, 3, 5), torch.tensor([2, 0, 3]), 1, output_size=5),
     case(aten.gather, f(4, 6, 5), 1, ints(6, 4, 3, 2)),
     case(aten.gather, f(4, 6), -1, ints(6, 4, 6)),
+    case(aten.gather, f(4, 6), 1, ints(6, 1, 6)),  # of one row, which is no broadcast
     case(aten.take_along_dim, f(4, 6), ints(6, 4, 3), 1),
     case(aten.index.Tensor, f(6, 5, 4), [ints(6, 3)]),
     case(aten.index.Tensor, f(6, 5, 4), [None, ints(5, 3, 2)]),
@@ -31,6 +32,7 @@ LOOKUP = [
 UPDATES = [
     case(aten.scatter.src, f(4, 6, 5), 1, ints(6, 4, 3, 5).sort(1).indices, f(4, 3, 5)),
     case(aten.scatter.src, ints(9, 4, 6, 5), 1, ints(6, 3, 3, 5).sort(1).indices, ints(9, 4, 3, 5)),
+    case(aten.scatter.src, f(4, 6), 1, torch.tensor([[2, 0, 5]]), f(1, 3)),
     case(aten.scatter.value, f(4, 6, 5), 1, ints(6, 4, 3, 5), 2.0),
     case(aten.scatter_add, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5)),
     case(aten.scatter_add, ints(9, 4, 6, 5), 0, ints(4, 3, 6, 4), ints(9, 5, 6, 5)),
@@ -54,6 +56,7 @@ UPDATES = [
     case(aten.masked_scatter, f(4, 6), flags(4, 1), f(3, 2, 6)),
     case(aten.masked_scatter, f(2, 4, 6), flags(4, 1), f(8, 6)),
     case(aten.masked_scatter, f(4, 6), flags(4, 6), f(4, 6)),
+    case(aten.masked_scatter, f(4, 6), flags(4, 1), f(24, 1)),
     case(aten.slice_scatter, f(4, 6, 5), f(4, 2, 5), 1, 1, 3),
     case(aten.select_scatter, f(4, 6, 5), f(4, 5), 1, 2),
     case(aten.diagonal_scatter, f(4, 6, 6), f(4, 5), 1, 1, 2),
