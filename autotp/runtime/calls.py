@@ -352,10 +352,10 @@ class Calls:
     def _differ(self, kind: CallKind, call: Arguments, how: str) -> None:
         """Say in what the calls differ, as `parted` has it."""
         flat, facts = call.whole, dict[str, str]()
-        if how == "trained":
+        if how == "trained" or self.tied is None:  # each stage has parameters of its own
             frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
             facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
-        else:
+        if how != "trained":
             facts |= {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
             facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
             facts |= kind_of(flat) if how == "kind" else {}

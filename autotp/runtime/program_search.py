@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.rank0 import capture_once
-from autotp.capture.request import CaptureRequest
+from autotp.capture.request import CaptureRequest, Mode
 from autotp.capture.state_objects import entering, sizes_of_states
 from autotp.comm.ranks import agree, from_all, together
 from autotp.comm.turn import holding
@@ -206,21 +206,21 @@ def _captured(module: Any, call: Arguments) -> Capture:
         InputError: it fails, and a state holds another number of sequences than the inputs.
     """
     try:
-        captured = _capture(module, call)
+        captured = _capture(module, call, module._mode())
     except CaptureError as error:
         if reason := call.other_batch():
             raise InputError(reason) from error
         raise
     while module._carriers.learn(captured):
         call.read()
-        captured = _capture(module, call)
+        captured = _capture(module, call, module._mode())
     return captured
 
 
 @torch.inference_mode(False)
-def _capture(module: Any, call: Arguments) -> Capture:
+def _capture(module: Any, call: Arguments, mode: Mode) -> Capture:
     """Capture the original's skeleton, as the module's parts are now, for a call."""
-    source, device, mode = module._source, module._shards.device, module._mode()
+    source, device = module._source, module._shards.device
     bare = skeleton(source.bare, device, state.dtypes(module._shards))
     for original, part in zip(bare.modules(), module._order, strict=True):
         original.training = part.training

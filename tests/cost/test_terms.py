@@ -45,7 +45,7 @@ def test_a_plans_terms_are_its_step_and_are_printed(objective):
 def test_the_optimizers_traffic_by_hand(optimizer):
     """float32: the gradient is read, the weight and each of its states are read and written."""
     program, notes = captured("einsum")
-    options = [Options.read(2, Steering(optimizer=optimizer), Axes(n, n > 1)) for n in (1, 2)]
+    options = [Options.read(2, Steering(optimizer=optimizer), Axes(n, fully_shard=n > 1)) for n in (1, 2)]
     plan, dealt = (solve_plan(program, notes, x, "einsum") for x in options)
     states = 0 if optimizer == "sgd" else 2
     seconds = plan.totals.parameter_bytes * (1 + 2 * (1 + states)) / Cluster.preset("h100").memory_bandwidth

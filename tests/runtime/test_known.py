@@ -13,7 +13,7 @@ from torch import nn
 import autotp
 from autotp.driver import compile as pipeline
 from autotp.errors import InputError
-from autotp.runtime import programs
+from autotp.runtime import program_search, programs
 
 
 def test_the_table_of_known_calls_has_no_sizes_and_is_bounded():
@@ -21,7 +21,7 @@ def test_the_table_of_known_calls_has_no_sizes_and_is_bounded():
     sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(3, 4))
     kinds, often = sharded._programs_made.kinds, torch.randn(3, 4)
     with patch.object(programs, "MAX_KINDS", 4), patch.object(pipeline, "prepare", wraps=pipeline.prepare) as prepare:
-        with patch.object(sharded, "_find", wraps=sharded._find) as find:
+        with patch.object(program_search, "find", wraps=program_search.find) as find:
             for rows in range(2, 20):
                 x = torch.randn(rows, 4)
                 torch.testing.assert_close(sharded(x), model(x))
