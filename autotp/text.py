@@ -10,6 +10,8 @@ from typing import Any
 
 from .errors import InputError
 
+BESIDE = ("dp", "cp")  # names of a mesh's axes beside tp, the outermost first
+
 
 def amount(nbytes: float) -> str:
     """Bytes with a binary unit."""

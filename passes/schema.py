@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from autotp.comm import conversions
 from autotp.errors import SchemaError
 from autotp.ir.graph import Capture, resolve
-from autotp.ir.layouts import BESIDE
 from autotp.ir.marks import Mark, mark
 from autotp.ir.program import Planned, Sharded
+from autotp.text import BESIDE
 
 ADVICE = {
     "no_grad": "Without it the planner would take a value that carries no gradient for one that does, or the reverse. "

@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
-from autotp.ir.layouts import BESIDE
-from autotp.ir.program import MeshPlace
+from autotp.text import BESIDE
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
@@ -73,7 +72,7 @@ class Ranks:
         group: its process group, named `group_name`.
         device: where this rank holds its part: `cuda:LOCAL_RANK`, or the CPU.
         batch: likewise the ranks of this one's place in tp on all axes beside it together, over which gradients are
-            summed; `beside`: this rank's place on each of these axes.
+            summed; `beside`: likewise those of each of these axes.
         every: likewise the ranks of all axes, which plan together; `axes` names them in messages.
         line: with pipeline stages, the ranks of all stages that are called with the same inputs.
     """
@@ -88,7 +87,7 @@ class Ranks:
     every: Ranks | None = None
     line: Ranks | None = None
     axes: str = "tp"
-    beside: Mapping[str, MeshPlace] = field(default_factory=dict)
+    beside: Mapping[str, Ranks] = field(default_factory=dict)
 
     @property
     def planners(self) -> Ranks:
@@ -206,17 +205,14 @@ def _with_axes(ranks: Ranks, mesh: DeviceMesh, degrees: Mapping[str, int]) -> Ra
     if not degrees:
         return ranks
     _check_order(names)
-    of_axes = {axis: _of_mesh(mesh[axis], None) for axis in degrees}
-    places = {axis: MeshPlace(x.rank, x.tp, x.group_name) for axis, x in of_axes.items()}
-    batch = (
-        next(iter(of_axes.values())) if len(degrees) == 1 else _of_mesh(compat.flat_mesh(mesh[tuple(degrees)]), None)
-    )
+    beside = {axis: _of_mesh(mesh[axis], None) for axis in degrees}
+    batch = next(iter(beside.values())) if len(degrees) == 1 else _of_mesh(compat.flat_mesh(mesh[tuple(degrees)]), None)
     every = _of_mesh(compat.flat_mesh(mesh[*degrees, "tp"]), None)
     return replace(
         ranks,
         batch=replace(batch, axes=" x ".join(degrees)),
         every=replace(every, axes=f"{', '.join(degrees)} and tp"),
-        beside=places,
+        beside=beside,
     )
 
 

@@ -19,13 +19,12 @@ from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise
-from autotp.ir.layouts import BESIDE
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
-from autotp.text import read_bytes
+from autotp.text import BESIDE, read_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,7 +16,6 @@ from .sizes import Size, chunk, divide, simplify
 if TYPE_CHECKING:
     from .specs import Spec
 
-BESIDE = ("dp", "cp")  # axes of a mesh beside tp, the outermost first
 Reduction = Literal["sum", "max"]
 ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 

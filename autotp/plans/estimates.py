@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster, collective_bytes
 from autotp.errors import InputError
-from autotp.ir.layouts import BESIDE
+from autotp.text import BESIDE
 
 if TYPE_CHECKING:
     from .plan import Collective, Plan

@@ -21,7 +21,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from autotp.errors import PlanError
 from autotp.ir.decisions import Decision, plain, read_layout, read_loop
 from autotp.ir.files import parse_json, read_text
-from autotp.ir.layouts import BESIDE, Distribution, Layout
+from autotp.ir.layouts import Distribution, Layout
+from autotp.text import BESIDE
 
 from .estimates import ALONE, Axes
 from .plan import Plan

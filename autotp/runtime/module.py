@@ -165,7 +165,8 @@ class ShardedModule(Part):
         if self._shards.axis.cp == 1:
             return Arguments(self._carriers, args, kwargs, entry)
         assert self._shards.ranks is not None
-        own, whole = Inputs(*args, **kwargs).own_part(*self._shards.ranks.beside["cp"][:2])
+        parts = self._shards.ranks.beside["cp"]
+        own, whole = Inputs(*args, **kwargs).own_part(parts.rank, parts.tp)
         call = Arguments(self._carriers, own.args, own.kwargs, entry)
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
         return call

@@ -407,7 +407,8 @@ class Source:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
         if self.ranks is None:
             return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
-        return {"tp": MeshPlace(self.ranks.rank, self.ranks.tp, self.ranks.group_name), **self.ranks.beside}
+        axes = {"tp": self.ranks, **self.ranks.beside}
+        return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items()}
 
 
 def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
