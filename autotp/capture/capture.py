@@ -239,7 +239,7 @@ def _carried(program: torch.export.ExportedProgram, capture: Capture) -> dict[in
     outputs = [i for i, spec in enumerate(specs) if spec.kind.name == "USER_OUTPUT"]
     states = states_of(program.call_spec.out_spec)  # type: ignore[arg-type]
     carried = {outputs[i]: name for i, name in states.items()}
-    tensors = [x for x in capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = capture.tensor_inputs
     for position, taker in capture.mutations.items():
         if isinstance(taker, int) and tensors[taker].kind is STATE:
             carried[position] = tensors[taker].name
@@ -258,7 +258,7 @@ def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """Read what the forward writes to: position of the output -> name of the buffer, or place among the input
     tensors."""
-    tensors = [x.node.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = [x.node.name for x in leaves if x.kind.passed and x.is_tensor]
     mutations: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)

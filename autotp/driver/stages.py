@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -20,8 +20,9 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.ir.layouts import Layout
-from autotp.ir.program import Sharded
+from autotp.ir.program import Planned, Sharded
 from autotp.passes.decompose.loss_sums import with_loss
+from autotp.passes.shard.planner import Builder
 from autotp.passes.stages.balance import Staging, stage_starts, units_of
 from autotp.passes.stages.cut import cut
 from autotp.plans.plan import Plan
@@ -110,9 +111,9 @@ def _staged_pipe(
     captured, notes = compilation.capture(inputs)
     plan = compilation.solve(captured, notes)
     compilation.compare_weights()
-    division = together(grid.world, "cutting the model", lambda: _division(captured, plan, options, grid, limit))
-    cut_of = partial(_cut, plan=plan, options=options, division=division)
-    sharded = together(grid.world, "cutting the model", lambda: cut_of(captured, {}, compilation.request.outputs))
+    division, sharded = together(
+        grid.world, "cutting the model", lambda: _division(captured, plan, compilation, grid, limit)
+    )
     first = aliases(model)
     holdings: list[set[str]] = [set() for _ in range(grid.size)]
     for place, piece in zip(grid.places, sharded.pieces, strict=True):
@@ -123,36 +124,65 @@ def _staged_pipe(
     for name, _ in model.named_parameters():
         places = tuple(place for place, own in enumerate(holdings) if name in own)
         holders |= {name: places} if len(places) > 1 else {}
+    elsewhere = []
+    for own in holdings:
+        elsewhere.append(frozenset(n for n, f in first.items() if f not in own))
     source = Source(
         bare=skeleton(model, ranks.device),
-        make=partial(_checked, cut_of=cut_of, holdings=holdings, grid=grid, first=first),
+        make=partial(_cut, plan=plan, options=options, division=division, absent=[elsewhere[i] for i in grid.places]),
         capture=further, agreed=schedule(ranks=grid.world).agreed, ranks=ranks, tp=plan.tp, aliases=first,
         want=compilation.request, sample=compilation.check is not False,
         lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
         ready=[(captured, sharded)], pipeline=Pipeline(grid, holders, loss),
-        elsewhere=frozenset(n for n, f in first.items() if f not in holdings[grid.rank]),
+        elsewhere=elsewhere[grid.rank],
     )  # fmt: skip
     module = ShardedModule(model, plan, source)
     return Pipe(plan, module, division, without_cache(model, inputs)[0])
 
 
-def _division(captured: Capture, plan: Plan, options: Options, grid: Grid, limit: float | None) -> Staging:
-    """The best division of the model's blocks into stages."""
-    planned, sharded, builder = applied(captured, plan, options)
-    return staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+def _division(
+    captured: Capture, plan: Plan, compilation: Compilation, grid: Grid, limit: float | None
+) -> tuple[Staging, Sharded]:
+    """The best division of the model's blocks into stages, and the program of the ranks, cut so."""
+    planned, sharded, builder = _applied(captured, plan, compilation.options, compilation.request.outputs)
+    division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+    return division, _pieces(planned, sharded, division, plan)
 
 
 def _cut(
-    captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options, division: Staging
-) -> Sharded:
-    """The program of the ranks with one piece for each stage, cut at the division's blocks."""
+    captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options, division: Staging,
+    absent: Sequence[frozenset[str]],
+) -> Sharded:  # fmt: skip
+    """The program of the ranks for a further call, cut at the division's blocks.
+
+    Args:
+        captured, states, outputs, plan, options: see `apply_plan`. division: of the blocks.
+        absent: names of the parameters and buffers that the rank of each stage does not hold.
+    """
+    planned, sharded, _ = _applied(captured, plan, options, outputs, states)
+    sharded = _pieces(planned, sharded, division, plan)
+    for stage, (piece, names) in enumerate(zip(sharded.pieces, absent, strict=True)):
+        if missing := piece.names & names:
+            raise PlanError(
+                f"in this call stage {stage} reads {min(missing)}, which another stage holds. Make stages by an "
+                "example of such a call."
+            )
+    return sharded
+
+
+def _applied(captured: Capture, plan: Plan, *more: Any) -> tuple[Planned, Sharded, Builder]:
+    """Return what `applied` gives, of a program whose random numbers do not depend on where it runs."""
     odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
     if odd is not None:
         raise PlanError(
             f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
             "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
         )
-    planned, sharded, _ = applied(captured, plan, options, outputs, states)
+    return applied(captured, plan, *more)
+
+
+def _pieces(planned: Planned, sharded: Sharded, division: Staging, plan: Plan) -> Sharded:
+    """A program with one piece for each stage."""
     units = units_of(sharded.graph.nodes)
     if tuple(u.name for u in units) != division.units:
         raise InputError(
@@ -160,22 +190,6 @@ def _cut(
             "was cut into stages. Call the whole model, or compile it with tensor parallelism alone."
         )
     return replace(sharded, pieces=tuple(cut(planned, sharded, stage_starts(units, division.division.sizes))))
-
-
-def _checked(
-    captured: Capture, states: Mapping[str, Layout], outputs: str, *, cut_of: Callable[..., Sharded],
-    holdings: Sequence[Collection[str]], grid: Grid, first: Mapping[str, str],
-) -> Sharded:  # fmt: skip
-    """The program of a further call, whose stages read what their ranks hold."""
-    sharded = cut_of(captured, states, outputs)
-    for stage, (piece, place) in enumerate(zip(sharded.pieces, grid.places, strict=True)):
-        missing = {first.get(n, n) for n in piece.names} & (set(first) - set(holdings[place]))
-        if missing:
-            raise PlanError(
-                f"in this call stage {stage} reads {min(missing)}, which another stage holds. Make stages by an "
-                "example of such a call."
-            )
-    return sharded
 
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:

@@ -215,6 +215,11 @@ class Leaf:
     kind: LeafKind
     name: str  # a parameter's or buffer's, an input's, or the state's that the input holds
 
+    @property
+    def is_tensor(self) -> bool:
+        """Return whether it holds a tensor, and no number or other value."""
+        return isinstance(self.node.meta.get("val"), Tensor)
+
 
 @dataclass
 class Capture:
@@ -252,6 +257,11 @@ class Capture:
         return [leaf for leaf in self.leaves if leaf.kind.passed]
 
     @property
+    def tensor_inputs(self) -> list[Leaf]:
+        """Inputs and states that are tensors, which the program of a rank takes."""
+        return [leaf for leaf in self.inputs if leaf.is_tensor]
+
+    @property
     def has_states(self) -> bool:
         """Say whether a call takes or gives states."""
         return bool(self.carried) or any(leaf.kind.carried for leaf in self.leaves)
@@ -261,7 +271,7 @@ class Capture:
         taker = self.mutations.get(position)
         if position in self.carried or not isinstance(taker, int):
             return self.carried.get(position)
-        leaf = [x for x in self.inputs if _is_tensor(x)][taker]
+        leaf = self.tensor_inputs[taker]
         return leaf.name if leaf.kind.carried else None
 
     def write_back(self, values: Mapping[str, fx.Node]) -> None:
@@ -283,7 +293,7 @@ class Capture:
                 return reason
         names, shapes = [], []
         for leaf, value in zip(self.inputs, values, strict=True):
-            if _is_tensor(leaf):
+            if leaf.is_tensor:
                 names.append(leaf.name)
                 shapes.append(value.shape)
         reason = self.size_bounds().broken(shapes, names)
@@ -294,13 +304,17 @@ class Capture:
 
     def size_bounds(self) -> SizeBounds:
         """Conditions of the program on the sizes of the tensors among its inputs."""
-        tensors = [leaf.node.meta["val"] for leaf in self.inputs if _is_tensor(leaf)]
+        tensors = [leaf.node.meta["val"] for leaf in self.tensor_inputs]
         return SizeBounds.of(tensors, self.ranges, self.guards)
+
+    def sizes_of(self, tensors: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
+        """The sizes that the program's symbols stand for with these input tensors."""
+        tensor_of = dict(zip([x.node for x in self.tensor_inputs], tensors, strict=True))
+        return {s: tensor_of[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in tensor_of}
 
     def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The shape that a (fake) value of the program has for these input tensors."""
-        tensor_of = dict(zip([x.node for x in self.inputs if _is_tensor(x)], tensors, strict=True))
-        bound = {s: tensor_of[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in tensor_of}
+        bound = self.sizes_of(tensors)
         out = []
         for n in map(expression, value.shape):
             out.append(n if isinstance(n, int) else int(substitute(n, bound)))
@@ -338,10 +352,6 @@ def described(node: fx.Node, arguments: Any) -> str:
 def on_meta(argument: Any) -> Any:
     """The meta device in place of a device; anything else as it is."""
     return torch.device("meta") if isinstance(argument, torch.device) else argument
-
-
-def _is_tensor(leaf: Leaf) -> bool:
-    return isinstance(leaf.node.meta.get("val"), Tensor)
 
 
 def _unlike(name: str, expected: Any, value: Any, asks: bool) -> str | None:

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from autotp import compat
 from autotp.errors import InputError
 from autotp.inputs import Inputs, bind
@@ -80,7 +78,7 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
     """
     state_names = places_of(forward, program.in_spec, [name for _, name in names])
     for at, leaf in enumerate(program.inputs):
-        if at in state_names and isinstance(leaf.node.meta.get("val"), Tensor):
+        if at in state_names and leaf.is_tensor:
             leaf.kind, leaf.name = STATE, state_names[at]
     states = {leaf.name for leaf in program.inputs if leaf.kind is STATE}
     # Outputs as positions in the program, which gives the values of buffers too: `follow` then finds what it would

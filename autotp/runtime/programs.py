@@ -421,7 +421,7 @@ def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[li
     reads, count = [], 0
     for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
         if leaf.kind.passed:
-            inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
+            inputs += [node] if leaf.is_tensor else []
         elif leaf.kind is SEEDS:
             inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
         elif node.users:

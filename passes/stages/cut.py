@@ -108,7 +108,7 @@ class _Cutter:
         return [self._piece(stage, boundaries) for stage in range(self.stages)]
 
     def _refuse_odd(self) -> None:
-        tensors = [x for x in self.program.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+        tensors = self.program.tensor_inputs
         if any(isinstance(x, int) and not tensors[x].kind.carried for x in self.program.mutations.values()):
             raise PlanError("the model writes to its inputs, which stages receive as copies: it cannot be cut.")
         for node, leaf in self.leaf.items():
@@ -243,8 +243,7 @@ class _Cutter:
         names = {x.name for x in leaves if not x.kind.passed and x.kind is not SEEDS}
         names |= {str(x) for x in capture.mutations.values() if isinstance(x, str)}
         # The leaves after those that arrive from the stage before: what the caller passes to this stage itself.
-        placeholders = (x.node for x in leaves[len(before) :] if x.kind.passed)
-        inputs = tuple(node.name for node in placeholders if isinstance(node.meta.get("val"), Tensor))
+        inputs = tuple(x.node.name for x in leaves[len(before) :] if x.kind.passed and x.is_tensor)
         shared = tuple(filter(self._shared, positions))
         return Piece(capture, writer.out, wires_in, wires_out, names, inputs, positions, shared)
 
@@ -263,7 +262,7 @@ class _Cutter:
 
 def _tensors(leaves: Sequence[Leaf]) -> list[str]:
     """The names of the tensors that a call passes."""
-    return [x.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
+    return [x.name for x in leaves if x.kind.passed and x.is_tensor]
 
 
 def _is_size(node: fx.Node) -> bool:

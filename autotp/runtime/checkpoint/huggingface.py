@@ -76,7 +76,7 @@ def _owners(shards: ShardState, ranks: Ranks | None) -> dict[str, int]:
 def _gathered(shards: ShardState, ranks: Ranks | None, first: str, owner: int) -> Tensor:
     """A tensor whole; of another stage on the rank that writes alone, to which it is sent."""
     here = first not in shards.elsewhere
-    tensor = state.whole(shards, first, live=True) if here else _of_original(shards)[first]
+    tensor = state.whole(shards, first, live=True) if here else _original(shards, first)
     if ranks is not None and owner and ranks.rank in (0, owner):
         if here:
             dist.send(tensor.contiguous(), group=ranks.group, group_dst=0)
@@ -86,9 +86,10 @@ def _gathered(shards: ShardState, ranks: Ranks | None, first: str, owner: int) -
     return tensor
 
 
-def _of_original(shards: ShardState) -> dict[str, Tensor]:
-    """First name -> the fake tensor of the original's skeleton."""
-    return {shards.aliases.get(n, n): x for n, x in shards.bare.state_dict().items() if isinstance(x, Tensor)}
+def _original(shards: ShardState, first: str) -> Tensor:
+    """The fake tensor of the original's skeleton."""
+    owner, _, leaf = first.rpartition(".")
+    return getattr(shards.bare.get_submodule(owner), leaf)
 
 
 def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_map: dict[str, str]) -> None:
@@ -104,7 +105,7 @@ def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_ma
 
 def _size(shards: ShardState, first: str) -> int:
     if first in shards.elsewhere:
-        return _of_original(shards)[first].nbytes
+        return _original(shards, first).nbytes
     return math.prod(shards.storage_of(first).shape) * state.pieces(shards, first)[0].element_size()
 
 

@@ -84,7 +84,7 @@ def write_in_place(captured: Capture, graph: fx.Graph) -> int:
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     placeholder_of = dict(zip((x.node for x in captured.leaves), placeholders, strict=True))
-    tensors = [x for x in captured.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = captured.tensor_inputs
     outputs, order = compat.tree_leaves(graph.output_node().args[0]), {n: i for i, n in enumerate(graph.nodes)}
     count = 0
     for position, taker in captured.mutations.items():

@@ -134,7 +134,7 @@ def _names(spec: Any, positional: Sequence[str]) -> list[LeafName]:
 
 def _free(program: Program, order: Sequence[int]) -> dict[int, dict[int, Any]]:
     """Return the dimensions of each tensor of a call, by its place, whose size is a symbol of the plan's."""
-    values = [v for x in program.capture.inputs if isinstance(v := x.node.meta.get("val"), Tensor)]
+    values = [x.node.meta["val"] for x in program.capture.tensor_inputs]
     return {
         i: {d: Dim.AUTO for d, n in enumerate(v.shape) if isinstance(n, torch.SymInt)}
         for i, v in zip(order, values, strict=True)
@@ -182,7 +182,7 @@ class _Writer:
         pairs = list(zip(self.program.capture.leaves, nodes, strict=True))
         inputs = []
         for leaf, node in pairs:
-            if leaf.kind.passed and isinstance(leaf.node.meta.get("val"), Tensor):
+            if leaf.kind.passed and leaf.is_tensor:
                 inputs.append(self.graph.placeholder(next(rest)))
                 self.env[node] = inputs[-1]
         for leaf, node in pairs:

@@ -133,7 +133,7 @@ class Pipe:
         relay: Any = self.module._programs[stage.program.key]
         if not tensors:
             raise InputError("the model takes no tensors.")
-        inputs, outputs = relay.examples(stage.piece, tensors)
+        inputs, outputs = relay.examples(stage.piece, list(tensors.values()))
         return PipelineStage(
             stage, stage.index, self._grid.stages, self._grid.world.device, input_args=inputs, output_args=outputs,
             group=self._grid.pipeline,
@@ -147,7 +147,7 @@ class Pipe:
         """
         flat, spec = compat.tree_flatten((inputs.args, dict(inputs.kwargs)))
         own_form, leaves = form(self.module._source.bare, flat, spec)[0], program.capture.inputs
-        names = {i: x.node.name for i, x in enumerate(leaves) if isinstance(x.node.meta.get("val"), Tensor)}
+        names = {i: x.node.name for i, x in enumerate(leaves) if x.is_tensor}
         if own_form.key != program.form.key:
             raise InputError(
                 "this call has other arguments than the example inputs: a schedule runs the one program that it was "
@@ -163,8 +163,8 @@ class Pipe:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
         program = self._program
-        read = lambda: self._own(program, inputs, microbatches)  # noqa: E731
-        tensors = together(self._grid.world, "reading the inputs", read)
+        world = self._grid.world
+        tensors = together(world, "reading the inputs", lambda: self._own(program, inputs, microbatches))
         self._begin("feed()", inputs)
         return tensors | self._base(program, microbatches)
 
@@ -211,7 +211,7 @@ class Pipe:
                 all stages. target: of the batch, where the schedule has a loss of its own.
 
         Returns: the mean of the micro-batches' losses, on every rank.
-        Raises: RankError: ranks were tensors another batch, or their weights were updated apart.
+        Raises: RankError: ranks were given another batch, or their weights were updated apart.
         """
         return self._run(schedule, "step", Inputs(*args, **kwargs), target)
 

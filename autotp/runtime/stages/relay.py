@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from operator import not_
 from typing import Any
@@ -54,10 +55,9 @@ class Grid:
         """The place in the pipeline of the rank that has the last stage."""
         return self.places[-1]
 
-    def own(self, place: int | None = None) -> list[int]:
-        """The stages of this rank, or of the one at a place."""
-        place = self.rank if place is None else place
-        return [i for i, at in enumerate(self.places) if at == place]
+    def own(self) -> list[int]:
+        """The stages of this rank."""
+        return [i for i, place in enumerate(self.places) if place == self.rank]
 
     def send(self, values: Sequence[Tensor], place: int) -> None:
         """Send values to the rank at a place."""
@@ -111,9 +111,9 @@ class Relay:
     sums: Sums
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
-        names = [x.node.name for x in self.captured.inputs if isinstance(x.node.meta.get("val"), Tensor)]
-        tensors, seeds = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
-        sizes = self._sizes(tensors)
+        count = len(self.names)  # the seeds come behind
+        tensors, seeds = dict(zip(self.names, inputs[:count], strict=True)), inputs[count:]
+        sizes = self.captured.sizes_of(inputs[:count])
         results: dict[int, Any] = {}
         grad, grid = torch.is_grad_enabled(), self.grid
         token = torch.zeros((), device=self.tp.device, requires_grad=grad)
@@ -132,17 +132,18 @@ class Relay:
                 token = _Send.apply(self, index, token, *flow)  # type: ignore[assignment]
         return self._results(results, inputs, token, sizes)
 
-    def examples(self, piece: Piece, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Examples of what flows into a stage and out of it, for tensors of a call by name: on the meta device."""
-        sizes = self._sizes(tensors)
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the tensors among the program's inputs."""
+        return [x.node.name for x in self.captured.tensor_inputs]
+
+    def examples(self, piece: Piece, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Examples of what flows into a stage and out of it, for the tensors of a call: on the meta device."""
+        sizes = self.captured.sizes_of(tensors)
         inputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_in)
         outputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_out)
         # Of the last stage's outputs their number counts.
         return inputs, outputs or (torch.empty(1, device="meta"),) * len(piece.shared)
-
-    def _sizes(self, tensors: Mapping[str, Tensor]) -> dict[Any, int]:
-        """The sizes of the program's symbols, for these tensors of a call by name."""
-        return {s: tensors[node.name].shape[dim] for s, (node, dim) in self.captured.symbols.items()}
 
     def _results(
         self, own: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Mapping[Any, int]

@@ -98,10 +98,6 @@ class Stage(nn.Module):
             if name in self.names:
                 yield from ((outer + name, p) for p in state.pieces(shards, name))
 
-    def train(self, mode: bool = True) -> Stage:
-        """The mode is that of all of the rank's stages: `pipe.module.train()`."""
-        return super().train(mode)
-
 
 def _contiguous_gradient(value: Tensor) -> Tensor:
     """A value of the stage before, whose gradient can be sent back as it lies in memory."""

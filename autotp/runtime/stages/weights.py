@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -38,23 +38,32 @@ def applied(module: Any, fn: Callable[[nn.Module], Any]) -> Any:
         module: the sharded module, which is returned. fn: of each of its modules.
     """
     shards = module._shards
-    firsts = {name for name in (*shards.storages, *shards.holders) if name not in shards.elsewhere}
     # Under each of its names: a tied head is a module too.
-    own = {name for name, first in shards.aliases.items() if first in firsts}
+    own = _homes(name for name in shards.aliases if name not in shards.elsewhere)
+    absent = _homes(shards.elsewhere) - own
 
     def visit(original: nn.Module, path: str) -> None:
-        inside = f"{path}." if path else ""
-        tensors = [name for name in shards.aliases if name.startswith(inside)]
-        if tensors and own.isdisjoint(tensors):
+        if path in absent:
             copied(original, partial(_memory, device=shards.device)).apply(fn)
             return
         for name, child in original.named_children():
-            visit(child, inside + name)
+            visit(child, f"{path}.{name}" if path else name)
         fn(shards.parts[path])
 
     with drawing_all():
         visit(shards.bare, "")
     return module
+
+
+def _homes(names: Iterable[str]) -> set[str]:
+    """The paths of the modules that hold tensors of these names, and of those around them."""
+    homes = {""}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path and path not in homes:
+            homes.add(path)
+            path = path.rpartition(".")[0]
+    return homes
 
 
 def _memory(like: Tensor, device: torch.device) -> Tensor:

@@ -8,28 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import autotp
 from tests.helpers.modules.trained import model_of
 from tests.helpers.pipelines import (
     Case,
     Outcomes,
-    apart,
     assert_refused,
     assert_right,
     batch_of,
     double,
     error,
+    gradients_apart,
     made,
     outcome,
     staged,
 )  # fmt: skip
 from tests.helpers.processes.pool import Pool
-
-
-def gradients_apart(pipe: Any, model: nn.Module) -> float:
-    return apart(pipe.module.full_grad_dict(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
 def called(rank: int, world: int, group: Any, case: Case) -> dict[str, Any]:
