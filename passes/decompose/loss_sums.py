@@ -25,7 +25,7 @@ from autotp.passes.base import Changes, Pass
 from autotp.rules.losses import MEAN, NONE
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-NO_LOSS = "Give it what its loss needs (labels=...) as example inputs, or use outputs='full'."
+NO_LOSS = "Give it what its loss needs (labels=..., or the targets= of loss=), or use outputs='full'."
 SEVERAL = (
     "Say which of them is the loss, such as loss=lambda outputs, targets: outputs.loss, with targets= among the "
     "example inputs, or use outputs='full'. A mixture of experts gives its auxiliary loss beside the one that holds it."
@@ -110,16 +110,17 @@ class LossAlone(Pass[Capture]):
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module:
-    """Copy of a model, with the same modules and weights, and `loss(model(...), targets)` as the forward's value; it
-    takes `targets=` too."""
+    """Copy of a model, with the same modules and weights, and `loss(model(...), targets)` as the forward's value where
+    it is given `targets=`; without, as in `generate()`, the model's own outputs."""
     kind, signature = type(model), inspect.signature(model.forward)
 
-    def forward(self: nn.Module, *args: Any, targets: Any, **kwargs: Any) -> Tensor:
-        return loss(kind.forward(self, *args, **kwargs), targets)
+    def forward(self: nn.Module, *args: Any, targets: Any = ..., **kwargs: Any) -> Any:
+        outputs = kind.forward(self, *args, **kwargs)
+        return outputs if targets is ... else loss(outputs, targets)
 
     parameters = list(signature.parameters.values())
     rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-    targets = inspect.Parameter("targets", inspect.Parameter.KEYWORD_ONLY)
+    targets = inspect.Parameter("targets", inspect.Parameter.KEYWORD_ONLY, default=...)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[own, *(p for p in parameters if p not in rest), targets, *rest]
