@@ -34,7 +34,7 @@ from autotp.ir.precision import DELAYED
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
-from autotp.passes.shard.batch_program import two_examples
+from autotp.passes.shard.batch_axis import two_examples
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.past import CacheParts, cache_parts
 from autotp.passes.shard.planner import Builder

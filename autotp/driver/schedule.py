@@ -22,9 +22,10 @@ from autotp.passes.decompose.counter_random import CountedRandom
 from autotp.passes.decompose.float8_products import Float8Products
 from autotp.passes.decompose.loss_sums import DecomposeLosses, LossAlone
 from autotp.passes.optimise import RankProgram
-from autotp.passes.shard.batch_program import BatchAxis
+from autotp.passes.shard.batch_axis import BatchRules
+from autotp.passes.shard.deal import DealAxis
 from autotp.passes.shard.rewrite import ShardedProgram, ShardOperators, Specialise
-from autotp.passes.shard.sequence_program import SequenceAxis
+from autotp.passes.shard.sequence_axis import SequenceRules
 
 
 class Schedule(NamedTuple):
@@ -59,8 +60,8 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = No
         canonical=(*CANONICAL, ExplicitCasts()),
         requested=(
             *((products,) if early else ()),
-            BatchAxis(request.dp),
-            SequenceAxis(request.cp, request.inner, request.cluster),
+            DealAxis(BatchRules, request.dp),
+            DealAxis(SequenceRules, request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),
             *(() if early else (products,)),
             CountedRandom(request.random),

@@ -14,7 +14,8 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import draws
 from autotp.ir.program import Planned, Sharded
-from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
+from autotp.passes.shard.deal import DealAxis, Dealt, own_copy
+from autotp.passes.shard.sequence_axis import SequenceRules
 from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.certificate import certificate
@@ -148,7 +149,8 @@ def program_of_sequences(
     request = replace(request, random="torch")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     program, cp = own_copy(captured), options.batch.cp
-    dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
+    axis = DealAxis(SequenceRules, cp, options.tp, options.cluster)
+    dealt = axis.deal(program) if cp > 1 else Dealt({}, (), [])
     plan = solve_plan(program, [*notes, *dealt.notes], options, type(model).__name__)
     return Sequences(captured, cp, dealt.inputs, dealt.outputs), *apply_plan(program, plan, options), plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import sympy
 import torch
@@ -13,15 +13,18 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors
+from autotp.errors import CaptureError
+from autotp.inputs import Inputs
+from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors, where
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, Size, divide
-from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Carry, Factor, Op, Rule, sizes
+from autotp.ir.marks import Axis, BatchConversion, inherit, mark, write
+from autotp.ir.op import Carry, Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.ir.sizes import substitute
 from autotp.ir.specs import ShardSpec
 from autotp.rules.core import loops, rule_of, with_factors
 from autotp.rules.local import ShardCall, Sizes
+from autotp.text import listed
 
 from .axis import AxisRules, AxisWriter, Partitions, Result, Seed, results
 
@@ -54,8 +57,45 @@ def has(shape: Iterable[Size], symbol: sympy.Symbol) -> bool:
 class BatchRules(AxisRules):
     """The batch axis: inputs come as slices, weights are whole, outputs stay as they are made."""
 
+    axis: ClassVar[Axis] = "dp"
     batch: sympy.Symbol
     ignores_states: bool = True
+
+    @classmethod
+    def symbol(cls, program: Capture) -> sympy.Symbol:
+        """Find what is dealt; sizes that are the same become one symbol, in the program.
+
+        Raises:
+            CaptureError: there is none, or it cannot be dealt.
+        """
+        return _one_batch(program)
+
+    @classmethod
+    def of(cls, program: Capture, symbol: sympy.Symbol, ranks: int, inner: int) -> BatchRules:
+        """Make them for a program.
+
+        Args:
+            program: of whole inputs; may be changed. symbol: of what is dealt. ranks: of the axis.
+            inner: ranks of tp, which will split heads first.
+        """
+        return cls(symbol)
+
+    @classmethod
+    def conversions(cls, program: Capture) -> list[tuple[fx.Node, BatchConversion]]:
+        """List the conversions over this axis; a program that another has dealt has some of that too."""
+        over = [(n, mark(n).batch) for n in program.graph.nodes]
+        return [(n, b) for n, b in over if b is not None and b.axis == cls.axis]
+
+    def settle(self, program: Capture, planned: Planned, inputs: Mapping[str, Layout]) -> list[str]:
+        """Check what was decided, and say in words what changes hands.
+
+        Args:
+            program: of one rank by now. planned: that of all. inputs: those that come in parts.
+        """
+        gathered = [n.args[0] for n, b in self.conversions(program) if b.source.sharded_dim is not None]
+        places = listed(where(n) for n in gathered)  # type: ignore[arg-type]
+        told = f"over dp the whole batch is gathered after: {places}. What reads it mixes examples"
+        return [told] if gathered else []
 
     @property
     def surcharge(self) -> Apart:
@@ -235,3 +275,75 @@ def _local_conversion(op: Op, local: ShardCall) -> Any:
 
 for _function in (*conversions.FUNCTIONS.values(), scale_gradient):
     _function.rule = across  # type: ignore[attr-defined]
+
+
+def two_examples(inputs: Inputs, dp: int) -> Inputs:
+    """The inputs, their one example twice where they have only one: that would be captured as no batch at all."""
+    leaves = [x for x in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(x, Tensor) and x.ndim]
+    if dp == 1 or not leaves or leaves[0].shape[0] != 1:
+        return inputs
+
+    def repeat(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.ndim or x.shape[0] != 1:
+            return x
+        return torch.cat([x.detach()] * 2).requires_grad_(x.requires_grad)
+
+    args, kwargs = compat.tree_map(repeat, (inputs.args, dict(inputs.kwargs)))
+    return Inputs(*args, **kwargs)
+
+
+def _one_batch(program: Capture) -> sympy.Symbol:
+    """The symbol of the batch: the first input's first dimension. Sizes that are the same then become one symbol."""
+    firsts = [leaf for leaf in program.inputs if shape_of(leaf.node)]
+    batch = shape_of(firsts[0].node)[0] if firsts else None
+    if not isinstance(batch, sympy.Symbol):
+        raise CaptureError(
+            "with dp the first dimension of the first input is the batch, of any size, and this model was captured for "
+            f"one size of it ({batch}; the plan's notes say why). Use dp=1, and a data parallelism around the module."
+        )
+    for leaf in firsts[1:]:
+        batch, other = cast(sympy.Symbol, shape_of(firsts[0].node)[0]), shape_of(leaf.node)[0]
+        if isinstance(other, int) and other == program.hints[batch]:
+            raise CaptureError(
+                f"with dp the batch may have any size, and this model was captured for {other} of the input "
+                f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
+                "batch's dimension, example inputs with another batch size."
+            )
+    return one_symbol(program, firsts, 0)
+
+
+def one_symbol(program: Capture, leaves: Sequence[Leaf], dim: int) -> sympy.Symbol:
+    """Sizes of this dimension that are the same become one symbol, that of the first; and what guards say is equal.
+
+    Args:
+        program: is changed. leaves: inputs with that dimension, the first of which has a symbol there.
+    """
+    for leaf in leaves[1:]:
+        own, other = cast(sympy.Symbol, shape_of(leaves[0].node)[dim]), shape_of(leaf.node)[dim]
+        if other != own and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[own]:
+            _unify(program, other, own)
+    while (pair := next(_equal_symbols(program), None)) is not None:
+        _unify(program, *pair)
+    return cast(sympy.Symbol, shape_of(leaves[0].node)[dim])
+
+
+def _equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+    """Symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
+    for guard in program.guards:
+        if isinstance(guard, sympy.Eq):
+            sides: Any = guard
+            above, below = sympy.cancel(sides.lhs / sides.rhs).as_numer_denom()
+            if {above, below} <= program.symbols.keys():
+                yield below, above
+
+
+def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
+    """Two symbols of equal sizes become one of them, in all values of the program."""
+    sides = [node.meta["val"].shape[d] for node, d in (program.symbols[one], program.symbols[other])]
+    torch._check(sides[0] == sides[1])
+    survivor: Any = expression(sides[0])
+    duplicate = other if survivor == one else one
+    program.symbols.pop(duplicate)
+    program.hints.pop(duplicate)
+    guards = [g.subs(duplicate, survivor) for g in program.guards]
+    program.guards[:] = [g for g in guards if g != sympy.true]

@@ -8,22 +8,28 @@ r-th from the front and the r-th from the back, so that causal attention is as m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 from torch import Tensor, fx
 
-from autotp.ir.graph import Capture, Leaf, differentiable, floating, resolve, shape_of, tensors
+from autotp.errors import CaptureError
+from autotp.ir.graph import Capture, Leaf, differentiable, draws, floating, resolve, shape_of, tensors, where
 from autotp.ir.layouts import Layout, Partition, Segment, Shard
+from autotp.ir.marks import Axis
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, sizes
+from autotp.ir.program import Planned
 from autotp.kernels.attention import dealt_attention
+from autotp.passes.optimise.masks import causal
 from autotp.rules.core import rule_of
 from autotp.rules.local import ShardCall
+from autotp.text import listed
 
 from .axis import Partitions, Seed
-from .batch_axis import WHOLE, BatchRules, has
+from .batch_axis import WHOLE, BatchRules, has, one_symbol
 
 SDPA = aten.scaled_dot_product_attention.default
 MOVES = (
@@ -62,21 +68,41 @@ class SequenceRules(BatchRules):
         weights: values that are made of trained weights alone.
     """
 
+    axis: ClassVar[Axis] = "cp"
     surcharges: Tokenwise | None = None
     heads: tuple[Seed, ...] = ()
     weights: frozenset[fx.Node] = frozenset()
 
     @classmethod
-    def of(cls, program: Capture, sequence: sympy.Symbol, ranks: int, inner: int) -> SequenceRules:
-        """For a program.
+    def symbol(cls, program: Capture) -> sympy.Symbol:
+        return _one_sequence(program)
 
-        Args:
-            program: of whole sequences. sequence: the symbol of their length. ranks: of the axis.
-            inner: ranks of tp, which will split heads first.
-        """
+    @classmethod
+    def of(cls, program: Capture, symbol: sympy.Symbol, ranks: int, inner: int) -> SequenceRules:
+        _causal_by_index(program)
         grads = frozenset(differentiable(program))
-        heads = tuple(_heads(program, sequence, ranks, inner))
-        return cls(sequence, True, Tokenwise(sequence, grads), heads, frozenset(_weights(program)))
+        heads = tuple(_heads(program, symbol, ranks, inner))
+        return cls(symbol, True, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
+
+    def settle(self, program: Capture, planned: Planned, inputs: Mapping[str, Layout]) -> list[str]:
+        """Refuse random numbers for what is not dealt."""
+        for node, op in planned.ops.items():
+            if draws(node) and all(x.sharded_dim is None for x in planned.decisions[node].outs):
+                raise CaptureError(
+                    f"{where(op.node)} draws random numbers for a value that every cp rank has whole, and each would "
+                    "draw others. Use cp=1, or a model without dropout there."
+                )
+        even: sympy.Basic = sympy.Eq(sympy.Mod(self.batch, 2), 0)
+        program.guards.append(even)
+        return [f"over cp each rank has two chunks of the sequence of {listed(inputs)}", *self._notes(program)]
+
+    def _notes(self, program: Capture) -> list[str]:
+        """List the values that change hands, for the plan's notes."""
+        dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in self.conversions(program)]
+        gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]
+        turned = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
+        lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
+        return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in lists if x]
 
     @property
     def surcharge(self) -> Tokenwise | None:  # type: ignore[override]
@@ -163,3 +189,59 @@ def _local_attention(op: Op, local: ShardCall) -> Any:
     if local.factor is None or local.factor.label != "q" or local.loop is None:
         return local.unchanged(op)
     return local.ranked(dealt_attention, *local.operands, local.runs(local.loop), op.args["scale"])
+
+
+def _one_sequence(program: Capture) -> sympy.Symbol:
+    """The symbol of the sequence: the first input's second dimension. Sizes that are the same become one symbol."""
+    if any(leaf.kind.carried for leaf in program.leaves):
+        raise CaptureError(
+            "with cp sequences are dealt, and what this call carries to the next, such as a cache, is not. Call it "
+            "with use_cache=False, and decode with a module that is compiled without cp."
+        )
+    if program.conditions is not None:
+        raise CaptureError(
+            "this forward decides by the values of its inputs, which differ between parts of a sequence: the cp ranks "
+            "would run different programs. Use cp=1, or rewrite the branch with torch.where."
+        )
+    seconds = [leaf for leaf in program.inputs if len(shape_of(leaf.node)) > 1]
+    sequence = shape_of(seconds[0].node)[1] if seconds else None
+    if not isinstance(sequence, sympy.Symbol):
+        raise CaptureError(
+            "with cp the second dimension of the first input is the sequence, of any length, and this model was "
+            f"captured for one length of it ({sequence}; the plan's notes say why). Use cp=1."
+        )
+    sequence = one_symbol(program, seconds, 1)
+    if program.hints[sequence] % 2:
+        raise CaptureError(
+            f"with cp a rank's part of a sequence is two chunks of one length, and the example's has "
+            f"{program.hints[sequence]} tokens. Pad sequences to a multiple of 2 x cp."
+        )
+    for leaf in program.inputs:
+        if sum(size == sequence for size in shape_of(leaf.node)) > 1:
+            raise CaptureError(
+                f"with cp the input {leaf.name!r} has the sequence in two dimensions, as a mask of pairs has, and a "
+                "rank's part of it is not known. Leave it out: a model makes its mask from what is padding."
+            )
+    return sequence
+
+
+def _causal_by_index(program: Capture) -> None:
+    """Attention says that it is causal where its mask says no more: then no rank makes a mask of its queries."""
+    masks: dict[fx.Node, bool] = {}
+    for node in [n for n in program.graph.nodes if n.target is SDPA]:
+        args = Op.of(node).args
+        mask = args["attn_mask"]
+        if mask is None or shape_of(args["query"])[-2] != shape_of(args["key"])[-2]:
+            continue
+        if mask not in masks:
+            masks[mask] = mask.op != "placeholder" and causal(mask)
+        if masks[mask]:
+            kwargs = {k: v for k, v in args.items() if k in ("scale", "enable_gqa")}
+            node.args = args["query"], args["key"], args["value"], None, args["dropout_p"], True
+            node.kwargs = kwargs
+    program.graph.eliminate_dead_code()
+
+
+def _in_blocks(node: fx.Node) -> str:
+    """An operator with its module, the same for all repeated blocks."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", where(node))

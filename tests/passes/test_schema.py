@@ -23,7 +23,8 @@ from autotp.ir.program import MeshPlace, Planned, Sharded
 from autotp.passes.base import Changes, Pass, run_passes
 from autotp.passes.optimise.optimisation import Optimisation, RankProgram, Setting
 from autotp.passes.schema import captured, converts, verify
-from autotp.passes.shard.batch_program import BatchAxis
+from autotp.passes.shard.batch_axis import BatchRules
+from autotp.passes.shard.deal import DealAxis
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import rewrite, specialise
@@ -59,7 +60,7 @@ class Programs:
 def programs() -> Programs:
     whole, _ = capture_model(Block(), Inputs(torch.randint(16, (4, 6))), torch.device("cpu"), False)
     local = dataclasses.replace(whole)
-    run_passes(local, (BatchAxis(2),))
+    run_passes(local, (DealAxis(BatchRules, 2),))
     builder = Builder(local, 2, Cluster.resolve(None))
     planned = decide(builder)
     return Programs(whole, local, planned, rewrite(planned, builder.prices.convert))

@@ -21,7 +21,8 @@ from autotp.comm import conversions
 from autotp.driver.compile import capture_model
 from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
-from autotp.passes.shard.batch_program import BatchAxis
+from autotp.passes.shard.batch_axis import BatchRules
+from autotp.passes.shard.deal import DealAxis
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.modules.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
 
@@ -230,7 +231,7 @@ def test_a_batch_of_a_fixed_size_is_refused():
 
 def test_one_rank_on_the_batch_axis_changes_nothing():
     program = captured(nn.Linear(4, 4), torch.randn(2, 4))
-    assert BatchAxis(1).idle(program) == "dp=1" and not BatchAxis(2).idle(program)
+    assert DealAxis(BatchRules, 1).idle(program) == "dp=1" and not DealAxis(BatchRules, 2).idle(program)
 
 
 def dropped(rank: int, world: int, group: Any) -> Tensor:
