@@ -92,10 +92,11 @@ class BatchRules(AxisRules):
         Args:
             program: of one rank by now. planned: that of all. inputs: those that come in parts.
         """
-        gathered = [n.args[0] for n, b in self.conversions(program) if b.source.sharded_dim is not None]
-        places = listed(where(n) for n in gathered)  # type: ignore[arg-type]
-        told = f"over dp the whole batch is gathered after: {places}. What reads it mixes examples"
-        return [told] if gathered else []
+        gathered = [n.all_input_nodes[0] for n, b in self.conversions(program) if b.source.sharded_dim is not None]
+        note = (
+            f"over dp the whole batch is gathered after: {listed(map(where, gathered))}. What reads it mixes examples"
+        )
+        return [note] if gathered else []
 
     @property
     def surcharge(self) -> Apart:

@@ -85,7 +85,11 @@ class SequenceRules(BatchRules):
         return cls(symbol, True, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
 
     def settle(self, program: Capture, planned: Planned, inputs: Mapping[str, Layout]) -> list[str]:
-        """Refuse random numbers for what is not dealt."""
+        """Refuse random numbers for what is not dealt, and say in words what changes hands.
+
+        Args:
+            program, planned, inputs: see `BatchRules.settle`.
+        """
         for node, op in planned.ops.items():
             if draws(node) and all(x.sharded_dim is None for x in planned.decisions[node].outs):
                 raise CaptureError(
@@ -99,8 +103,8 @@ class SequenceRules(BatchRules):
     def _notes(self, program: Capture) -> list[str]:
         """List the values that change hands, for the plan's notes."""
         dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in self.conversions(program)]
-        gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]
-        turned = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
+        gathered = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is None]
+        turned = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is not None]
         lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
         return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in lists if x]
 

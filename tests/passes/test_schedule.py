@@ -20,6 +20,8 @@ from autotp.ir.graph import Capture
 from autotp.ir.op import aten
 from autotp.passes.base import Changes, Pass, run_passes
 from autotp.passes.optimise import Optimisation
+from autotp.passes.shard.deal import DealAxis
+from autotp.text import BESIDE
 from tests.helpers.modules.heads import captured
 
 X = torch.randn(4, 6)
@@ -61,6 +63,9 @@ def test_every_pass_of_the_library_has_one_place_in_the_order():
     order = schedule(CaptureRequest(dp=2, outputs="loss"))
     placed = [type(each) for stage in order for each in stage]
     ours = {x for x in everyone(Pass) if x.__module__.startswith("autotp.")} - {Optimisation}
+    dealt = [each.policy.axis for each in order.requested if isinstance(each, DealAxis)]
+    assert dealt == [*BESIDE], "one pass for both, dp first"
+    placed.remove(DealAxis)
     assert set(placed) == ours and len(placed) == len(ours) > 20
     assert len({each.name for stage in order for each in stage}) == len(placed)
     assert (order.requested[0], order.requested[1]) != schedule().requested[:2], "options are the request's"
