@@ -206,9 +206,9 @@ def page(record: Mapping[str, Any]) -> str:
             seconds = [f"{s:.2f}" for s in figures["seconds"]]
             cells.append([name, stage, *seconds, "" if power is None else f"{power:.2f}"])
     return f"""\
-`{record["command"]}`: CPU seconds of rank 0 of {record["ranks"]} over n, and the exponent from n = {TIMES[-2]} to {TIMES[-1]}
-of what takes {LEAST} s there. The comparison is that of the capture with the model; problem, solve, rewrite and
-describe are parts of the plan. {os.cpu_count()} cores of {record["machine"]};
+`{record["command"]}`: CPU seconds of rank 0 of {record["ranks"]} over n; the exponent is that from n = {TIMES[-2]}
+to n = {TIMES[-1]} of what takes {LEAST} s there. The comparison is that of the capture with the model; problem, solve,
+rewrite and describe are parts of the plan. {os.cpu_count()} cores of {record["machine"]};
 {versions(record)}, {record["date"]}, load average {record["load_before"]} before.
 
 {table(head, cells)}"""

@@ -11,7 +11,6 @@ from typing import Any
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.scopes import generic
-from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.pins import Dims
 from autotp.plans.plan import Parameter, Plan
 from autotp.text import listed
@@ -103,8 +102,7 @@ def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
     """Parameters, without numbers, of attentions whose heads do not divide by one of these numbers of ranks."""
     builder, out = plan.builder, {}
     assert builder is not None  # the plan was just made
-    operators = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
-    for block in find_blocks(builder.program, builder.same, operators):
+    for block in builder.parts:
         if block.heads is None:
             continue
         count, kv = block.heads.count, block.heads.kv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from autotp.cost.units import Call, Unit, UnitCost, UnitCosts
 from autotp.ir.graph import resolve, size_hint, tensors
 from autotp.ir.program import HeadDims
 from autotp.ir.scopes import module_path
-from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.stages.balance import divide, in_flight, units_of
 from autotp.plans.describe.describe import gathered_again
 
@@ -55,9 +54,8 @@ def terms_of(staged: Staged) -> Terms:
         load.again += seconds
         load.gathers[Call("all_gather", size)] += 1
         load.saved += costs.saved_bytes.get(node, 0.0) * (1 - 1 / plan.tp)
-    operators: Mapping = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
     names = {u.name: i for i, u in enumerate(spans)}
-    for part in find_blocks(planned.program, planned.same, operators):
+    for part in staged.builder.parts:
         if part.heads is not None:
             paths = [p for n in part.nodes for p in module_path(n) if p in names]
             unit = costs.units[names[paths[0]] if paths else 0]

@@ -13,7 +13,6 @@ from autotp.cost.solver.solve import SLACK, solve
 from autotp.errors import InputError, PlanError
 from autotp.ir.layouts import I
 from autotp.ir.program import Solution
-from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.plans.show.document import RELATIVE_SECONDS, over_tp, primitive, times
@@ -157,10 +156,9 @@ class _Explainer:
 
     def _changes(self, alternatives: Sequence[Alternative]) -> Iterator[str]:
         """Changes that would change the choice: another degree, where heads do not fit this one."""
-        tp, same = self.plan.tp, self.builder.same
-        operators = {n: (op, self.builder.rules[n]) for n, op in self.builder.ops.items()}
+        tp = self.plan.tp
         leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.parameter.name)
-        for block in find_blocks(self.builder.program, same, operators):
+        for block in self.builder.parts:
             if leaf not in block.parameters or block.heads is None:
                 continue
             count, kv = block.heads.count, block.heads.kv

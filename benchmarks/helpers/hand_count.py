@@ -18,7 +18,6 @@ from torch import fx
 from autotp.cost import call_seconds, collective_bytes
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.program import GraphPart
-from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import FEED_FORWARD, splits
 from autotp.passes.shard.planner import Builder
 from autotp.plans.plan import Plan
@@ -47,9 +46,8 @@ def hand_bytes(plan: Plan) -> float:
     builder = plan.builder
     if not isinstance(builder, Builder):
         return 0.0
-    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
     summed = any(c.op == "parameter" and c.backward for c in plan.collectives)  # as sequence parallelism must
-    return priced(hand_plan(builder, find_blocks(builder.program, builder.same, known), summed), builder)[0]
+    return priced(hand_plan(builder, builder.parts, summed), builder)[0]
 
 
 def hand_plan(builder: Builder, parts: Sequence[GraphPart], sequence: bool = False) -> list[CollectiveSend]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
-from autotp.ir.graph import Capture, tensors
-from autotp.ir.op import Op, Rule
+from autotp.ir.graph import tensors
 from autotp.ir.program import GraphPart
 
-from .blocks import find_blocks
 from .dataflow import Dataflow
 
 AXES = ("heads", "mlp", "vocab", "embed", "batch", "sequence")
@@ -26,7 +24,7 @@ class PortDims(NamedTuple):
     dims: tuple[int, ...]
 
 
-def find_axes(program: Capture, operators: Mapping[fx.Node, tuple[Op, Rule | None]]) -> dict[str, list[PortDims]]:
+def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[PortDims]]:
     """Every axis but the sequence, with the ports that decide whether it is split.
 
     heads: the queries of an attention. mlp: what the last product of a feed-forward block sums over. vocab: the rows of
@@ -34,11 +32,8 @@ def find_axes(program: Capture, operators: Mapping[fx.Node, tuple[Op, Rule | Non
     products of attention, feed-forward block and head sum over. batch: the inputs' first dimension.
 
     Args:
-        program: the canonical graph.
-        operators: per call the operator and its rule; what is missing is read off the graph.
+        flow: of the canonical graph. parts: of it.
     """
-    flow = Dataflow(program, operators)
-    parts = find_blocks(program, {}, operators)
     out: dict[str, list[PortDims]] = {name: [] for name in AXES if name != "sequence"}
     vocabulary = _vocabulary(flow, parts)
     for part in parts:
@@ -62,7 +57,7 @@ def find_axes(program: Capture, operators: Mapping[fx.Node, tuple[Op, Rule | Non
             table = flow.ops[part.nodes[0]]
             out["vocab"].append(PortDims(part.nodes[0], "in", 0, (0,)))
             out["embed"].append(PortDims(part.nodes[0], "out", 0, (len(table.outs[0]) - 1,)))
-    inputs = {leaf.node for leaf in program.inputs}
+    inputs = {leaf.node for leaf in flow.program.inputs}
     for node, op in flow.ops.items():
         # A size or a number that is read off an input has no tensor to split.
         if tensors(node):

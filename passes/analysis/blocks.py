@@ -13,9 +13,9 @@ import networkx as nx
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, short_name
+from autotp.ir.graph import short_name
 from autotp.ir.layouts import Size, divide, simplify
-from autotp.ir.op import Op, Rule, Shape
+from autotp.ir.op import Shape
 from autotp.ir.program import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 from autotp.text import counted
@@ -26,23 +26,18 @@ SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
 
 
-def find_blocks(
-    program: Capture,
-    same: Mapping[fx.Node, fx.Node],
-    operators: Mapping[fx.Node, tuple[Op, Rule | None]] | None = None,
-) -> list[GraphPart]:
+def find_blocks(flow: Dataflow, same: Mapping[fx.Node, fx.Node]) -> list[GraphPart]:
     """The named parts of a captured and canonical graph, in the order of the graph.
 
     Args:
-        program: the graph.
+        flow: of the graph.
         same: node -> the equal node of the first repeated block (`autotp.passes.analysis.fold`).
-        operators: operators with their rules, where they have been read already.
 
     Returns:
         Disjoint sets of operators; operators without parameters may be in none, every parameter that is read is in one.
         `Found.first` is an index of this list.
     """
-    return _Finder(Dataflow(program, operators or {}), same).run()
+    return _Finder(flow, same).run()
 
 
 class _Finder:

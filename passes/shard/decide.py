@@ -12,7 +12,6 @@ from autotp.cost.solver.problem import Choice, Problem, cost_of
 from autotp.cost.solver.solve import Infeasible, solve
 from autotp.ir.program import Decision, GraphPart, Planned, Solution
 from autotp.passes.analysis.axes import PortDims, find_axes
-from autotp.passes.analysis.blocks import find_blocks
 
 from .axis import TENSOR
 from .planner import Builder
@@ -101,15 +100,13 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     """
     if builder.tp == 1 or builder.band is None or builder.pinned or builder.axis is not TENSOR:
         return ()
-    operators = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
-    parts = find_blocks(builder.program, builder.same, operators)
-    if not splits(builder, parts):
+    if not splits(builder, builder.parts):
         return ()
-    axes = find_axes(builder.program, operators)
+    axes = find_axes(builder.flow, builder.parts)
     always = [port for axis in AXES for port in axes[axis]]
     index = {n: i for i, n in enumerate(heads)}
     ways = []
-    for ports in _experts(builder, parts):
+    for ports in _experts(builder, builder.parts):
         ruled_out = _ruled_out(builder, problem, index, [*always, *ports])
         if ruled_out is not None:
             ways.append(ruled_out)

@@ -24,9 +24,11 @@ from autotp.cost.solver.problem import Choice, Problem, ValueId
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, Leaf, floating, outputs_of, read, resolve, tensors, where
 from autotp.ir.layouts import I, Layout, R
-from autotp.ir.op import Op, Rule
+from autotp.ir.op import Op
 from autotp.ir.scopes import module_path
-from autotp.passes.analysis.axes import AXES, find_axes
+from autotp.passes.analysis.axes import AXES, PortDims, find_axes
+from autotp.passes.analysis.blocks import find_blocks
+from autotp.passes.analysis.dataflow import Dataflow
 from autotp.text import listed, near
 
 Pins = Mapping[str, Placement]
@@ -128,19 +130,20 @@ def read_pins(pins: Any) -> dict[str, int | None]:
     return dims
 
 
-def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None]) -> Pinned:
+def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], dataflow: Callable[[], Dataflow]) -> Pinned:
     """Find the pins in a captured graph; of several that fit one parameter or module, the first counts.
 
     Args:
         program: the capture. pins: dimension, or None for whole, by the name or pattern that the user gave.
-        ops, rules: of each operator.
+        ops: of the calls. dataflow: gives that of the capture.
 
     Raises:
         InputError: a key fits nothing. PlanError: a value has no such dimension.
     """
     finder = _Finder(program, ops, Pinned())
-    operators = {n: (op, rules[n]) for n, op in ops.items()}
-    axes = find_axes(program, operators) if set(pins) & set(AXES) else {}
+    axes: Mapping[str, list[PortDims]] = {}
+    if set(pins) & set(AXES):
+        axes = find_axes(flow := dataflow(), find_blocks(flow, {}))
     for key, dim in pins.items():
         if key in AXES:
             finder.axis(key, dim, axes)

@@ -6,6 +6,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -33,7 +34,9 @@ from autotp.ir.graph import (
 )  # fmt: skip
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, sizes
-from autotp.ir.program import Past
+from autotp.ir.program import GraphPart, Past
+from autotp.passes.analysis.blocks import find_blocks
+from autotp.passes.analysis.dataflow import Dataflow
 from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
@@ -80,7 +83,7 @@ class Builder:
         heads = {n: self.axis.rule(self.ops[n]) for n in self.calls if alike[n] is n}
         self.rules = {n: heads[alike[n]] for n in self.calls}
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
-        self.user = find_pins(self.program, self.pins, self.ops, self.rules)
+        self.user = find_pins(self.program, self.pins, self.ops, lambda: self.flow)
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         marks |= placed_apart(self.leaves, self.pinned, alike)
@@ -101,6 +104,16 @@ class Builder:
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(), past=self.past,
         )  # fmt: skip
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """What each value of the graph is made of."""
+        return Dataflow(self.program, {n: (op, self.rules[n]) for n, op in self.ops.items()})
+
+    @cached_property
+    def parts(self) -> list[GraphPart]:
+        """The named parts of the graph."""
+        return find_blocks(self.flow, self.same)
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)

@@ -21,7 +21,6 @@ from autotp.ir.layouts import Size
 from autotp.ir.marks import conversion_of
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
-from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.optimise.products import groups
 from autotp.passes.optimise.regather import too_large
 from autotp.passes.shard.planner import Builder
@@ -46,8 +45,7 @@ def describe(
         model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
         own_cache: the cache that the model makes by itself, where that is known.
     """
-    operators = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
-    parts = find_blocks(planned.program, planned.same, operators)
+    parts = builder.parts
     parameters = _parameters(planned, builder)
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, parts)
