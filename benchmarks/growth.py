@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
@@ -156,13 +157,16 @@ def point(family: str, n: int) -> Record:
         seconds[key] = time.process_time() - began
         return out
 
-    capture_model(Layer(), Inputs(*sequence(LENGTH)), device)  # what is imported at the first one
-    with clocked(seconds):
-        captured = timed("capture", lambda: capture_model(model, inputs, device, True))
+    captured, plans = None, [None]
+    if dist.get_rank() == 0:
+        capture_model(Layer(), Inputs(*sequence(LENGTH)), device)  # what is imported at the first one
+        with clocked(seconds):
+            captured = timed("capture", lambda: capture_model(model, inputs, device, True))
+            plans = [timed("plan", lambda: solve_plan(*captured, Options.read(RANKS), family))]
         seconds["capture"] -= seconds["comparison"]
-        plan = timed("plan", lambda: solve_plan(*captured, Options.read(RANKS), family))
+    dist.broadcast_object_list(plans)
     with patch("autotp.driver.compile.capture_model", lambda *_: captured):
-        sharded = timed("sharded module", lambda: autotp.compile(model, plan=plan, example_inputs=inputs))
+        sharded = timed("sharded module", lambda: autotp.compile(model, plan=plans[0], example_inputs=inputs))
     timed("first call", lambda: sharded(*args))
     return seconds
 

@@ -107,7 +107,7 @@ class Builder:
 
     @cached_property
     def flow(self) -> Dataflow:
-        """What each value of the graph is made of."""
+        """Origins of the values of the graph."""
         return Dataflow(self.program, {n: (op, self.rules[n]) for n, op in self.ops.items()})
 
     @cached_property
