@@ -260,18 +260,17 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 def _links(clock: Clock, ranks: Ranks, cluster: Cluster) -> Samples:
     """Time a short and a long message of each collective: over the ranks of a node, and over one rank of each node."""
     everyone, per_node = dist.get_process_group_ranks(ranks.group), min(ranks.tp, cluster.devices_per_node)
-    node = ranks.rank - ranks.rank % per_node
     groups = {
-        "intra": everyone[node : node + per_node],
-        "inter": everyone[ranks.rank % per_node :: per_node],
+        "intra": [everyone[first : first + per_node] for first in range(0, ranks.tp, per_node)],
+        "inter": [everyone[first::per_node] for first in range(per_node)],
     }
     samples: Samples = {}
-    for kind, members in groups.items():
-        n = len(members)
+    for kind, parts in groups.items():
+        n = len(next(part for part in parts if dist.get_rank() in part))
         if n == 1:
             continue
         whole, forwards = n == ranks.tp, kind == "intra" and not cluster.switch
-        group: Any = ranks.group if whole else dist.new_group(members, use_local_synchronization=True)
+        group: Any = ranks.group if whole else _subgroup(parts)
         for primitive in COLLECTIVES:
             timed = [_transfer(clock, primitive, size, n, group) for size in SIZES[clock.device.type].transfers]
             latency, bandwidth = link_of(primitive, n, timed, forwards, 1 / cluster.memory_bandwidth)
@@ -280,6 +279,14 @@ def _links(clock: Clock, ranks: Ranks, cluster: Cluster) -> Samples:
         if not whole:
             dist.destroy_process_group(group)
     return samples
+
+
+def _subgroup(parts: list[list[int]]) -> Any:
+    """Make this rank's group of those that share out the mesh."""
+    if sum(map(len, parts)) == dist.get_world_size():
+        return dist.new_subgroups_by_enumeration(parts)[0]
+    # Ranks outside of the mesh are not here to take part. Torch names such a group by how many each rank is in.
+    return dist.new_group(next(p for p in parts if dist.get_rank() in p), use_local_synchronization=True)
 
 
 def link_of(
