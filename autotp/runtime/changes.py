@@ -280,7 +280,7 @@ class Watched:
             self.refuse(
                 name,
                 "this tensor is not split as the parameter that is there, which optimizers and checkpoints know. Copy "
-                "its values: assign .data, or use load_state_dict.",
+                "its values: assign .data, or use load_state_dict. To split over dp too: compile(fully_shard=True).",
             )
 
     def _buffer(self, part: nn.Module, name: str, value: Any) -> None:

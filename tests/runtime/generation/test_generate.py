@@ -111,7 +111,7 @@ def test_llama_generates_the_same_tokens_on_two_ranks(pool):
             same, gap = found[name]
             assert same and gap < EXACT, (name, found[name])
         assert found["beams"] and found["static"] and found["heads"] == 1
-        assert found["captures"] == 2 and found["captures after"] == 2  # without a past, and with one
+        assert found["captures"] == found["captures after"] == 3  # compile's own, without a past, and with one
         exact, changed = found["control"]
         assert exact < EXACT < changed
         assert found["pipeline"] == (True, 0)
