@@ -132,7 +132,8 @@ def pack(captured: Capture) -> bytes:
     large = [n for n, x in captured.constants.items() if isinstance(x, Tensor) and _holds(x) > MAX_CONSTANT_NUMBERS]
     if large:
         raise Unpackable(f"the constant {large[0]} holds {_holds(captured.constants[large[0]])} numbers")
-    rest = {f.name: getattr(captured, f.name) for f in fields(captured) if f.name not in ("graph", "origin", "begun")}
+    own = [f.name for f in fields(captured) if f.init and f.name not in ("graph", "origin", "begun")]
+    rest = {name: getattr(captured, name) for name in own}
     rest["leaves"] = [(x.node.name, x.kind, x.name) for x in captured.leaves]
     rest["symbols"] = [(symbol, node.name, dim) for symbol, (node, dim) in captured.symbols.items()]
     # By name and place: a copied graph names some nodes otherwise, and plans know operators by their names.

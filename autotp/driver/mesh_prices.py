@@ -47,7 +47,7 @@ class Terms:
 def terms_of(staged: Staged) -> Terms:
     """Return the terms of a plan: its units with their attentions, and what gathering again saves."""
     plan, planned, sharded, prices = staged.plan, staged.planned, staged.sharded, staged.builder.prices
-    spans = units_of(sharded.graph.nodes) or [Unit("", 0)]
+    spans = units_of(planned, sharded) or [Unit("", 0)]
     costs = UnitCosts(planned, sharded, prices, spans)
     for node, size, seconds in gathered_again(planned, sharded, staged.builder):
         load = costs.load(node)

@@ -12,16 +12,17 @@ from autotp.passes.stages.balance import Staging, Weight, divide, units_of
 from autotp.text import amount
 
 
-def found_units(sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:
+def found_units(planned: Planned, sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:
     """The units of a program.
 
     Args:
-        sharded: the program of one rank. name: of the model. pp, chunks: ranks of the pipeline and stages of each.
+        planned: the decisions; `sharded`: the program of one rank.
+        name: of the model. pp, chunks: ranks of the pipeline and stages of each.
 
     Raises:
         InputError: there are fewer than stages.
     """
-    units = units_of(sharded.graph.nodes)
+    units = units_of(planned, sharded)
     if not units:
         raise InputError(
             f"{name} has no repeated blocks (a list of modules, of which some have the same operators), and stages are "
@@ -48,7 +49,7 @@ def staging(
     Raises:
         InputError: there are too few blocks. PlanError: no division fits.
     """
-    units = found_units(sharded, name, pp, chunks)
+    units = found_units(planned, sharded, name, pp, chunks)
     costs = UnitCosts(planned, sharded, builder.prices, units)
     weights = weigh(costs.units, costs.tied)
     division = divide(weights, pp, chunks, limit)

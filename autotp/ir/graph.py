@@ -6,7 +6,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
@@ -221,6 +221,37 @@ class Leaf:
         return isinstance(self.node.meta.get("val"), Tensor)
 
 
+class Block(NamedTuple):
+    """A call of a module that stands in a list, or of what belongs to an item of a list whose items are not called.
+
+    Attributes:
+        path: of the call. container: of the list. nodes: its operators, in order.
+        first: place among the blocks of the first that is equal; its own where none before it is.
+    """
+
+    path: str
+    container: str
+    nodes: tuple[fx.Node, ...]
+    first: int
+
+
+class Blocks(NamedTuple):
+    """The blocks of a program.
+
+    Attributes:
+        calls: all of them, those within others last.
+        same: every node and leaf -> itself, or the same node in the first equal block: what decides for its class.
+    """
+
+    calls: tuple[Block, ...] = ()
+    same: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def containers(self) -> dict[str, str]:
+        """Path of a block -> path of the list that it is in."""
+        return {block.path: block.container for block in self.calls}
+
+
 @dataclass
 class Capture:
     """A captured program: its graph, what its placeholders and outputs mean, and the sizes that it accepts."""
@@ -250,6 +281,7 @@ class Capture:
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
     carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
+    blocks: Blocks = field(default=Blocks(), init=False)  # found once (`passes/analysis/fold`), in each record anew
 
     @property
     def inputs(self) -> list[Leaf]:
@@ -324,7 +356,7 @@ class Capture:
         """Give this record a graph of its own, which may then be changed; other records keep theirs."""
         graph, env = copy_graph(self.graph.nodes)
         graph.owning_module = self.graph.owning_module
-        self.graph = graph
+        self.graph, self.blocks = graph, Blocks()
         self.leaves = [replace(leaf, node=env[leaf.node]) for leaf in self.leaves]
         self.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in self.symbols.items()}
 

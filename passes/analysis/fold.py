@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import CONSTANT, Capture, tensors
+from autotp.ir.graph import CONSTANT, Block, Blocks, Capture, tensors
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_of, module_path
@@ -21,10 +21,19 @@ NUMBER = re.compile(r"\d+$")  # of a constant: torch counts them over the whole 
 INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
 
 
-def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | None = None) -> dict[fx.Node, fx.Node]:
-    """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block.
+def repeated(program: Capture, grads: set[fx.Node]) -> Blocks:
+    """The blocks of a program, found once: all who need them read `Capture.blocks`.
 
-    Nodes with different `marks` (such as pins) are not equal.
+    Args:
+        program: the canonical graph, which stays as it is from now on. grads: nodes whose values carry gradients.
+    """
+    if not program.blocks.same:
+        program.blocks = find(program, grads)
+    return program.blocks
+
+
+def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | None = None) -> Blocks:
+    """Find blocks, and which of them are equal. Nodes with different `marks` (such as pins) are not.
 
     Args:
         program: the canonical graph.
@@ -39,34 +48,39 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     def shape(n: fx.Node) -> Any:
         return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
 
-    representative: dict[Any, fx.Node] = {}
+    blocks: list[Block] = []
+    twins: dict[fx.Node, fx.Node] = {}
+    paths = {n: module_path(n) for n in program.graph.nodes if n.op == "call_function"}
     # First lists whose items are not called themselves, as no path of modules says where such a block ends; then
     # modules with an index, the outer ones first: what is equal as a whole layer needs no comparison of its parts.
     for level in (LISTS, 0, 1, 2, 3):
-        containers = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
-        for blocks in containers.values():
-            first: dict[Any, list[fx.Node]] = {}
-            for path, nodes in blocks.items():
-                signature, members = _signature(path, nodes, names, shape)
-                twins = first.setdefault(signature, members)
-                representative.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: _first(representative, n) for n in program.graph.nodes}
+        place: dict[fx.Node, int] = {}  # first node of a block of this level -> place of the block
+        for container, members in (items(paths) if level == LISTS else _instances(paths, level)).items():
+            first: dict[Any, tuple[int, list[fx.Node]]] = {}
+            for path, nodes in members.items():
+                place[nodes[0]] = equal = len(blocks)
+                if own := [n for n in nodes if n not in twins]:
+                    signature, own = _signature(path, own, names, shape)
+                    equal, theirs = first.setdefault(signature, (equal, own))
+                    twins.update((n, t) for n, t in zip(own, theirs, strict=True) if n is not t)
+                else:
+                    equal = place.get(_first(twins, nodes[0]), equal)
+                blocks.append(Block(path, container, tuple(nodes), equal))
+    return Blocks(tuple(blocks), {n: _first(twins, n) for n in program.graph.nodes})
 
 
-def _first(representative: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+def _first(twins: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     """Follow a node to its representative: a block that stands for others may hold equal blocks itself."""
-    while node in representative:
-        node = representative[node]
+    while node in twins:
+        node = twins[node]
     return node
 
 
-def _instances(program: Capture, level: int, representative: dict) -> dict[str, dict[str, list[fx.Node]]]:
+def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str, dict[str, list[fx.Node]]]:
     """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
     out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for n in program.graph.nodes:
-        if n.op != "call_function" or n in representative:
-            continue
-        indexed = [p for p in module_path(n) if INDEXED.search(p)]
+    for n, path in paths.items():
+        indexed = [p for p in path if INDEXED.search(p)]
         if len(indexed) > level:
             out[INDEXED.sub("", indexed[level])][indexed[level]].append(n)
     return out
@@ -110,13 +124,12 @@ PLACED = re.compile(r"(^|\.)\d+$")
 Place = tuple[str, tuple[str, ...]]  # an item, and the modules around its list, outermost first
 
 
-def items(nodes: Sequence[fx.Node]) -> dict[str, dict[str, list[fx.Node]]]:
+def items(paths: Mapping[fx.Node, tuple[str, ...]]) -> dict[str, dict[str, list[fx.Node]]]:
     """List -> item -> its nodes in order, for lists whose items are not called themselves, outside of other blocks.
 
     Args:
-        nodes: of a graph, in its order.
+        paths: call -> the modules around it, in the order of the graph.
     """
-    paths = {n: module_path(n) for n in nodes if n.op == "call_function"}
     modules = {module_of(p) for path in paths.values() for p in path}
     places = {n: place for n, path in paths.items() if (place := _place(path, modules)) is not None}
     lists: dict[Place, list[fx.Node]] = defaultdict(list)

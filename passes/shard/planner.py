@@ -35,9 +35,9 @@ from autotp.ir.graph import (
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, sizes
 from autotp.ir.program import GraphPart, Past
+from autotp.passes.analysis import fold
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.analysis.dataflow import Dataflow
-from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
 from .axis import TENSOR, AxisRules
@@ -77,7 +77,7 @@ class Builder:
         self.calls = [n for n in calls if _planned(n) and not _size_of(n, past)]
         self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
-        alike = fold(self.program, self.grads)
+        alike = fold.repeated(self.program, self.grads).same
         # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what
         # is written to states is written at the end, in any order.
         heads = {n: self.axis.rule(self.ops[n]) for n in self.calls if alike[n] is n}
@@ -92,7 +92,7 @@ class Builder:
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         if sequence:  # what leaves the model may be gathered, and it alone
             marks = {n: "output" for _, n in placed_outputs(self.program)} | marks
-        self.same = fold(self.program, self.grads, marks) if marks else alike
+        self.same = fold.find(self.program, self.grads, marks).same if marks else alike
         self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
         self.calls = [n for n in self.calls if self.axis.decides(n)]
         self.ends = ends_table(self.calls, self.ops, self.rules, self.same)

@@ -4,64 +4,54 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
 
 from torch import fx
 
 from autotp.cost.units import Unit
 from autotp.ir.marks import mark
+from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import scope_path
-from autotp.passes.analysis.fold import INDEXED
 
 MAX_LEVELS = 4  # of lists of modules within lists
 COMMON_SHARE = 0.5  # the least part of their operators that neighbours have in common
 
 
-def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
+def units_of(planned: Planned, sharded: Sharded) -> list[Unit]:
     """The units of a program: of the outermost lists of modules in which neighbours have much the same operators.
 
     Args:
-        nodes: of the program, in its order.
+        planned: the decisions. sharded: the program that is cut.
     """
-    order = list(nodes)
+    container = planned.program.blocks.containers
     for level in range(MAX_LEVELS):
-        starts, operators = _blocks(order, level)
-        pairs = pairwise(sorted(starts, key=lambda path: (INDEXED.sub("", path), starts[path])))
-        lists = {INDEXED.sub("", a) for a, b in pairs if _alike(a, b, operators)}
-        spans = sorted((at, path) for path, at in starts.items() if INDEXED.sub("", path) in lists)
+        starts, operators = _blocks(sharded.graph, container, level)
+        pairs = pairwise(sorted(starts, key=lambda path: (container[path], starts[path])))
+        lists = {container[a] for a, b in pairs if container[a] == container[b] and _alike(operators[a], operators[b])}
+        spans = sorted((at, path) for path, at in starts.items() if container[path] in lists)
         if spans:
             return [Unit(spans[0][1], 0), *(Unit(path, at) for at, path in spans[1:])]
     return []
 
 
-def _alike(a: str, b: str, operators: Mapping[str, Counter[Any]]) -> bool:
-    """Return whether these are neighbours in one list, with much the same operators.
-
-    What all blocks share, such as a mask, may be made in the first of them.
-    """
-    common = (operators[a] & operators[b]).total()
-    return (
-        INDEXED.sub("", a) == INDEXED.sub("", b)
-        and common >= COMMON_SHARE * max(operators[x].total() for x in (a, b)) > 0
-    )
+def _alike(a: Counter[str], b: Counter[str]) -> bool:
+    """Return whether two blocks call much the same operators: what all share may be made in the first of them."""
+    return (a & b).total() >= COMMON_SHARE * max(a.total(), b.total()) > 0
 
 
-def _blocks(order: list[fx.Node], level: int) -> tuple[dict[str, int], dict[str, Counter[Any]]]:
+def _blocks(graph: fx.Graph, blocks: Container[str], level: int) -> tuple[dict[str, int], dict[str, Counter[str]]]:
     """Path of a block at this depth -> position of its first node, and the operators that it calls."""
     starts: dict[str, int] = {}
-    operators: dict[str, Counter[Any]] = defaultdict(Counter)
-    for i, node in enumerate(order):
-        if node.op != "call_function":
-            continue
-        indexed = [p for p in scope_path(node) if INDEXED.search(p)]
-        if len(indexed) > level:
-            starts.setdefault(indexed[level], i)
+    operators: dict[str, Counter[str]] = defaultdict(Counter)
+    for i, node in enumerate(graph.nodes):
+        around = [p for p in scope_path(node) if p in blocks] if node.op == "call_function" else []
+        if len(around) > level:
+            starts.setdefault(around[level], i)
             if mark(node).conversion is None:
-                operators[indexed[level]][str(node.target)] += 1
+                operators[around[level]][str(node.target)] += 1
     return starts, operators
 
 

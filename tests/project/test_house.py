@@ -163,7 +163,7 @@ def test_the_layer_rule_notices(module, line):
     ("module", "line"),
     [
         ("autotp.passes.base", "from autotp.ir.layouts import Shard"),
-        ("autotp.passes.shard.planner", "from autotp.passes.analysis.fold import fold"),
+        ("autotp.passes.shard.planner", "from autotp.passes.analysis.fold import find"),
         ("autotp.passes.base", "from autotp.cost import Cluster"),
         ("autotp.cost.memory", "from . import collective_costs"),
         ("autotp.api", "from autotp.driver.compile import example"),

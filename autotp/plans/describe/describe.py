@@ -71,7 +71,10 @@ def describe(
         decisions={n.name: d for n, d in planned.decisions.items()},
         inputs=tuple(inputs),
         notes=tuple(notes),
-        layer=layer(tuple(timed(works, parts, walker.block, lambda n: walker.place(n, sharded)))),
+        layer=layer(
+            tuple(timed(works, parts, walker.block, lambda n: walker.place(n, sharded))),
+            planned.program.blocks.containers,
+        ),
         states=planned.states,
         tables={n: x for n, x in tables.items() if x.sharded_dim is not None},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),

@@ -11,31 +11,31 @@ from torch import fx
 from autotp.cost.units import Work
 from autotp.ir.program import GraphPart
 from autotp.ir.scopes import module_path, moved_to
-from autotp.passes.analysis.fold import INDEXED
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
 
 BlockIndex = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
-Placed = tuple[Timed, tuple[str, ...]]  # a step, and the indexed modules that it runs in, outermost first
+Placed = tuple[Timed, tuple[str, ...]]  # a step, and the modules that it runs in, outermost first
 
 
-def layer(steps: Sequence[Placed]) -> Layer:
+def layer(steps: Sequence[Placed], container: Mapping[str, str]) -> Layer:
     """Return the times of the kind of repeated blocks in which a step spends most, and what is outside of it.
 
     Of that kind the times are those that most of its blocks have; kinds of which no two blocks take equal times come
     last. Where nothing repeats it is the whole model.
 
     Args:
-        steps: of the whole model, as `timed` gives them.
+        steps: of the whole model, as `timed` gives them. container: path of a block -> the list that it is in.
     """
     # A step is in every indexed module around it: layers of experts repeat within layers of the model.
     inside: dict[str, list[Timed]] = defaultdict(list)
     for step, paths in steps:
         for path in paths:
-            inside[path].append(step)
+            if path in container:
+                inside[path].append(step)
     # Blocks of one kind run the same operators; conversions may differ, as they do in the first and the last block.
     kinds: dict[Any, list[str]] = defaultdict(list)
     for path, own in inside.items():
-        kinds[INDEXED.sub("", path), tuple(step.name for step in own if not step.converts)].append(path)
+        kinds[container[path], tuple(step.name for step in own if not step.converts)].append(path)
     repeated = []
     for paths in kinds.values():
         times = []
@@ -78,14 +78,10 @@ def timed(
         there, back = (getattr(call, "primitive", None) for _, call in work.directions)
         module = path[-1] if path else ""
         step = Timed(work.name, module, part, work.forward, work.backward, there, back, work.change, work.bytes)
-        yield step, _indexed(home or path)
+        yield step, home or path
 
 
 def _home(part: GraphPart) -> tuple[str, ...]:
     """Return the modules that hold a block: a sum of partials is taken where it is read, in the next layer maybe."""
     paths = (module_path(n) for n in part.nodes)
     return next((path[: path.index(part.module) + 1] for path in paths if part.module in path), ())
-
-
-def _indexed(path: Sequence[str]) -> tuple[str, ...]:
-    return tuple(p for p in path if INDEXED.search(p))

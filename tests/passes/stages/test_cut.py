@@ -40,7 +40,7 @@ def test_a_plan_is_cut_between_blocks() -> None:
             CaptureRequest.read(1, "full", "counter"),
         )
         made = plan_stages(captured, notes, Options.read(2, Steering(sequence_parallel=sequence)), "Tower")
-        units = units_of(made.sharded.graph.nodes)
+        units = units_of(made.planned, made.sharded)
         assert [u.name for u in units] == [f"blocks.{i}" for i in range(4)]
         found = staging(made.planned, made.sharded, made.builder, "Tower", 2, 1, None)
         assert sum(found.division.sizes) == 4
