@@ -177,9 +177,6 @@ class Keepers:
     same: Mapping[fx.Node, fx.Node]
     grads: set[fx.Node]
 
-    def __post_init__(self) -> None:
-        self.order = {n: i for i, n in enumerate(self.ops)}
-
     def saved(self, node: fx.Node) -> Saved:
         return saved_by(self.ops[self.same[node]], self.grads)
 
@@ -220,7 +217,7 @@ class Keepers:
                 if slot in saved.slots:
                     keeping.add(reader)
                 work += [(reader, i) for i, s in saved.views if s == slot]
-        return min(keeping, key=self.order.__getitem__, default=None)
+        return min(keeping, default=None)
 
     def _readers(self, value: Value) -> list[tuple[fx.Node, int]]:
         node, index = value

@@ -101,9 +101,8 @@ class Works:
         """Price a captured operator."""
         first = self.planned.same[node]
         if first not in self._works:
-            decision, rule = self.planned.decisions[node], self.planned.rules[node]
-            split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
-            cost = self.prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)
+            decision = self.planned.decisions[node]
+            cost = self.prices.operator(self.planned.ops[node], decision.ins, decision.outs, self.planned.split(node))
             seconds = self.prices.seconds(cost)
             forward = seconds / (1 + BACKWARD) if self._trained(node) else seconds
             launches = cost["launches"] / seconds if seconds else 0.0
@@ -246,7 +245,7 @@ class UnitCosts:
 
     def _weights(self) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Count each weight in its first unit, and give those of several."""
-        heads = [n for n in self.sharded.graph.nodes if n.op == "placeholder"]
+        heads = self.sharded.graph.find_nodes(op="placeholder")
         for leaf, node in zip(self.planned.program.leaves, heads, strict=True):
             if not leaf.kind.trained or not tensors(leaf.node):
                 continue

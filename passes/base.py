@@ -2,9 +2,8 @@
 
 A pass rewrites one kind of program in place and says what it changed. This is a whole one:
 
-    @dataclass(frozen=True)
     class DropDetach(Pass[Capture]):
-        name: ClassVar[str] = "drop-detach"
+        name = "drop-detach"
 
         def run(self, program: Capture) -> Changes:
             cuts = program.graph.find_nodes(op="call_function", target=aten.detach.default)

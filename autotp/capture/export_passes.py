@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -49,11 +49,10 @@ class Exported:
         return self.program.graph
 
 
-@dataclass(frozen=True)
 class RetraceVmap(Pass[Exported]):
     """Steps of `torch.vmap` become plain operators, by a second trace."""
 
-    name: ClassVar[str] = "retrace-vmap"
+    name = "retrace-vmap"
 
     def idle(self, program: Exported) -> str:
         """Only where it is used."""
@@ -64,12 +63,11 @@ class RetraceVmap(Pass[Exported]):
         return Changes(1, "program is traced again")
 
 
-@dataclass(frozen=True)
 class CheckExport(Pass[Exported]):
     """Checks that change nothing: what the passes after it would lose is refused, and what was decided by values is
     kept."""
 
-    name: ClassVar[str] = "check-export"
+    name = "check-export"
 
     def run(self, program: Exported) -> Changes:
         refuse_higher_order(program.graph)
@@ -83,11 +81,10 @@ class CheckExport(Pass[Exported]):
         return Changes(0, "nothing that a graph cannot say")
 
 
-@dataclass(frozen=True)
 class Functionalise(Pass[Exported]):
     """In-place operators become functional ones: by rewriting each, otherwise by a second trace."""
 
-    name: ClassVar[str] = "functionalise"
+    name = "functionalise"
 
     def run(self, program: Exported) -> Changes:
         graphs = [program.graph, *regions(program.graph)]
@@ -103,11 +100,10 @@ class Functionalise(Pass[Exported]):
         return Changes(count, "operators in place")
 
 
-@dataclass(frozen=True)
 class RepeatBlocks(Pass[Exported]):
     """Calls of blocks that were traced once become copies of the first one's nodes."""
 
-    name: ClassVar[str] = "repeat-blocks"
+    name = "repeat-blocks"
 
     def idle(self, program: Exported) -> str:
         """Only where blocks were."""

@@ -105,7 +105,6 @@ class LeafKind:
         steady: a rank holds it all the time.
         carried: what the program makes of it comes back in the next call, so that its layout is the same going in and
             out, and in every program of a plan.
-        written: a forward may write to it. What it writes goes to the module's own tensor, or to the caller's.
         saved: it is in a checkpoint, under its own name.
     """
 
@@ -115,7 +114,6 @@ class LeafKind:
     passed: bool = False
     steady: bool = False
     carried: bool = False
-    written: bool = False
     saved: bool = False
 
     def __reduce__(self) -> Any:
@@ -132,15 +130,13 @@ class LeafKind:
 
 
 PARAMETER = LeafKind("parameter", splits=True, trained=True, steady=True, saved=True)
-BUFFER = LeafKind("buffer", steady=True, written=True, saved=True)
+BUFFER = LeafKind("buffer", steady=True, saved=True)
 TABLE = LeafKind(
     "buffer", splits=True, steady=True, saved=True
 )  # a weight that is never trained, such as a quantised one
 CONSTANT = LeafKind("constant", steady=True)
-INPUT = LeafKind("input", passed=True, written=True)
-STATE = LeafKind(
-    "state", splits=True, passed=True, carried=True, written=True
-)  # a cached key or value, a convolution's
+INPUT = LeafKind("input", passed=True)
+STATE = LeafKind("state", splits=True, passed=True, carried=True)  # a cached key or value, a convolution's
 SEEDS = LeafKind("seeds")  # what counter-based random numbers come from
 
 

@@ -66,11 +66,11 @@ class Layout:
     @property
     def pieces(self) -> Size:
         """Number of runs of a dimension that are dealt separately, as those of a fused weight."""
-        return 1
+        return 1 if self.distribution is None else self.distribution.pieces
 
     def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         """Largest part of a value that one rank holds; `hint` gives a number for every size."""
-        return 1.0
+        return 1.0 if self.distribution is None else self.distribution.share(tp, hint)
 
     def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
         """The shape of what `rank` holds of a value of this shape, in a layout of numbers; rank 0 has most."""
@@ -78,15 +78,15 @@ class Layout:
 
     def plain(self, tp: int) -> bool:
         """Say whether DTensor's placement of the same name means the same."""
-        return True
+        return self.distribution is None or self.distribution.is_plain(tp)
 
     def even(self, tp: int) -> bool:
         """Say whether every rank certainly stores the same number of elements."""
-        return True
+        return self.distribution is None or self.distribution.even(tp)
 
     def penalty(self, tp: int) -> int:
         """Points that break ties between equal costs."""
-        return 0
+        return 0 if self.distribution is None else self.distribution.penalty(tp)
 
     def small(self, tp: int) -> Layout:
         """Make the same kind of layout of a dimension with a few elements."""
@@ -98,7 +98,7 @@ class Layout:
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
         """Convert to what conversions take: sizes mapped by `size` (to an int, or to the fx.Node that computes it)."""
-        raise NotImplementedError(f"{type(self).__name__}.to_runtime")
+        raise NotImplementedError
 
     def to_json(self) -> Any:
         """Plain data that `from_json` reads."""
@@ -131,7 +131,7 @@ __all__ = [
 class Invariant(Layout):
     """The whole value, the same on every rank; its gradient is too."""
 
-    mark: ClassVar[str] = "I"
+    mark = "I"
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
         from .specs import InvariantSpec  # noqa: PLC0415  a plan is read without torch
@@ -144,7 +144,7 @@ class Replicate(Layout):
     """The whole value, the same on every rank; each rank's gradient is one summand (or, for `max`, one candidate)."""
 
     gradients: Reduction = "sum"
-    mark: ClassVar[str] = "R"
+    mark = "R"
 
     @property
     def dual(self) -> Layout:
@@ -168,8 +168,8 @@ class Partial(Layout):
     """One summand (or, for `max`, one candidate) of the value on every rank; its gradient is whole on each."""
 
     reduction: Reduction = "sum"  # type: ignore[misc]
-    mark: ClassVar[str] = "P"
-    partial: ClassVar[bool] = True
+    mark = "P"
+    partial = True
 
     @property
     def dual(self) -> Layout:
@@ -194,9 +194,9 @@ class Shard(Layout):
 
     dim: int
     partition: Partition
-    mark: ClassVar[str] = "S"
-    distribution_kind: ClassVar[type[Distribution] | None] = Partition
-    split: ClassVar[bool] = True
+    mark = "S"
+    distribution_kind = Partition
+    split = True
 
     @property
     def sharded_dim(self) -> int | None:
@@ -210,24 +210,8 @@ class Shard(Layout):
     def stored(self) -> Partition | None:
         return self.partition
 
-    @property
-    def pieces(self) -> Size:
-        return self.partition.pieces
-
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
-        return self.partition.share(tp, hint)
-
     def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
         return (*shape[: self.dim], self.partition.local(rank, tp), *shape[self.dim + 1 :])
-
-    def plain(self, tp: int) -> bool:
-        return self.partition.is_plain(tp)
-
-    def even(self, tp: int) -> bool:
-        return self.partition.even(tp)
-
-    def penalty(self, tp: int) -> int:
-        return self.partition.penalty(tp)
 
     def small(self, tp: int) -> Layout:
         return replace(self, partition=self.partition.small(tp))
@@ -265,9 +249,9 @@ class Grouped(Layout):
 
     dim: int
     partition: Groups
-    mark: ClassVar[str] = "G"
-    distribution_kind: ClassVar[type[Distribution] | None] = Groups
-    split: ClassVar[bool] = True
+    mark = "G"
+    distribution_kind = Groups
+    split = True
 
     @property
     def distribution(self) -> Distribution | None:
@@ -276,9 +260,6 @@ class Grouped(Layout):
     @property
     def groups(self) -> Groups | None:
         return self.partition
-
-    def plain(self, tp: int) -> bool:
-        return False
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
         from .specs import GroupedSpec  # noqa: PLC0415  a plan is read without torch

@@ -54,6 +54,11 @@ class Factor:
     maxima: frozenset[int] = frozenset()
 
     @property
+    def carries(self) -> tuple[Carry | None, ...]:
+        """Its place in each operand slot, then in each result."""
+        return *self.ins, *self.outs
+
+    @property
     def contracts(self) -> bool:
         """Say whether some result lacks the loop: split, that result is partial."""
         return any(c is None and i not in self.alike for i, c in enumerate(self.outs))

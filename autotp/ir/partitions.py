@@ -46,7 +46,7 @@ class Distribution:
     @property
     def length(self) -> Size:
         """Elements of the dimension."""
-        raise NotImplementedError(f"{type(self).__name__}.length")
+        raise NotImplementedError
 
     @property
     def static(self) -> bool:
@@ -65,11 +65,11 @@ class Distribution:
 
     def even(self, tp: int) -> bool:
         """Say whether every rank certainly stores the same number of elements."""
-        raise NotImplementedError(f"{type(self).__name__}.even")
+        raise NotImplementedError
 
     def full(self, tp: int) -> bool:
         """Say whether every rank certainly owns something."""
-        raise NotImplementedError(f"{type(self).__name__}.full")
+        raise NotImplementedError
 
     def is_plain(self, tp: int) -> bool:
         """Say whether it is the split that DTensor's `Shard` means."""
@@ -100,7 +100,7 @@ class Distribution:
 
     def local(self, rank: int, tp: int) -> int:
         """Elements that `rank` owns, where `static`."""
-        raise NotImplementedError(f"{type(self).__name__}.local")
+        raise NotImplementedError
 
     def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         """Largest part that one rank stores; `hint` gives a number for every size."""
@@ -121,11 +121,11 @@ class Distribution:
 
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
         """The form that calls of a rank's program take, each size mapped by `size`."""
-        raise NotImplementedError(f"{type(self).__name__}.to_runtime")
+        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` reads."""
-        raise NotImplementedError(f"{type(self).__name__}.to_json")
+        raise NotImplementedError
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
@@ -134,7 +134,7 @@ class Distribution:
         Raises:
             KeyError, TypeError, ValueError: the data are no distribution of this kind.
         """
-        raise NotImplementedError(f"{cls.__name__}.from_json")
+        raise NotImplementedError
 
 
 # ---- the kinds -------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Partition(Distribution):
 
     segments: tuple[Segment, ...]
     repeat: Size = 1
-    field: ClassVar[str] = "segments"
+    field = "segments"
 
     @classmethod
     def of(cls, segments: Sequence[Segment], repeat: Size, tp: int) -> Partition:
@@ -319,8 +319,8 @@ class Groups(Distribution):
 
     ends: int
     of: Partition
-    by_data: ClassVar[bool] = True
-    field: ClassVar[str] = "ends"
+    by_data = True
+    field = "ends"
 
     def even(self, tp: int) -> bool:
         return True  # in what every rank stores

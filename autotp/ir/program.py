@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from .decisions import Decision
 from .graph import Capture, Value, tensors
 from .layouts import I, Layout, R, Size
-from .op import Op, Rule
+from .op import Factor, Op, Rule
 
 # By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
 EndsTable = tuple[tuple[Value, ...], ...]
@@ -56,6 +56,11 @@ class Planned:
     states: dict[str, Layout] = field(default_factory=dict)  # of what the program carries: Replicate, or Shard
     ends: EndsTable = ()  # what `Groups.ends` numbers
     past: Past = field(default_factory=Past)
+
+    def split(self, node: fx.Node) -> Factor | None:
+        """The loop along which an operator is split; None where it is not."""
+        rule, decision = self.rules.get(node), self.decisions.get(node)
+        return None if rule is None or decision is None or decision.factor is None else rule.factors[decision.factor]
 
 
 class MeshPlace(NamedTuple):

@@ -62,7 +62,7 @@ class RuleProgram:
     def spec(self, layout: Layout) -> Spec:
         """A layout at run time; that of rows by group holds the operand which says where the groups end."""
         factors = self.rule.factors if self.rule else ()
-        carries = [c for f in factors for c in (*f.ins, *f.outs) if c is not None]
+        carries = [c for f in factors for c in f.carries if c is not None]
         ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
         return layout.to_runtime(lambda size: ends if isinstance(size, Groups) else size)
 
@@ -146,7 +146,7 @@ def _seed(
 
     Not by `Candidates.add`, which keeps the simplest few: a proof tries all.
     """
-    for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
+    for carry, value in zip(factor.carries, values, strict=True):
         part = candidates.place(carry, factor, loop, slots) if carry is not None else None
         if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
             candidates.of[value, carry.dim].append(part)

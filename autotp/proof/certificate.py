@@ -5,9 +5,10 @@ R, I, V and P of every value are inferred by the checker on meta tensors.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -26,7 +27,7 @@ from autotp.ir.scopes import module_path
 from autotp.plans.export.styles import AXIS, spmd_types
 
 from .differences import own_leaf
-from .report import Certificate, Refusal
+from .report import Certificate, Difference
 from .run import CallLayouts, Env, Simulated, StepError, Values, run
 from .spelling import linear_slots, spelled, tensors_in, transit, type_by_rule
 
@@ -51,7 +52,7 @@ def certificate(planned: Planned, sharded: Sharded) -> Certificate:
         typing.run()
     except RefusedError as error:
         refusal = _refusal(sharded, error)
-    return Certificate(planned.tp, checker, **asdict(typing.count), refusal=refusal)
+    return Certificate(planned.tp, checker, **typing.count, refusal=refusal)
 
 
 class RefusedError(Exception):
@@ -62,11 +63,11 @@ class RefusedError(Exception):
         self.kind, self.node, self.detail = kind, node, detail
 
 
-def _refusal(sharded: Sharded, error: RefusedError) -> Refusal:
+def _refusal(sharded: Sharded, error: RefusedError) -> Difference:
     node = error.node
     path = module_path(sharded.origin[node][0] if node in sharded.origin else node)
     op = short_name(node.target) if node.op == "call_function" else node.op
-    return Refusal(error.kind, node.name, op, path[-1] if path else "", error.detail)
+    return Difference(error.kind, node.name, op, path[-1] if path else "", math.inf, error.detail)
 
 
 @contextmanager
@@ -76,17 +77,6 @@ def checking(tp: int) -> Iterator[None]:
     mesh = {AXIS: spmd.MeshAxis.of(tp, 1)}
     with spmd.set_current_mesh(mesh), checker.typecheck(strict_mode="strict", local=True):
         yield
-
-
-@dataclass
-class Count:
-    """Numbers of values that were asserted and inferred."""
-
-    operators: int = 0
-    conversions: int = 0
-    leaves: int = 0
-    partials: int = 0
-    outputs: int = 0
 
 
 class Typing(Simulated):
@@ -101,7 +91,8 @@ class Typing(Simulated):
 
     def __init__(self, planned: Planned, sharded: Sharded) -> None:
         super().__init__(planned.tp)
-        self.planned, self.sharded, self.count = planned, sharded, Count()
+        self.planned, self.sharded = planned, sharded
+        self.count = Counter[str]()  # values that were asserted and inferred, by the fields of a certificate
 
     def run(self) -> Values:
         """Type every value.
@@ -153,7 +144,7 @@ class Typing(Simulated):
                 return parts
             numbers = parts[0].is_floating_point() or parts[0].is_complex()
             parts = [own_leaf(x, leaf.node in self.planned.grads and numbers) for x in parts]
-        self.count.leaves += 1
+        self.count["leaves"] += 1
         return [self._assert(x, self.sharded.layouts.get(node, R).mark) for x in parts]
 
     def _assert(self, x: Tensor, letter: str) -> Tensor:
@@ -164,7 +155,7 @@ class Typing(Simulated):
     # Conversions.
 
     def _convert(self, node: fx.Node, env: Env) -> list[Tensor]:
-        self.count.conversions += 1
+        self.count["conversions"] += 1
         xs = env[node.args[0]]  # type: ignore[index]
         src, dst = self._at(node.args[1:3], env, 0)
         with spmd_types().no_typecheck():
@@ -184,18 +175,16 @@ class Typing(Simulated):
         if self._pending(node) and isinstance(result, Tensor):
             self._summand(result)
         if rank == 0:
-            self.count.operators += bool(operands)
-            self.count.leaves += not operands and isinstance(result, Tensor)
-            self.count.partials += self._pending(node)
+            self.count["operators"] += bool(operands)
+            self.count["leaves"] += not operands and isinstance(result, Tensor)
+            self.count["partials"] += self._pending(node)
         return result
 
     def _of_split_loop(self, node: fx.Node, xs: list[Any]) -> list[Any]:
         """Type a result whose type its operands do not say, by the loop that is split where it is computed."""
         origin, i = self.sharded.origin.get(node, (node, 0))
-        decision, rule = self.planned.decisions.get(origin), self.planned.rules.get(origin)
-        if rule is None or decision is None or decision.factor is None:
+        if (factor := self.planned.split(origin)) is None:
             return xs
-        factor = rule.factors[decision.factor]
         # The rule says that every rank has this result whole, whichever loop is split: it is a leaf.
         if factor.outs[i] is None and i in factor.alike:
             with spmd_types().no_typecheck():
@@ -231,7 +220,7 @@ class Typing(Simulated):
         if function is None:
             return target(*args, **kwargs)
         # A bias is added to the sum once: the product is asserted to be a summand before.
-        pending = self._summand if self._pending(node) else _as_it_is
+        pending = self._summand if self._pending(node) else lambda x: x
         return function(pending, *args, **kwargs) if sums else function(*args, **kwargs)
 
     def _own(self, function: Any, operands: list[Tensor]) -> Any:
@@ -268,7 +257,7 @@ class Typing(Simulated):
         for i, out in enumerate(compat.tree_leaves(node.args[0])):
             if not isinstance(out, fx.Node) or not isinstance(values.nodes[out][0], Tensor):
                 continue
-            self.count.outputs += 1
+            self.count["outputs"] += 1
             state = self.planned.program.becomes(i)
             layout = None if state is None else self.sharded.states.get(state)
             for x in values.nodes[out]:
@@ -296,10 +285,6 @@ def _new(result: Any, operands: list[Tensor]) -> Any:
     """The result as a tensor of its own, that may have a type of its own: some operators return an operand."""
     again = isinstance(result, Tensor) and any(result is x for x in operands)
     return result.view_as(result) if again else result
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _words(error: BaseException | None, tp: int) -> str:

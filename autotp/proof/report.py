@@ -14,10 +14,11 @@ class Difference:
     """The first value of a sharded program that differs.
 
     Attributes:
-        direction: "forward" or "backward"; "capture" where the captured graph is not the model.
+        direction: "forward" or "backward"; "capture" where the captured graph is not the model; where a checker refuses
+            the ranks' program, "types" (R, I, V and P) or "shapes" (the program does not run).
         value: name of the captured graph's value that arrives or comes out wrong; `op`: what made it; `module`: where.
-        error: largest difference over the largest reference value; inf where an operator failed.
-        detail: what was found, for a person.
+        error: largest difference over the largest reference value; inf where there is none, as an operator failed.
+        detail: what was found, for a person; of a checker its own words.
     """
 
     direction: str
@@ -64,26 +65,6 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A place where the checker refuses a rank's program.
-
-    Attributes:
-        kind: "types" (R, I, V and P) or "shapes" (the program does not run).
-        value: name of the value of the rank's program; `op`: what makes it; `module`: where.
-        detail: the checker's own words.
-    """
-
-    kind: str
-    value: str
-    op: str
-    module: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"({self.kind}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
-
-
-@dataclass(frozen=True)
 class Certificate:
     """An answer of spmd_types to a plan's program; true where it refuses nothing.
 
@@ -101,7 +82,7 @@ class Certificate:
     leaves: int = 0
     partials: int = 0
     outputs: int = 0
-    refusal: Refusal | None = None
+    refusal: Difference | None = None
 
     @property
     def ok(self) -> bool:

@@ -27,8 +27,6 @@ from .case import TOLERANCE, Case, RuleOf, RuleProgram, choices, program, requir
 from .differences import Parts, Rounding, differences
 from .run import Simulated, run
 
-__all__ = ["Case", "RuleProgram", "choices", "program", "prove", "prove_program", "required"]
-
 
 class _AsProduced(TensorWriter):
     """Every result of one call leaves as the choice produces it."""

@@ -47,7 +47,7 @@ CALL.rule = DRAW.rule = function_rule
 
 def linear_backward(graph: fx.Graph, operands: int) -> bool:
     """Say whether the backward in such a graph as `loops_of` reads is linear in the gradients that it is given."""
-    depends = set([n for n in graph.nodes if n.op == "placeholder"][operands:])
+    depends = set(graph.find_nodes(op="placeholder")[operands:])
     for node in graph.nodes:
         gradients = [x for x in node.all_input_nodes if x in depends]
         if node.op != "call_function" or not gradients:
@@ -79,7 +79,7 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
     for node in graph.nodes:
         if node.op == "call_function" and tensors(node):
             classes.read(node)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
     inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
     results, back = returned[:outs], returned[outs:]
@@ -158,7 +158,7 @@ def _says_equal(guard: sympy.Basic) -> bool:
 def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bool:
     """Say whether splitting this factor splits just these dimensions."""
     dims = [*(at.get(x) for x in op.slots), at.get(node)]
-    carries = [*factor.ins, *factor.outs]
+    carries = factor.carries
     plain = all(c is None or _plain(c) for c in carries)
     return plain and [c and c.dim for c in carries] == dims
 
@@ -201,7 +201,7 @@ class _Classes:
         operands = [(x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))]
         carried: set[Dim] = set()
         for f in rule.factors if rule is not None else ():
-            slots = zip([*op.slots, node], [*f.ins, *f.outs], strict=True)
+            slots = zip([*op.slots, node], f.carries, strict=True)
             places = [(x, c) for x, c in slots if c is not None]
             own = [(x, c.dim) for x, c in places]
             # In units or pieces, as heads in a hidden size, a dimension is not the loop itself.

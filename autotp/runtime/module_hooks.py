@@ -274,32 +274,19 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
     return run
 
 
-def after_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A full backward hook that is shown gradients of whole values."""
+def on_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook before or after a backward that is shown gradients of whole values: of what is given, after it of what is
+    taken too. What it returns stands for the first of them."""
 
     @_shows_whole
-    def run(module: Any, to: tuple[Any, ...], of: tuple[Any, ...]) -> Any:
+    def run(module: Any, *gradients: tuple[Any, ...]) -> Any:
         boundary = _one_call(module)
         if boundary is None:
-            return call_hook(hook, module, to, of)
-        wholes = boundary.whole_values(to, boundary.takes, graded=True)
-        new = call_hook(hook, module, wholes, boundary.whole_values(of, boundary.gives, graded=True))
-        return None if new is None else boundary.with_replaced(to, boundary.takes, wholes, new, graded=True)
-
-    return run
-
-
-def before_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pre-hook that is shown gradients of whole values."""
-
-    @_shows_whole
-    def run(module: Any, of: tuple[Any, ...]) -> Any:
-        boundary = _one_call(module)
-        if boundary is None:
-            return call_hook(hook, module, of)
-        wholes = boundary.whole_values(of, boundary.gives, graded=True)
-        new = call_hook(hook, module, wholes)
-        return None if new is None else boundary.with_replaced(of, boundary.gives, wholes, new, graded=True)
+            return call_hook(hook, module, *gradients)
+        flows = (boundary.takes, boundary.gives)[-len(gradients) :]
+        wholes = [boundary.whole_values(*each, graded=True) for each in zip(gradients, flows, strict=True)]
+        new = call_hook(hook, module, *wholes)
+        return None if new is None else boundary.with_replaced(gradients[0], flows[0], wholes[0], new, graded=True)
 
     return run
 

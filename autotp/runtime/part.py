@@ -18,7 +18,7 @@ from autotp.runtime.interop.tool_refusals import DDP, SET, Refused
 from autotp.runtime.interop.whole_weights import on_whole_weights
 
 from .changes import TORCHS, Changes, Watched, foreign
-from .module_hooks import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
+from .module_hooks import Boundary, after_forward, before_forward, is_own, note, on_backward
 from .revision import TABLES, Revision, counted
 from .storage import Storage
 
@@ -112,11 +112,11 @@ class Part(nn.Module):
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register as torch does; the hook sees gradients of whole values, as on the original."""
-        return nn.Module.register_full_backward_hook(self, hook if is_own(hook) else after_backward(hook), prepend)
+        return nn.Module.register_full_backward_hook(self, hook if is_own(hook) else on_backward(hook), prepend)
 
     def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register as torch does; the hook sees gradients of whole values, as on the original."""
-        return nn.Module.register_full_backward_pre_hook(self, hook if is_own(hook) else before_backward(hook), prepend)
+        return nn.Module.register_full_backward_pre_hook(self, hook if is_own(hook) else on_backward(hook), prepend)
 
     # ---- attributes, children and parameters -----------------------------------------------------------------------
 

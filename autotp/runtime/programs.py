@@ -419,7 +419,7 @@ def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[li
     """
     inputs: list[fx.Node] = []
     reads, count = [], 0
-    for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+    for leaf, node in zip(captured.leaves, graph.find_nodes(op="placeholder"), strict=True):
         if leaf.kind.passed:
             inputs += [node] if leaf.is_tensor else []
         elif leaf.kind is SEEDS:

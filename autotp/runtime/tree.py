@@ -127,7 +127,7 @@ class Assembler:
         """Return the program as one function, and by parts where that would be noticed."""
         reads = [read for unit in self.units.values() for read in unit]
         function = single.single(self.graph, self.whole, inputs, [*self._fetches(reads)], self.compiler)
-        watch = Watch.over(self.parts, single.modules_in(self.whole))
+        watch = Watch.over(self.parts, [x.path for x in self.whole.inner() if not is_region(x.path)])
         return single.unless_touched(function, watch, by_parts)
 
     def _function(

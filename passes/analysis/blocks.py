@@ -7,7 +7,7 @@ itself; an adapter is trained beside a frozen product, which is named as it woul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import networkx as nx
 from torch import fx
@@ -20,7 +20,7 @@ from autotp.ir.program import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 from autotp.text import counted
 
-from .dataflow import LOOKUPS, Dataflow, Root, names
+from .dataflow import LOOKUPS, Dataflow, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
@@ -53,7 +53,7 @@ class _Finder:
         self._chains()
         self._norms()
         self._rest()
-        placed = sorted(self.parts, key=lambda p: min(self.flow.order[n] for n in p[2]))
+        placed = sorted(self.parts, key=lambda p: p[2][0])
         first: dict[object, int] = {}
         parts = []
         for i, (kind, detail, nodes, heads) in enumerate(placed):
@@ -68,7 +68,7 @@ class _Finder:
         return parts
 
     def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:
-        free = sorted({n for n in nodes if n not in self.owner}, key=self.flow.order.__getitem__)
+        free = sorted({n for n in nodes if n not in self.owner})
         self.owner.update(dict.fromkeys(free, len(self.parts)))
         self.parts.append((kind, detail, free, heads))
 
@@ -189,7 +189,7 @@ class _Finder:
         out = next(n for n in flow.program.graph.nodes if n.op == "output")
         outputs = set(flow.back(x for x in compat.tree_leaves(out.args) if isinstance(x, fx.Node))[1])
         for chain in nx.weakly_connected_components(joined):
-            self._chain(sorted(chain, key=flow.order.__getitem__), outputs)
+            self._chain(sorted(chain), outputs)
 
     def _chain(self, chain: list[fx.Node], outputs: set[fx.Node]) -> None:
         """Claim contractions that only pointwise operators join, with what lies between them."""
@@ -199,7 +199,7 @@ class _Finder:
             between = [n for product in chain for n in flow.back(flow.inputs(product))[0]]
             # A norm before the first product lies behind it too, and is no part of the block.
             inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
-        gates = {n for n, sides in flow.products if _all_meet(sides, own)}
+        gates = {n for n, sides in flow.products if all(names(side) & own for side in sides)}
         experts = [leaf for leaf in map(flow.batched, chain) if leaf is not None]
         if experts:
             self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)
@@ -267,11 +267,6 @@ class _Finder:
                 others.setdefault(_module([n]), []).append(n)
         for nodes in others.values():
             self._claim("other", ", ".join(dict.fromkeys(short_name(n.target) for n in nodes)), nodes)
-
-
-def _all_meet(sides: Iterable[Iterable[Root]], nodes: set[fx.Node]) -> bool:
-    """Say whether each of these sides is made of some of the nodes."""
-    return all(names(side) & nodes for side in sides)
 
 
 def _before_last_two(shape: Shape) -> tuple[int, ...]:

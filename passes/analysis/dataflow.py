@@ -41,7 +41,6 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
-        self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         self.ops: dict[fx.Node, Op] = {}
         self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
         self.own = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
@@ -238,7 +237,7 @@ class Dataflow:
             elif not any(stop(n) for stop in stops[1:]):
                 between[n] = None
                 work += step(n)
-        return sorted(between, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
+        return sorted(between), sorted(ends)
 
     def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""
@@ -413,7 +412,7 @@ def _of_weights(flow: Dataflow, start: fx.Node, others: Collection[fx.Node]) -> 
         else:
             visited.add(n)
             work += n.all_input_nodes
-    return sorted(visited, key=flow.order.__getitem__) if trained else None
+    return sorted(visited) if trained else None
 
 
 def _trained(leaf: fx.Node) -> bool:
@@ -434,13 +433,13 @@ def _source(flow: Dataflow, base: fx.Node) -> set[fx.Node]:
 
 def _between(flow: Dataflow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
     """The operators behind a sum up to a product and what that reads; None where the sum is made of more than these."""
-    start = min((flow.order[n] for n in source), default=len(flow.order))
+    start = min(source, default=node)
     ends = {base, *source, *flow.adapted}
     between: set[fx.Node] = set()
     work = list(node.all_input_nodes)
 
     def foreign(n: fx.Node) -> bool:
-        return n.op != "call_function" or flow.order[n] < start or frozen(flow, n)
+        return n.op != "call_function" or n < start or frozen(flow, n)
 
     while work:
         n = work.pop()
@@ -450,4 +449,4 @@ def _between(flow: Dataflow, node: fx.Node, base: fx.Node, source: set[fx.Node])
             return None
         between.add(n)
         work += n.all_input_nodes
-    return sorted(between, key=flow.order.__getitem__)
+    return sorted(between)

@@ -7,8 +7,7 @@ run with autocast switched off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,11 +25,10 @@ LOWERED = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class ExplicitCasts(Pass[Capture]):
     """Casts before every operator whose recorded result only autocast explains."""
 
-    name: ClassVar[str] = "explicit-casts"
+    name = "explicit-casts"
 
     def idle(self, program: Capture) -> str:
         """Only where something ran under autocast, around the call or within it."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -21,11 +20,10 @@ from .running_statistics import RunningStatistics
 from .strides import ComplexScatters, LayOut, Reshape
 
 
-@dataclass(frozen=True)
 class MergeTied(Pass[Capture]):
     """A parameter reached by several names is one leaf."""
 
-    name: ClassVar[str] = "merge-tied"
+    name = "merge-tied"
 
     def run(self, program: Capture) -> Changes:
         first: dict[str, fx.Node] = {}
@@ -44,14 +42,13 @@ class MergeTied(Pass[Capture]):
         return Changes(merged, "further names of one tensor are one leaf")
 
 
-@dataclass(frozen=True)
 class InlineRegions(Pass[Capture]):
     """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient.
 
     Afterwards every call says whether it stands in one; what a later pass puts in must say it too.
     """
 
-    name: ClassVar[str] = "inline-regions"
+    name = "inline-regions"
 
     def run(self, program: Capture) -> Changes:
         regions, owner = [*filter(is_region, program.graph.nodes)], program.graph.owning_module
@@ -95,11 +92,10 @@ def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return out
 
 
-@dataclass(frozen=True)
 class DropChecks(Pass[Capture]):
     """Assertions of the export; `Capture.accepts` checks sizes at the door instead."""
 
-    name: ClassVar[str] = "drop-checks"
+    name = "drop-checks"
 
     def run(self, program: Capture) -> Changes:
         names = ("_assert_", "sym_constrain_range", "_guards_fn")
@@ -111,11 +107,10 @@ class DropChecks(Pass[Capture]):
         return Changes(len(checks) + unread, "assertions, and what nothing reads, are left out")
 
 
-@dataclass(frozen=True)
 class DropIdentities(Pass[Capture]):
     """Casts to the same type, full slices and aliases: the value itself."""
 
-    name: ClassVar[str] = "drop-identities"
+    name = "drop-identities"
 
     def run(self, program: Capture) -> Changes:
         candidates = (aten.to, aten.alias, aten.slice, aten.expand, aten.lift_fresh_copy, aten._to_copy)
@@ -132,11 +127,10 @@ class DropIdentities(Pass[Capture]):
         return Changes(count, "operators that give their operand are left out")
 
 
-@dataclass(frozen=True)
 class TileSlices(Pass[Capture]):
     """Slices that together tile one dimension of a value become one split, so that each piece can be sharded."""
 
-    name: ClassVar[str] = "tile-slices"
+    name = "tile-slices"
 
     def run(self, program: Capture) -> Changes:
         groups: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
@@ -185,11 +179,10 @@ def _span(node: fx.Node, dim: int, total: Any) -> tuple[int, int] | None:
     return start, start + length
 
 
-@dataclass(frozen=True)
 class RebindSizes(Pass[Capture]):
     """A size read off an intermediate value is read off the input it comes from: shards have other sizes."""
 
-    name: ClassVar[str] = "rebind-sizes"
+    name = "rebind-sizes"
 
     def run(self, program: Capture) -> Changes:
         count = 0

@@ -6,8 +6,7 @@ may be split is read off the views.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,14 +22,13 @@ from autotp.passes.base import Changes, Pass
 from autotp.rules.core import function_of
 
 
-@dataclass(frozen=True)
 class Composites(Pass[Capture]):
     """A composite operator without a rule becomes what it is made of.
 
     One whose gradient is wanted stays where somebody wrote a backward for a part of it, which a trace would lose.
     """
 
-    name: ClassVar[str] = "composites"
+    name = "composites"
 
     def idle(self, program: Capture) -> str:
         """Only where there are some."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -27,12 +26,11 @@ SHAPED: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
 class DropExamples(Pass[Capture]):
     """`new_zeros(x, ...)`, `x.type_as(y)` and `x.expand_as(y)` become operators that do not read the example, so it
     may lie anyhow."""
 
-    name: ClassVar[str] = "drop-examples"
+    name = "drop-examples"
 
     def run(self, program: Capture) -> Changes:
         calls = [n for n in program.graph.nodes if n.op == "call_function"]

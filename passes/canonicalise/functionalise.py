@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autotp.ir.graph import tensors
 from autotp.ir.op import Op, aten
@@ -114,7 +114,7 @@ def region_body(region: fx.Node, owner: Any) -> tuple[fx.GraphModule, dict[fx.No
     # A call's arguments are some of its own (whether gradients are on, a type), the region, and the region's operands.
     at = next(i for i, a in enumerate(region.args) if isinstance(a, fx.Node) and a.op == "get_attr")
     module = getattr(owner, region.args[at].target)  # type: ignore[union-attr,arg-type]
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    placeholders = module.graph.find_nodes(op="placeholder")
     return module, dict(zip(placeholders, region.args[at + 1 :], strict=True))
 
 
@@ -125,10 +125,14 @@ def written_operand(node: fx.Node) -> fx.Node | None:
 
 def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     """The memory that each value lies in; equal numbers are shared memory."""
-    out: dict[fx.Node, set[int]] = {}
-    for n in graph.nodes:
-        out[n] = {v.untyped_storage()._cdata for v in tensors(n)}
-    return out
+    return {n: set(map(_place, tensors(n))) for n in graph.nodes}
+
+
+def _place(value: Tensor) -> int:
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # of those that `torch.vmap` makes
+        return id(value)
 
 
 def drop_inert_dropouts(graph: fx.Graph) -> None:
@@ -149,7 +153,13 @@ class _Memory:
     def rewrite(self, node: fx.Node) -> bool:
         """Make one in-place operator functional; False where another value sees what it writes."""
         target, twin = written_operand(node), _twin(node)
-        if target is None or twin is None or len(self.of[target]) != 1 or self._read_later(target, node):
+        if (
+            target is None
+            or twin is None
+            or len(self.of[target]) != 1
+            or self._leaf(target, node)
+            or self._later(target, node)
+        ):
             return False
         node.target = twin
         self._renew(target, node, node)
@@ -235,10 +245,6 @@ class _Memory:
         if target.op == "placeholder":  # one buffer may have several names
             leaves = [n for n in leaves if n.name not in self.state]
         return bool(leaves)
-
-    def _read_later(self, target: fx.Node, write: fx.Node) -> bool:
-        """Say whether a leaf has the memory of `target`, or another of its names is read later."""
-        return self._leaf(target, write) or bool(self._later(target, write))
 
 
 def _twin(node: fx.Node) -> Any:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from torch import Tensor, fx
+from torch import fx
 
-from autotp.ir.graph import CUTS, floating, tensors
+from autotp.ir.graph import CUTS, floating
 from autotp.ir.op import aten, is_tensor
 
-from .functionalise import is_region, mutates, region_body, without_gradient, written_operand
+from .functionalise import is_region, memory, mutates, region_body, without_gradient, written_operand
 
 
 def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
@@ -47,7 +47,7 @@ class _Flow:
     odd: list[fx.Node] = field(default_factory=list)
 
     def run(self) -> None:
-        self.memory = _memory(self.graph)
+        self.memory = memory(self.graph)
         for node in self.carries:
             self.places |= self.memory[node]
         for node in list(self.graph.nodes):
@@ -88,24 +88,12 @@ class _Flow:
                 self.places |= self.memory[user]
 
     def _detach(self, region: fx.Node, body: fx.Graph, carried: dict[fx.Node, fx.Node]) -> None:
-        memory = _memory(body)
+        of = memory(body)
         writes = [n for n in body.nodes if mutates(n)]
-        of_carried = set().union(*(memory[inner] for inner in carried))
-        self.odd += [n for n in writes if memory[n] & of_carried]
+        of_carried = set().union(*(of[inner] for inner in carried))
+        self.odd += [n for n in writes if of[n] & of_carried]
         for x in dict.fromkeys(carried.values()):
             with self.graph.inserting_before(region):
                 new = self.graph.call_function(aten.detach.default, (x,))
                 new.meta = {**x.meta, "nn_module_stack": region.meta.get("nn_module_stack")}
                 region.replace_input_with(x, new)
-
-
-def _memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
-    """The memory that each value lies in; those that `torch.vmap` makes do not tell."""
-    return {n: set(map(_place, tensors(n))) for n in graph.nodes}
-
-
-def _place(value: Tensor) -> int:
-    try:
-        return value.untyped_storage()._cdata
-    except NotImplementedError:
-        return id(value)

@@ -11,7 +11,6 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -26,7 +25,7 @@ NodeRow = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and 
 class RankOrder(Pass[Capture]):
     """Rank 0's order of operators, where a rank's program is the same but for that. A collective pass."""
 
-    name: ClassVar[str] = "rank-order"
+    name = "rank-order"
     ranks: Ranks | None
 
     def idle(self, program: Capture) -> str:

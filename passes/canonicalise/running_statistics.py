@@ -7,8 +7,6 @@ statistics. As results they split with the channels, and what a rank's channels 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -18,11 +16,10 @@ from autotp.kernels.operators import OPS
 from autotp.passes.base import Changes, Pass
 
 
-@dataclass(frozen=True)
 class RunningStatistics(Pass[Capture]):
     """Running statistics are results of the batch norm that writes them."""
 
-    name: ClassVar[str] = "running-statistics"
+    name = "running-statistics"
 
     def idle(self, program: Capture) -> str:
         """Only where there are some."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -12,11 +11,10 @@ from autotp.ir.op import Op, aten, expression
 from autotp.passes.base import Changes, Pass
 
 
-@dataclass(frozen=True)
 class Reshape(Pass[Capture]):
     """A view becomes a reshape: that memory allows it was decided on strides that real values need not have."""
 
-    name: ClassVar[str] = "reshape"
+    name = "reshape"
 
     def run(self, program: Capture) -> Changes:
         views = [n for n in program.graph.nodes if n.target is aten.view.default]
@@ -25,11 +23,10 @@ class Reshape(Pass[Capture]):
         return Changes(len(views), "views are reshapes")
 
 
-@dataclass(frozen=True)
 class LayOut(Pass[Capture]):
     """`as_strided` picks elements by their place in memory, and a rank's value may lie there in another order."""
 
-    name: ClassVar[str] = "lay-out"
+    name = "lay-out"
 
     def run(self, program: Capture) -> Changes:
         views = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
@@ -76,11 +73,10 @@ SCATTERS: dict[Any, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
 class ComplexScatters(Pass[Capture]):
     """`select_scatter` and its like on complex values act on pairs of real numbers, which are the same memory."""
 
-    name: ClassVar[str] = "complex-scatters"
+    name = "complex-scatters"
 
     def run(self, program: Capture) -> Changes:
         scatters = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -47,7 +47,7 @@ class CountedRandom(Pass[Capture]):
         random: what is asked for; only "counter" changes anything.
     """
 
-    name: ClassVar[str] = "counted-random"
+    name = "counted-random"
     random: str = "counter"
 
     def idle(self, program: Capture) -> str:
@@ -58,7 +58,7 @@ class CountedRandom(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         drawing, graph = _drawing(program), program.graph
-        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        last = graph.find_nodes(op="placeholder")[-1]
         fake = next(v for n in drawing if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
         with graph.inserting_after(last):
             leaf = graph.placeholder(SEEDS.name)

@@ -10,7 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -31,7 +31,7 @@ class Float8Products(Pass[Capture]):
         precision: which, and how; None changes nothing.
     """
 
-    name: ClassVar[str] = "float8-products"
+    name = "float8-products"
     precision: Precision | None = None
 
     def idle(self, program: Capture) -> str:

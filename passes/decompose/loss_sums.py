@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,12 +33,11 @@ SEVERAL = (
 EmitCall = Callable[..., fx.Node]
 
 
-@dataclass(frozen=True)
 class DecomposeLosses(Pass[Capture]):
     """Cross entropies become maxima and sums over classes and examples, each with a rule of its own."""
 
-    name: ClassVar[str] = "decompose-losses"
-    priced: ClassVar[bool] = True
+    name = "decompose-losses"
+    priced = True
 
     def idle(self, program: Capture) -> str:
         """Only where there is one."""
@@ -78,7 +77,7 @@ class LossAlone(Pass[Capture]):
         outputs: what is asked for; only "loss" changes anything.
     """
 
-    name: ClassVar[str] = "loss-alone"
+    name = "loss-alone"
     outputs: str = "loss"
 
     def idle(self, program: Capture) -> str:
@@ -91,7 +90,9 @@ class LossAlone(Pass[Capture]):
         Raises:
             InputError: the program has no loss, or several values that could be it.
         """
-        values = list(compat.tree_leaves(program.graph.output_node().args[0]))
+        program.own_graph()
+        output = program.graph.output_node()
+        values = list(compat.tree_leaves(output.args[0]))
         mutations = [i for i in range(len(values)) if i in program.mutations]
         losses = [i for i, x in enumerate(values) if i not in mutations and isinstance(x, fx.Node) and _is_loss(x)]
         if len(losses) != 1:
@@ -99,9 +100,6 @@ class LossAlone(Pass[Capture]):
                 f"outputs='loss' needs a model that gives one floating-point scalar, and this one gives {len(losses)}. "
                 + (SEVERAL if losses else NO_LOSS)
             )
-        program.own_graph()
-        output = program.graph.output_node()
-        values = list(compat.tree_leaves(output.args[0]))
         output.args = (tuple(values[i] for i in [*mutations, *losses]),)
         program.graph.eliminate_dead_code()
         program.mutations = {k: program.mutations[i] for k, i in enumerate(mutations)}

@@ -6,8 +6,7 @@ product over them becomes one call, where the mask is of a known family (`masks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -42,11 +41,10 @@ class Side(NamedTuple):
         return calls(self.cache, *GROWN)
 
 
-@dataclass(frozen=True)
 class CachedAttention(Optimisation):
     """One call for the attention of new tokens over a cache."""
 
-    name: ClassVar[str] = "cached_attention"
+    name = "cached_attention"
 
     def run(self, program: RankProgram) -> Changes:
         """Put one call in the place of each, and say how many masks are of no known kind."""

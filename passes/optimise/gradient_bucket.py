@@ -9,8 +9,6 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -30,13 +28,12 @@ WHAT = "one all-reduce of small gradients"
 NOWHERE = "nowhere: no block has two small parameters whose gradients are summed"
 
 
-@dataclass(frozen=True)
 class Bucket(Optimisation):
     """One conversion for the small parameters of a block that are read whole."""
 
-    name: ClassVar[str] = "bucket"
-    measurable: ClassVar[bool] = True
-    sends: ClassVar[bool] = True
+    name = "bucket"
+    measurable = True
+    sends = True
 
     def idle(self, program: RankProgram) -> str:
         """There is nothing to send in one process, or without gradients."""

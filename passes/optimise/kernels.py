@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,12 +38,11 @@ PATTERNS: tuple[tuple[str, Pattern], ...] = (
 )
 
 
-@dataclass(frozen=True)
 class Kernels(Optimisation):
     """Put kernels into a rank's graph; an expression with a conversion in it, or read in its middle, stays."""
 
-    name: ClassVar[str] = "kernels"
-    measurable: ClassVar[bool] = True
+    name = "kernels"
+    measurable = True
 
     def idle(self, program: RankProgram) -> str:
         """Stay off where nobody measures them."""

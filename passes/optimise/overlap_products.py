@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -36,9 +36,9 @@ class Overlap(Optimisation):
         least: kernel launches that a group must save to be put in.
     """
 
-    name: ClassVar[str] = "overlap"
-    measurable: ClassVar[bool] = True
-    sends: ClassVar[bool] = True
+    name = "overlap"
+    measurable = True
+    sends = True
     chunks: int = 0
     least: float = LEAST_LAUNCHES
 

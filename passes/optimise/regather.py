@@ -7,9 +7,6 @@ third all-gather makes that 1.25 times the traffic. It runs under the product th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from autotp.comm.conversions import g
 from autotp.comm.overlapped import grouped
 from autotp.cost import Cluster, tensor_bytes
@@ -28,11 +25,10 @@ def too_large(objective: Objective, cluster: Cluster, rank_bytes: float) -> bool
     return objective.training and rank_bytes > cluster.memory_size
 
 
-@dataclass(frozen=True)
 class Regather(Optimisation):
     """Keep the slice of what is gathered before products, and gather it again in the backward."""
 
-    name: ClassVar[str] = "regather"
+    name = "regather"
 
     def idle(self, program: RankProgram) -> str:
         """Only where the memory model says that a step does not fit into a device."""

@@ -37,7 +37,7 @@ def ends_slots(rule: Rule | None, factor: int | None = None) -> list[int]:
     if rule is None:
         return []
     factors = rule.factors if factor is None else (rule.factors[factor],)
-    carries = [c for f in factors for c in (*f.ins, *f.outs) if c is not None]
+    carries = [c for f in factors for c in f.carries if c is not None]
     return list(dict.fromkeys(c.groups for c in carries if c.groups is not None))
 
 

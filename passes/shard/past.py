@@ -188,7 +188,7 @@ class _Reader:
             if not self._long(factor.size):
                 continue
             # A loop over tokens runs over what its operands keep of them; where none keeps any, over the new one alone.
-            carried = [(i, c.dim) for i, c in enumerate((*factor.ins, *factor.outs)) if c is not None]
+            carried = [(i, c.dim) for i, c in enumerate(factor.carries) if c is not None]
             split |= {*carried}
             read = [sides[i][d] for i, d in carried if i < operands and d in sides[i]]
             steps *= max(read) if read else self._one_of(factor.size)

@@ -74,8 +74,7 @@ class Builder:
         nodes = list(self.program.graph.nodes)
         past = {x.node for x in self.program.leaves if x.kind.carried}
         calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
-        self.calls = [n for n in calls if _planned(n) and not _size_of(n, past)]
-        self.order = {n.name: i for i, n in enumerate(nodes)}
+        self.calls = [n for n in calls if _planned(n) and not (n.target is compat.sym_size and n.args[0] in past)]
         self.ops = {n: Op.of(n) for n in self.calls}
         alike = fold.repeated(self.program, self.grads).same
         # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what
@@ -283,7 +282,7 @@ class Builder:
         """Say whether rows dealt by group are so where it is known already where the groups end."""
         numbers = {x.groups.ends for side in layouts for x in side if x.groups is not None}
         firsts = [self.ends[k][0][0] for k in numbers]
-        return all(self.order[first.name] < self.order[node.name] for first in firsts)
+        return all(first < node for first in firsts)
 
     def conflict(self) -> PlanError | None:
         """The error that names the fewest pins which together leave no plan; None where it is not the pins' doing."""
@@ -330,8 +329,3 @@ class Builder:
 def _planned(node: fx.Node) -> bool:
     """Operators with tensor results, and those that read one: a size or an item read off a shard would be wrong."""
     return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)
-
-
-def _size_of(node: fx.Node, states: set[fx.Node]) -> bool:
-    """Say whether it is the size of a state in a dimension that no rank splits, so that any rank's part has it."""
-    return node.target is compat.sym_size and node.args[0] in states

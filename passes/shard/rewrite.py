@@ -9,7 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -104,7 +104,6 @@ class Rewriter:
 
     def _local(self, op: Op, decision: Decision, operands: list[fx.Node]) -> Any:
         rule = self.planned.rules[op.node]
-        factor = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
         local = ShardCall(
             graph=self.new,
             sizes=self.sizes,
@@ -112,7 +111,7 @@ class Rewriter:
             operands=operands,
             ins=decision.ins,
             outs=decision.outs,
-            factor=factor,
+            factor=self.planned.split(op.node),
             loop=None if decision.loop is None or decision.loop.by_data else decision.loop,
             rule=rule,
             tp=self.planned.tp,
@@ -276,7 +275,7 @@ class ShardOperators(Pass[ShardedProgram]):
         outputs: "sharded" leaves outputs as they are made, where that is a plain shard or a summand.
     """
 
-    name: ClassVar[str] = "shard-operators"
+    name = "shard-operators"
     outputs: str = "full"
 
     def run(self, program: ShardedProgram) -> Changes:
@@ -285,11 +284,10 @@ class ShardOperators(Pass[ShardedProgram]):
         return Changes(sum(n.target in targets for n in program.graph.nodes), "conversions between layouts")
 
 
-@dataclass(frozen=True)
 class Specialise(Pass[RankProgram]):
     """The calls that depend on the rank get its place on each mesh axis."""
 
-    name: ClassVar[str] = "specialise"
+    name = "specialise"
 
     def run(self, program: RankProgram) -> Changes:
         program.graph = specialise(Sharded(program.graph), program.axes)

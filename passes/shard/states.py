@@ -67,12 +67,12 @@ class States:
                 self.results[name] = node
         self.members: dict[fx.Node, list[str]] = defaultdict(list)
         for name, node in self.leaves.items():
-            self.members[same_of(self.same, node)].append(name)
+            self.members[self.same.get(node, node)].append(name)
 
     def value(self, node: fx.Node) -> Value:
         """The class of a value."""
         maker, index = resolve(node)
-        return same_of(self.same, maker), index
+        return self.same.get(maker, maker), index
 
     # ---- what may be split -----------------------------------------------------------------------------------------
 
@@ -197,11 +197,6 @@ def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[in
 def moves(node: fx.Node) -> bool:
     """Say whether an operator only moves what it is given."""
     return node.op == "call_function" and short_name(node.target).removeprefix("aten.").split(".")[0] in MOVES
-
-
-def same_of(same: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    """The representative of a node's class."""
-    return same.get(node, node)
 
 
 def as_read(layout: Layout, graded: bool) -> Layout:

@@ -68,7 +68,7 @@ class Candidates:
         slots = [*ins, *(frozenset([o]) for o in outs)]
         whole: dict[Distribution, None] = {}
         pieces: dict[int, dict[Distribution, None]] = defaultdict(dict)
-        for carry, values in zip((*factor.ins, *factor.outs), slots, strict=True):
+        for carry, values in zip(factor.carries, slots, strict=True):
             # How many rows a group has is data, so rows by group say nothing of the loop over groups.
             if carry is None or carry.groups is not None:
                 continue
@@ -99,7 +99,7 @@ class Candidates:
         for loop in self.loops(factor, ins, outs):
             if loop.by_data and not self.arrives(factor, loop, ins):
                 continue
-            for carry, values in zip((*factor.ins, *factor.outs), slots, strict=True):
+            for carry, values in zip(factor.carries, slots, strict=True):
                 partition = self.place(carry, factor, loop, ins) if carry is not None else None
                 if carry is not None and partition is not None:
                     for value in values:
@@ -202,7 +202,7 @@ def _split(
     """The layouts of operands and results where this loop is split; None where some slot cannot be."""
     layouts: list[Layout] = []
     every = [*slots, *(frozenset([r]) for r in results)]
-    for slot, (carry, values) in enumerate(zip((*factor.ins, *factor.outs), every, strict=True)):
+    for slot, (carry, values) in enumerate(zip(factor.carries, every, strict=True)):
         if carry is None:
             layouts.append(_uncarried(rule, factor, slot))
             continue

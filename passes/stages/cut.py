@@ -85,7 +85,7 @@ class _Cutter:
         self.planned, self.sharded, self.program = planned, sharded, planned.program
         self.stages = len(starts)
         self.order = {n: i for i, n in enumerate(sharded.graph.nodes)}
-        heads = [n for n in sharded.graph.nodes if n.op == "placeholder"]
+        heads = sharded.graph.find_nodes(op="placeholder")
         self.leaf: dict[fx.Node, Leaf] = dict(zip(heads, self.program.leaves, strict=True))
         self.at = {n: bisect_right(starts, i) - 1 for n, i in self.order.items() if n.op == "call_function"}
         self.mutated = {x for x in self.program.mutations.values() if isinstance(x, str)}
@@ -209,7 +209,7 @@ class _Cutter:
     def _boundary(self, k: int) -> list[fx.Node]:
         """Return what flows from stage k to the next, in the order of the program."""
         crossing = [n for n, stages in self.read.items() if self.at[n] <= k < max(stages)]
-        return sorted(crossing, key=self.order.__getitem__)
+        return sorted(crossing)
 
     def _wires(self, nodes: Sequence[fx.Node], stage: int) -> tuple[Wire, ...]:
         wires = []
@@ -293,7 +293,7 @@ class _Writer:
             self._note(new, node, wire.layout)
             leaves.append(Leaf(new, INPUT, new.name))
             arrived.append((node, new, wire))
-        order = sorted(cutter.nodes[self.stage], key=cutter.order.__getitem__)
+        order = sorted(cutter.nodes[self.stage])
         for node in order:
             if node.op == "placeholder":
                 self._copy(node)

@@ -22,7 +22,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.plans.export import styles
 from autotp.proof.certificate import RefusedError, Typing, certificate, checking
 from autotp.proof.equality import compare
-from autotp.proof.report import Refusal
+from autotp.proof.report import Difference
 from autotp.proof.spelling import STEPS, transit
 from benchmarks.helpers.lists.certified import PROGRAMS as CASES
 from benchmarks.helpers.lists.certified import outputs, programs, tried
@@ -164,7 +164,9 @@ def row_split(bias: bool) -> tuple[Planned, Sharded]:
 def test_a_row_splits_bias_added_on_every_rank_is_refused():
     assert certificate(*row_split(False))
     refusal = certificate(*row_split(True)).refusal
-    assert refusal is not None and refusal.kind == "types" and "linear" in refusal.op and "Partial" in refusal.detail
+    assert (
+        refusal is not None and refusal.direction == "types" and "linear" in refusal.op and "Partial" in refusal.detail
+    )
 
 
 def test_an_all_reduce_wants_a_pending_sum():
@@ -211,7 +213,7 @@ def test_the_public_functions(linear, monkeypatch):
         "0.weight": {"tp": spmd.S(0)}, "0.bias": {"tp": spmd.S(0)}, "2.weight": {"tp": spmd.S(1)},
         "2.bias": {"tp": spmd.I},
     }  # fmt: skip
-    no = replace(report.certificate, refusal=Refusal("types", "add", "aten.add", "0", "P and R"))
+    no = replace(report.certificate, refusal=Difference("types", "add", "aten.add", "0", float("inf"), "P and R"))
     refused = replace(report, certificate=no)
     assert not refused.ok and "refuses (types) at add" in str(refused)
     assert autotp.certify(model, autotp.plan(model, 1, example_inputs=x), x)

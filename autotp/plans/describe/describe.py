@@ -161,7 +161,6 @@ class _Collectives:
 
     def __post_init__(self) -> None:
         self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
-        self.order = {n: i for i, n in enumerate(self.planned.program.graph.nodes)}
         self.block: dict[fx.Node, int] = {}
         for i, f in enumerate(self.parts):
             for n in (*f.nodes, *f.parameters):
@@ -203,7 +202,7 @@ class _Collectives:
             return self.block.get(origin)
         operands = [resolve(s) for s in self.planned.ops[origin].slots]
         partial = [n for n, i in operands if self.planned.decisions[n].outs[i].partial]
-        makers = [self._maker(n) for n in sorted(partial, key=self.order.__getitem__, reverse=True)]
+        makers = [self._maker(n) for n in sorted(partial, reverse=True)]
         blocks = [b for b in makers if b is not None]
         # A frozen product and an adapter beside it are summed by one reduction: the product's.
         return next((b for b in blocks if self.parts[b].kind != "adapter"), next(iter(blocks), None))

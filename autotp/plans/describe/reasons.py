@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autotp.ir.graph import draws, resolve, short_name, tensors
-from autotp.ir.op import EXPERTS, Carry, Factor
+from autotp.ir.op import EXPERTS, Carry
 from autotp.ir.program import Planned
 from autotp.passes.shard.strategies import Candidates
 
@@ -39,7 +39,7 @@ def role(planned: Planned, node: fx.Node, dim: int) -> str:
 
 def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
     """The role of a split of dimension `dim` of this operand for one reader; empty where its split is another."""
-    factor, rule, op = _factor(planned, user), planned.rules[user], planned.ops[user]
+    factor, rule, op = planned.split(user), planned.rules[user], planned.ops[user]
     carry = factor.ins[slot] if factor is not None else None
     if factor is None or rule is None or carry is None or carry.dim != dim:
         return ""
@@ -95,7 +95,7 @@ def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool
 
 def _instead(planned: Planned, user: fx.Node, slot: int) -> str:
     """The way an operator runs in place of splitting this operand."""
-    factor = _factor(planned, user)
+    factor = planned.split(user)
     if factor is None:
         return "runs whole"
     if factor.ins[slot] is not None:
@@ -160,8 +160,3 @@ def _weight(planned: Planned, node: fx.Node) -> bool:
         return any(leaf.node is node and leaf.kind.trained for leaf in planned.program.leaves)
     slots = planned.ops[node].slots if node in planned.ops else []
     return len(slots) == 1 and _weight(planned, slots[0])
-
-
-def _factor(planned: Planned, user: fx.Node) -> Factor | None:
-    rule, index = planned.rules[user], planned.decisions[user].factor
-    return rule.factors[index] if rule is not None and index is not None else None

@@ -82,7 +82,7 @@ def write_in_place(captured: Capture, graph: fx.Graph) -> int:
 
     Returns: how many writes are in place now.
     """
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     placeholder_of = dict(zip((x.node for x in captured.leaves), placeholders, strict=True))
     tensors = captured.tensor_inputs
     outputs, order = compat.tree_leaves(graph.output_node().args[0]), {n: i for i, n in enumerate(graph.nodes)}

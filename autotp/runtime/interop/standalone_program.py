@@ -168,7 +168,7 @@ class _Writer:
         places = self.source.places()
         places["tp"] = places["tp"]._replace(group=group)
         flat, _ = self.source.lowering.program(self.program.sharded, places, self.shards.device, rank_bytes)
-        self._leaves([n for n in flat.nodes if n.op == "placeholder"], names)
+        self._leaves(flat.find_nodes(op="placeholder"), names)
         for node in flat.nodes:
             if node.op != "output" and node not in self.env:
                 new = self.env[node] = copy_node(node, self.graph, self.env.__getitem__)
@@ -216,7 +216,7 @@ class _Writer:
     def _outputs(self, values: Sequence[Any]) -> None:
         """Write what it returns, in plain containers; what it writes is written first."""
         captured, results = self.program.capture, []
-        tensors = [n for n in self.graph.nodes if n.op == "placeholder"]
+        tensors = self.graph.find_nodes(op="placeholder")
         buffers = {n.target: n for n in self.graph.nodes if n.op == "get_attr"}
         for i, value in enumerate(values):
             node = self.env[value] if isinstance(value, fx.Node) else value

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.comm.conversions import KEEPS
 from autotp.ir.graph import copy_node
-from autotp.ir.scopes import block_of, is_region, module_of
+from autotp.ir.scopes import block_of, module_of
 from autotp.log import log
 from autotp.runtime.generation.in_place import METHODS, WRITES, worded
 
@@ -141,8 +141,3 @@ def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Functio
         return by_parts(*inputs)
 
     return run
-
-
-def modules_in(scope: Any) -> list[str]:
-    """The paths of the modules that a program calls."""
-    return [x.path for x in scope.inner() if not is_region(x.path)]

@@ -134,7 +134,7 @@ def judged(planned: Planned, mutant: Sharded, shapes: list[Any], values: Values)
         return "shapes"
     refusal = certificate(planned, mutant).refusal
     if refusal is not None:
-        return refusal.kind
+        return refusal.direction
     return "nobody" if compare(planned, mutant, values) else "verify"
 
 
