@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.ir.graph import copy_graph, tensors
+from autotp.ir.graph import copy_graph, replace_results, tensors
 from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory
 
@@ -384,20 +384,13 @@ class _Body:
             copy_graph(fresh, env, node.graph)
         for each in fresh:
             env[each].meta["nn_module_stack"] = _stack_of_copy(each.meta, node.meta, path)
-        _replace(node, [env.get(n, n) for n in self.leave.args[0]])  # type: ignore[union-attr]
+        replace_results(node, [env.get(n, n) for n in self.leave.args[0]])  # type: ignore[union-attr]
 
     def dissolve(self) -> None:
         """Take the marks away."""
         for mark in (self.leave, self.enter):
             if mark is not None:
-                _replace(mark, mark.args[0])
-
-
-def _replace(node: fx.Node, results: Any) -> None:
-    for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
+                replace_results(mark, mark.args[0])
 
 
 def _stack_of_copy(meta: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict[str, Any]:

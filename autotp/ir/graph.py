@@ -449,6 +449,14 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return sizes(values[0]) if values else ()
 
 
+def replace_results(node: fx.Node, results: Sequence[Any]) -> None:
+    """Put these in the place of a call's results, which readers take by their position, and erase the call."""
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
 def resolve(node: fx.Node) -> Value:
     """The value behind a node: `getitem` nodes name a result of the operator before them."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):

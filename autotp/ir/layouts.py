@@ -30,6 +30,7 @@ class Layout:
         partial: whether a rank holds a summand, or a candidate, of every element.
         reduction: how the ranks' tensors become the value where it is partial.
         split: whether ranks own different elements.
+        variants: the fields of each layout of the kind, where it has no dimension.
     """
 
     mark: ClassVar[str] = ""
@@ -37,6 +38,7 @@ class Layout:
     partial: ClassVar[bool] = False
     reduction: ClassVar[Reduction] = "sum"
     split: ClassVar[bool] = False
+    variants: ClassVar[tuple[tuple[Any, ...], ...]] = ((),)
 
     @property
     def dual(self) -> Layout:
@@ -107,7 +109,7 @@ class Layout:
     @classmethod
     def from_json(cls, data: Any) -> Layout | None:
         """The inverse of `to_json`; None where the data are of another kind."""
-        return cls() if data == cls.mark else None
+        return next((x for x in (cls(*fields) for fields in cls.variants) if str(x) == data), None)
 
     @classmethod
     def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:
@@ -145,6 +147,7 @@ class Replicate(Layout):
 
     gradients: Reduction = "sum"
     mark = "R"
+    variants = (), ("max",)
 
     @property
     def dual(self) -> Layout:
@@ -154,10 +157,6 @@ class Replicate(Layout):
         from .specs import ReplicateMaxSpec, ReplicateSpec  # noqa: PLC0415  a plan is read without torch
 
         return ReplicateSpec() if self.gradients == "sum" else ReplicateMaxSpec()
-
-    @classmethod
-    def from_json(cls, data: Any) -> Layout | None:
-        return {"R": R, "R(max)": Replicate("max")}.get(data) if isinstance(data, str) else None
 
     def __str__(self) -> str:
         return "R" if self.gradients == "sum" else f"R({self.gradients})"
@@ -169,6 +168,7 @@ class Partial(Layout):
 
     reduction: Reduction = "sum"  # type: ignore[misc]
     mark = "P"
+    variants = Replicate.variants
     partial = True
 
     @property
@@ -180,31 +180,46 @@ class Partial(Layout):
 
         return PartialSpec(reduction=self.reduction)
 
-    @classmethod
-    def from_json(cls, data: Any) -> Layout | None:
-        return {"P": P, "P(max)": Partial("max")}.get(data) if isinstance(data, str) else None
-
     def __str__(self) -> str:
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
 
 
 @dataclass(frozen=True)
-class Shard(Layout):
-    """One slice of dimension `dim`, dealt by `partition`; its gradient likewise."""
+class _Dealt(Layout):
+    """A dimension that is dealt to the ranks; `key` is the field of its JSON that no other kind has."""
 
     dim: int
-    partition: Partition
-    mark = "S"
-    distribution_kind = Partition
+    partition: Any
     split = True
-
-    @property
-    def sharded_dim(self) -> int | None:
-        return self.dim
+    key: ClassVar[str]
 
     @property
     def distribution(self) -> Distribution | None:
         return self.partition
+
+    def to_json(self) -> Any:
+        return {"dim": self.dim, self.key: self.partition.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        kind: Any = cls.distribution_kind
+        return cls(data["dim"], kind.from_json(data[cls.key])) if isinstance(data, dict) and cls.key in data else None
+
+    def __str__(self) -> str:
+        return f"{self.mark}({self.dim})"
+
+
+@dataclass(frozen=True)
+class Shard(_Dealt):
+    """One slice of dimension `dim`, dealt by `partition`; its gradient likewise."""
+
+    partition: Partition
+    mark, key = "S", "partition"
+    distribution_kind = Partition
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self.dim
 
     @property
     def stored(self) -> Partition | None:
@@ -227,35 +242,18 @@ class Shard(Layout):
 
         return ShardSpec(self.dim, *self.partition.to_runtime(size))
 
-    def to_json(self) -> Any:
-        return {"dim": self.dim, "partition": self.partition.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Layout | None:
-        ours = isinstance(data, dict) and "partition" in data
-        return cls(data["dim"], Partition.from_json(data["partition"])) if ours else None
-
     @classmethod
     def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:
         return (Partition.plain(length, tp),)
 
-    def __str__(self) -> str:
-        return f"S({self.dim})"
-
 
 @dataclass(frozen=True)
-class Grouped(Layout):
+class Grouped(_Dealt):
     """The rows of a rank's groups along dimension `dim`, in their places among all rows; its gradient likewise."""
 
-    dim: int
     partition: Groups
-    mark = "G"
+    mark, key = "G", "groups"
     distribution_kind = Groups
-    split = True
-
-    @property
-    def distribution(self) -> Distribution | None:
-        return self.partition
 
     @property
     def groups(self) -> Groups | None:
@@ -265,17 +263,6 @@ class Grouped(Layout):
         from .specs import GroupedSpec  # noqa: PLC0415  a plan is read without torch
 
         return GroupedSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
-
-    def to_json(self) -> Any:
-        return {"dim": self.dim, "groups": self.partition.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Layout | None:
-        ours = isinstance(data, dict) and "groups" in data
-        return cls(data["dim"], Groups.from_json(data["groups"])) if ours else None
-
-    def __str__(self) -> str:
-        return f"G({self.dim})"
 
 
 I, R, P = Invariant(), Replicate(), Partial()  # noqa: E741  the field's letters

@@ -15,34 +15,37 @@ from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
 from autotp.plans.export.styles import AXIS, spmd_types
 
-Step = tuple[str, str, str]  # a transition of `spmd_types.rules`, and the types that it goes from and to
-
-# Letters are the checker's types; "src" and "dst" the slices that the call names, S(dim). Rows by group (G) are split
-# along the dimension of the rows. That an all-reduce wants P, and not merely V, is how `spmd_types.rules` reads it.
-STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
-    ("I", "R"): (("convert", "I", "R"),),
-    ("P", "I"): (("all_reduce", "P", "I"),),
-    ("S", "R"): (("all_gather", "src", "R"),),
-    ("P", "S"): (("reduce_scatter", "P", "dst"),),
-    ("S", "I"): (("all_gather", "src", "I"),),
-    ("I", "S"): (("convert", "I", "dst"),),
-    ("S", "S"): (("all_to_all", "src", "dst"),),
-    ("P", "R"): (("all_reduce", "P", "R"),),
-    ("R", "I"): (("convert", "R", "I"),),
-    ("I", "P"): (("convert", "I", "P"),),
-    ("R", "P"): (("convert", "R", "P"),),
-    ("R", "S"): (("convert", "R", "dst"),),
-    ("S", "P"): (("convert", "src", "P"),),
-    ("I", "G"): (("convert", "I", "dst"),),
-    ("R", "G"): (("convert", "R", "dst"),),
-    ("P", "G"): (("all_reduce", "P", "R"), ("convert", "R", "dst")),
-    ("S", "G"): (("all_gather", "src", "R"), ("convert", "R", "dst")),
-    ("G", "S"): (("convert", "src", "P"), ("reduce_scatter", "P", "dst")),
-    ("G", "I"): (("convert", "src", "P"), ("all_reduce", "P", "I")),
-    ("G", "R"): (("convert", "src", "P"), ("all_reduce", "P", "R")),
-    ("G", "P"): (("convert", "src", "P"),),
-}
-AGAIN: tuple[Step, ...] = (("all_gather", "src", "R"), ("convert", "R", "dst"))  # the same dimension, dealt otherwise
+# What a conversion is, from one kind of layout to another. Letters are the checker's types; "src" and "dst" the slices
+# that the call names, S(dim). Rows by group (G) are split along the dimension of the rows. That an all-reduce wants P,
+# and not merely V, is how `spmd_types.rules` reads it.
+TRANSITIONS = """
+I R  convert I R
+P I  all_reduce P I
+S R  all_gather src R
+P S  reduce_scatter P dst
+S I  all_gather src I
+I S  convert I dst
+S S  all_to_all src dst
+P R  all_reduce P R
+R I  convert R I
+I P  convert I P
+R P  convert R P
+R S  convert R dst
+S P  convert src P
+I G  convert I dst
+R G  convert R dst
+P G  all_reduce P R, convert R dst
+S G  all_gather src R, convert R dst
+G S  convert src P, reduce_scatter P dst
+G I  convert src P, all_reduce P I
+G R  convert src P, all_reduce P R
+G P  convert src P
+"""
+STEPS: dict[tuple[str, str], Sequence[Sequence[str]]] = {}  # a transition of `spmd_types.rules`, and its types
+for _line in TRANSITIONS.strip().splitlines():
+    _src, _dst, _steps = _line.split(maxsplit=2)
+    STEPS[_src, _dst] = [step.split() for step in _steps.split(", ")]
+AGAIN = STEPS["S", "G"]  # the same dimension, dealt otherwise
 
 
 def transit(x: Any, src: Spec, dst: Spec, out: Any) -> None:
@@ -72,29 +75,12 @@ def _slice(spmd: Any, spec: Spec) -> Any:
 
 # ---- operators that are linear, and that the checker has no function for ---------------------------------------------
 
-Groups = tuple[tuple[str, ...], ...]  # argument names: linear in those of a group together, in every group by itself
 Values = Mapping[str, Any]
-
-
-def _always(arguments: Values) -> bool:
-    return True
-
-
-def _zero(name: str) -> Callable[[Values], bool]:
-    return lambda arguments: _nothing(arguments.get(name))
 
 
 def _nothing(value: Any) -> bool:
     """Return whether an argument is no number but zero; a tensor's numbers are not known."""
     return not isinstance(value, Tensor) and value in (0, None)
-
-
-def _tensor_or_zero(value: Any) -> bool:
-    return isinstance(value, Tensor) or value == 0
-
-
-def _sides(arguments: Values) -> tuple[Any, Any]:
-    return arguments["self"], arguments["other"]
 
 
 def _exact(arguments: Values) -> bool:
@@ -105,37 +91,39 @@ def _exact(arguments: Values) -> bool:
     return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
 
 
-ALWAYS = (
+# Operators -> the arguments in which they are linear: in those of a group together, in every group by itself.
+LINEAR_IN = {
     "slice tril triu real imag conj _conj _conj_physical resolve_conj view_as_real view_as_complex lift_fresh_copy "
     "as_strided avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
     "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pixel_shuffle pixel_unshuffle "
-    "repeat_interleave index im2col col2im diag_embed pad"
-)
-SELF: Groups = (("self",), ("input",))  # as its overloads call the first operand
-# Packet -> (groups, whether they hold for these arguments).
-LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
-    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), (SELF, _exact)),
-    **dict.fromkeys((getattr(aten, name) for name in ALWAYS.split()), (SELF, _always)),
-    aten.dropout: ((("input",),), lambda arguments: not arguments["train"] or arguments["p"] == 0),
-    aten.constant_pad_nd: (SELF, _zero("value")),
-    aten.masked_fill: (SELF, _zero("value")),
-    aten.where: ((("self", "other"),), lambda arguments: all(map(_tensor_or_zero, _sides(arguments)))),
-    aten.complex: ((("real", "imag"),), _always),
-    aten.outer: ((("self",), ("vec2",)), _always),
-    aten.linalg_vecdot: ((("x",), ("y",)), _always),
-    aten.linalg_cross: ((("self",), ("other",)), _always),
-    aten._grouped_mm: ((("self",), ("mat2",)), _always),
-    aten.slice_scatter: ((("self", "src"),), _always),
-    aten.select_scatter: ((("self", "src"),), _always),
-    aten.scatter_add: ((("self", "src"),), _always),
-    aten.index_add: ((("self", "source"),), _always),
-    aten.index_copy: ((("self", "source"),), _always),
-    aten.masked_scatter: ((("self", "source"),), _always),
-    OPS.counter_dropout: ((("x",),), _always),
-    OPS.float8_seen: ((("y", "zero"),), _always),
-    OPS.float8_row_seen: ((("y", "rows"),), _always),
-    OPS.float8_rows_seen: ((("y", "rows", "columns"),), _always),
-}  # fmt: skip
+    "repeat_interleave index im2col col2im diag_embed pad to _to_copy type_as "
+    "constant_pad_nd masked_fill": "self|input",
+    "dropout": "input",
+    "where": "self other",
+    "complex": "real imag",
+    "outer": "self|vec2",
+    "linalg_vecdot": "x|y",
+    "linalg_cross": "self|other",
+    "_grouped_mm": "self|mat2",
+    "slice_scatter select_scatter scatter_add": "self src",
+    "index_add index_copy masked_scatter": "self source",
+    "counter_dropout": "x",
+    "float8_seen": "y zero",
+    "float8_row_seen": "y rows",
+    "float8_rows_seen": "y rows columns",
+}
+LINEAR = {
+    getattr(aten, name, None) or getattr(OPS, name): [group.split() for group in groups.split("|")]
+    for names, groups in LINEAR_IN.items()
+    for name in names.split()
+}
+# Of these it depends on the arguments.
+HOLDS: dict[Any, Callable[[Values], bool]] = {
+    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), _exact),
+    **dict.fromkeys((aten.constant_pad_nd, aten.masked_fill), lambda arguments: _nothing(arguments.get("value"))),
+    aten.dropout: lambda arguments: not arguments["train"] or arguments["p"] == 0,
+    aten.where: lambda arguments: all(isinstance(x, Tensor) or x == 0 for x in map(arguments.get, ("self", "other"))),
+}
 
 
 def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tuple[int, ...], ...] | None:
@@ -144,13 +132,12 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
     Args:
         target: of the call. args, kwargs: its arguments on a rank.
     """
-    entry = LINEAR.get(getattr(target, "overloadpacket", None))
-    if entry is None:
+    packet = getattr(target, "overloadpacket", None)
+    if packet not in LINEAR:
         return None
     names = [a.name for a in target._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    groups, holds = entry
-    if not holds(arguments):
+    if packet in HOLDS and not HOLDS[packet](arguments):
         return None
     slots: dict[str, list[int]] = {}
     count = 0
@@ -158,13 +145,8 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
         for x in tensors_in(arguments.get(name)):
             slots.setdefault(name, []).append(count)
             count += x is not None
-    joined = (_joined(slots, group) for group in groups)
-    return tuple(group for group in joined if group)
-
-
-def _joined(slots: Mapping[str, list[int]], names: tuple[str, ...]) -> tuple[int, ...]:
-    """The slots of these arguments."""
-    return tuple(slot for name in names for slot in slots.get(name, ()))
+    groups = (tuple(slot for name in group for slot in slots.get(name, ())) for group in LINEAR[packet])
+    return tuple(filter(None, groups))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

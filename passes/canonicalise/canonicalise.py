@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.ir.graph import Capture, copy_graph, differentiable
+from autotp.ir.graph import Capture, copy_graph, differentiable, replace_results
 from autotp.ir.marks import mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Changes, Pass
@@ -79,11 +79,7 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
         if cut:
             for i, r in enumerate(results):
                 results[i] = _detach(graph, r) if is_tensor(r) else r  # a region may give sizes
-    # Results are read by position only, so each reader is one of the region's results.
-    for user in list(node.users):
-        user.replace_all_uses_with(results[int(str(user.args[1]))])
-        graph.erase_node(user)
-    graph.erase_node(node)
+    replace_results(node, results)
 
 
 def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, copy_graph, differentiable
+from autotp.ir.graph import Capture, copy_graph, differentiable, replace_results
 from autotp.ir.marks import inherit, mark
 from autotp.ir.op import is_tensor
 from autotp.kernels.functions import apply, functions_as
@@ -75,11 +75,9 @@ def _replace(node: fx.Node, body: fx.Graph) -> None:
     results = fx.map_arg(body.output_node().args[0], lambda n: env[n])
     if isinstance(node.meta["val"], Tensor):
         node.replace_all_uses_with(results)  # type: ignore[arg-type]
+        node.graph.erase_node(node)
     else:
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index,arg-type]
-            node.graph.erase_node(user)
-    node.graph.erase_node(node)
+        replace_results(node, results)  # type: ignore[arg-type]
 
 
 def _traced(node: fx.Node) -> tuple[fx.Graph, list[Any]]:

@@ -7,10 +7,9 @@ is cast before a gather is sent in a byte an element. The recipes are torchao.fl
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -92,21 +91,32 @@ def _source(node: Any) -> fx.Node:
 
 
 @dataclass
-class Writer(ABC):
+class Writer:
     """Writes what stands for a product in its place; a value that several of them read is measured and cast once."""
 
     program: Capture
     products: Sequence[fx.Node]
     memo: dict[Any, fx.Node] = field(default_factory=dict)
+    target: ClassVar[str]  # name of the product
+    seen: ClassVar[str]  # and of what its results are read by: the backward's own largest values come from there
 
     @classmethod
     def knows(cls, program: Capture, weight: str) -> bool:
         """Say whether the program has what the recipe needs for the product by the weight of this name."""
         return True
 
-    @abstractmethod
+    def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
+        """Give the operands of what stands for the product `node` of `x` and the transposed weight, with scales."""
+        raise NotImplementedError
+
     def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
-        """Write what stands for the product `node` of `x` and the transposed weight of this name, written by `call`."""
+        """Write what stands for the product by the weight of this name, by `call`."""
+        return self.read(call, call(getattr(OPS, self.target).default, *self.operands(node, x, weight)))
+
+    def read(self, call: Any, product: fx.Node) -> fx.Node:
+        """Write what reads the results of a product, which gives the first of them."""
+        seen = getattr(OPS, self.seen).default
+        return call(seen, *(call(operator.getitem, product, i) for i in range(len(seen._schema.arguments))))
 
     def buffer_values(self) -> dict[str, fx.Node]:
         """Give what buffers become, by name; asked after the last product."""
@@ -154,33 +164,34 @@ class Writer(ABC):
 class Tensorwise(Writer):
     """A scale for each operand."""
 
-    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+    target, seen = "float8_linear", "float8_seen"
+
+    def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
         amaxes = [self.whole_amax(node, v) for v in (x, weight)]
-        product = call(OPS.float8_linear.default, self.cast(node, x, amaxes[0]), weight, *amaxes)
-        return call(OPS.float8_seen.default, *_results(call, product, 2))
+        return [self.cast(node, x, amaxes[0]), weight, *amaxes]
 
 
 class Rowwise(Writer):
     """A scale for each row of what is summed over."""
 
-    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+    target, seen = "float8_rows", "float8_rows_seen"
+
+    def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
         last = x.meta["val"].ndim - 1
-        amaxes = [
-            self.amax(node, x, [last], True), self.amax(node, weight, [1], True),
+        return [
+            x, weight, self.amax(node, x, [last], True), self.amax(node, weight, [1], True),
             self.amax(node, x, list(range(last)), False), self.amax(node, weight, [0], False),
         ]  # fmt: skip
-        product = call(OPS.float8_rows.default, x, weight, *amaxes)
-        return call(OPS.float8_rows_seen.default, *_results(call, product, 3))
 
 
 class RowwiseHp(Writer):
     """A scale for each row, but in the products that gradients of weights come from."""
 
-    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
-        last = x.meta["val"].ndim - 1
-        rows = self.amax(node, x, [last], True), self.amax(node, weight, [1], True)
-        product = call(OPS.float8_rows_hp.default, x, weight, *rows, self.whole_amax(node, weight))
-        return call(OPS.float8_row_seen.default, *_results(call, product, 2))
+    target, seen = "float8_rows_hp", "float8_row_seen"
+
+    def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
+        rows = self.amax(node, x, [x.meta["val"].ndim - 1], True), self.amax(node, weight, [1], True)
+        return [x, weight, *rows, self.whole_amax(node, weight)]
 
 
 @dataclass
@@ -190,6 +201,7 @@ class Delayed(Writer):
     A layer that is called several times has one history, of the largest values of all its calls.
     """
 
+    seen = "float8_seen"
     largest: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # by weight: of its input and itself
     last: dict[str, fx.Node] = field(default_factory=dict)  # by weight: its last product
     histories: dict[str, fx.Node] = field(init=False)
@@ -211,7 +223,7 @@ class Delayed(Writer):
         if self.program.training:
             self._see(call, name, self.whole_amax(node, x), self.whole_amax(node, weight))
         product = call(OPS.float8_delayed.default, self.cast(node, x, amax), weight, amax, amaxes, fresh)
-        self.last[name] = call(OPS.float8_seen.default, *_results(call, product, 2))
+        self.last[name] = self.read(call, product)
         return self.last[name]
 
     def buffer_values(self) -> dict[str, fx.Node]:
@@ -259,10 +271,6 @@ WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, RO
 def _beside(weight: str, name: str) -> str:
     """The buffer of this name in the module of a weight."""
     return f"{weight.rpartition('.')[0]}.{name}".removeprefix(".")
-
-
-def _results(call: Any, node: fx.Node, count: int) -> list[fx.Node]:
-    return [call(operator.getitem, node, i) for i in range(count)]
 
 
 def _placed(graph: fx.Graph, node: fx.Node, levels: Sequence[tuple[Any, Any]]) -> Any:

@@ -17,30 +17,15 @@ from autotp.comm.conversions import SUMS
 
 aten: Any = torch.ops.aten
 
-# Functions that take what the overload takes, in its order and by its names.
+# Overloads of which torch, or torch.nn.functional, has a function of that name that takes the same, in the same order.
+QUICK = (
+    "add.Tensor cat.default cos.default div.Tensor exp.default layer_norm.default linear.default matmul.default "
+    "mean.dim mul.Tensor neg.default pow.Tensor_Scalar reshape.default rsqrt.default scaled_dot_product_attention.default "
+    "silu.default sin.default split_with_sizes.default sub.Tensor tanh.default transpose.int unsqueeze.default"
+)
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.cat.default: torch.cat,
-    aten.cos.default: torch.cos,
-    aten.div.Tensor: torch.div,
-    aten.exp.default: torch.exp,
-    aten.layer_norm.default: torch.layer_norm,
-    aten.linear.default: nn.functional.linear,
-    aten.matmul.default: torch.matmul,
-    aten.mean.dim: torch.mean,
-    aten.mul.Tensor: torch.mul,
-    aten.neg.default: torch.neg,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.reshape.default: torch.reshape,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.scaled_dot_product_attention.default: nn.functional.scaled_dot_product_attention,
-    aten.silu.default: nn.functional.silu,
-    aten.sin.default: torch.sin,
-    aten.split_with_sizes.default: torch.split_with_sizes,
-    aten.sub.Tensor: torch.sub,
-    aten.tanh.default: torch.tanh,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
+    getattr(getattr(aten, name), overload): getattr(torch, name, None) or getattr(nn.functional, name)
+    for name, overload in (x.split(".") for x in QUICK.split())
 }
 
 
