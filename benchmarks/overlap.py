@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.comm import collectives
-from autotp.cost import collective_bytes
+from autotp.cost.collective_costs import collective_bytes
 from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import interleaved

@@ -18,7 +18,9 @@ from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
 
-from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost, peak_share
+from .collective_costs import call_seconds, collective_bytes
+from .compute import node_flops, op_cost, peak_share
+from .machines.cluster import Cluster
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
 from .terms import NOTHING, Cost

@@ -22,7 +22,7 @@ from autotp.ir.graph import Value, draws, on_meta, resolve, tensors
 from autotp.ir.marks import Saved, mark, write
 from autotp.ir.op import Op
 
-from . import size_hint
+from .compute import size_hint
 
 META = torch.device("meta")
 STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32

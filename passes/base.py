@@ -56,7 +56,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Pass(Generic[P]):
-    """A named rewrite of a program in place; options are fields."""
+    """A named rewrite of a program in place; one with options is a frozen dataclass, whose fields they are."""
 
     name: ClassVar[str]
     priced: ClassVar[bool] = False  # whether a program that was planned before may come to it

@@ -1,3 +1,4 @@
+# ruff: noqa: F401  names that others import from here
 """The only folder that imports private parts of torch, with what differs between the versions (2.11 - 2.13)."""
 
 from .fake import (
@@ -93,21 +94,3 @@ from .trees import (
     tree_map_only,
     tree_unflatten,
 )
-
-__all__ = [
-    "ATTENDS_WITHOUT_HEADS", "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys",
-    "LASTING", "Max",
-    "Min", "OpOverloadPacket", "TreeSpec", "UNASSERTED", "VARIANTS", "after_backward", "all_nonzero",
-    "around_backward", "around_redistribution", "around_steps", "below_autograd", "by_default", "c10d_ops",
-    "checkpoints_as", "children", "compile_whole", "compiled_once", "decided_by_values", "draft_export",
-    "draft_failures", "drop_gradients", "fake", "fake_mode", "flat_mesh", "flex_as_products", "follow_types",
-    "gathered", "graph_task", "group_timeout", "hooks_all_modules", "is_composite", "is_node",
-    "is_user_node", "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves",
-    "operator", "operator_handlers", "operators_named", "outermost", "overload_of", "packed_graph",
-    "part_of", "quick_export", "quiet_export", "read_shape_env", "recorded_inference", "recorded_regions",
-    "register_node", "registered", "replace_data", "replicate", "reset_iteration", "shape_env", "size_code",
-    "sizes_of_one",
-    "sym_size", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves",
-    "tree_map", "tree_map_only", "tree_unflatten", "unpacked_graph", "vmapped",
-    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
-]  # fmt: skip

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autotp.cost import Cluster, call_seconds, collective_bytes
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import call_seconds, collective_bytes
 from autotp.cost.meshes import Attended, Mesh, Sends, boundary_sends, bubble, context_sends, weight_sends
 from autotp.cost.prices import nbytes
 from autotp.cost.units import Call, Unit, UnitCost, UnitCosts

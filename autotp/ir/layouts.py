@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .partitions import Distribution, Groups, Partition, Segment
-from .sizes import Size, chunk, divide, simplify
+from .partitions import Distribution, Groups, Partition, Segment  # noqa: F401
+from .sizes import Size, chunk, divide, simplify  # noqa: F401
 
 if TYPE_CHECKING:
     from .specs import Spec
@@ -121,12 +121,6 @@ class Layout:
 
 
 # ---- the kinds -------------------------------------------------------------------------------------------------------
-
-
-__all__ = [
-    "Distribution", "Grouped", "Groups", "I", "Invariant", "Layout", "P", "Partial", "Partition", "R", "Reduction",
-    "Replicate", "Segment", "Shard", "Size", "chunk", "dealt_by", "divide", "kinds", "register", "simplify",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autotp.cost import Cluster, collective_bytes
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import collective_bytes
 from autotp.errors import InputError
 from autotp.text import BESIDE
 

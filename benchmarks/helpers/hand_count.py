@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.cost import call_seconds, collective_bytes
+from autotp.cost.collective_costs import call_seconds, collective_bytes
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.program import GraphPart
 from autotp.passes.shard.decide import FEED_FORWARD, splits

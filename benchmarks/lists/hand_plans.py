@@ -30,7 +30,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import autotp
 from autotp.compat import tree_leaves
-from autotp.cost import collective_bytes
+from autotp.cost.collective_costs import collective_bytes
 from benchmarks.helpers import isolate
 from benchmarks.helpers.build import Architecture, build, wide
 from benchmarks.helpers.command import add_choice, choose, each, made

@@ -25,9 +25,9 @@ def repeated(program: Capture, grads: set[fx.Node]) -> Blocks:
     """The blocks of a program, found once: all who need them read `Capture.blocks`.
 
     Args:
-        program: the canonical graph, which stays as it is from now on. grads: nodes whose values carry gradients.
+        program: the canonical graph. grads: nodes whose values carry gradients.
     """
-    if not program.blocks.same:
+    if [*program.blocks.same] != [*program.graph.nodes]:  # none were, or of the graph before a pass
         program.blocks = find(program, grads)
     return program.blocks
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401  names that others import from here
 """Optimisations of one rank's program: a table of rewrites that keep its numbers, each with an off switch."""
 
 from __future__ import annotations
@@ -12,11 +13,6 @@ from .kernels import Kernels
 from .optimisation import Alternative, Judge, Optimisation, RankProgram, Setting, Value, Verdict
 from .overlap_products import Overlap
 from .regather import Regather
-
-__all__ = [
-    "MEASURED", "OPTIMISATIONS", "Alternative", "Fired", "Judge", "Optimisation", "RankProgram", "Setting", "Switches",
-    "Value", "Verdict", "read_switches",
-]  # fmt: skip
 
 OPTIMISATIONS: tuple[Optimisation, ...] = (
     CachedAttention(), Kernels(), Bucket(), Overlap(), Regather(),

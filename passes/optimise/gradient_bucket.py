@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from autotp.comm.conversions import f, f_bucket
-from autotp.cost import mostly_start, tensor_bytes
+from autotp.cost.collective_costs import mostly_start
+from autotp.cost.compute import tensor_bytes
 from autotp.ir.marks import inherit, write
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from autotp.passes.base import Changes

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from autotp.cost import size_hint
+from autotp.cost.compute import size_hint
 from autotp.ir.graph import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.op import is_tensor

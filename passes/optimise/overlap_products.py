@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from autotp.cost import LEAST_LAUNCHES, Chunks, OverlapModel, hidden_seconds, node_flops, size_hint, tensor_bytes
-from autotp.cost import Product as ProductSizes
+from autotp.cost.compute import node_flops, size_hint, tensor_bytes
+from autotp.cost.overlap import LEAST_LAUNCHES, Chunks, OverlapModel, hidden_seconds
+from autotp.cost.overlap import Product as ProductSizes
 from autotp.ir.specs import ShardSpec
 from autotp.passes.base import Changes
 from autotp.text import seconds as told

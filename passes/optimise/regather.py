@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from autotp.comm.conversions import g
 from autotp.comm.overlapped import grouped
-from autotp.cost import Cluster, tensor_bytes
+from autotp.cost import Cluster
+from autotp.cost.compute import tensor_bytes
 from autotp.cost.objective import Objective
 from autotp.passes.base import Changes
 from autotp.text import amount

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.cost import LEAST_LAUNCHES, OverlapModel, Product, call_seconds, hidden_seconds, mostly_start
+from autotp.cost.collective_costs import call_seconds, mostly_start
+from autotp.cost.overlap import LEAST_LAUNCHES, OverlapModel, Product, hidden_seconds
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Problem, Use, ValueId
 from autotp.cost.solver.savings import Cap, ChoiceKey, Conversion, Saving, most

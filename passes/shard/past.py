@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.cost import node_flops
+from autotp.cost.compute import node_flops
 from autotp.cost.prices import is_free, lengths, sizer
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import Size

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from autotp.cost import Cluster, call_seconds, collective_bytes, collective_seconds
+from autotp.cost import Cluster
 from autotp.cost.collective_costs import (
     COLLECTIVES,
     Link,
     RankGroup,
+    call_seconds,
+    collective_bytes,
+    collective_seconds,
     flat_seconds,
     hierarchical_seconds,
     ring_seconds,

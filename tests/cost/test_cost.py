@@ -13,17 +13,9 @@ from torch.export import Dim
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from autotp.cost import (
-    Cluster,
-    collective_bytes,
-    collective_seconds,
-    compute,
-    node_flops,
-    op_seconds,
-    size_hint,
-    tensor_bytes,
-)
-from autotp.cost.collective_costs import PRIMITIVES
+from autotp.cost import Cluster, compute
+from autotp.cost.collective_costs import PRIMITIVES, collective_bytes, collective_seconds
+from autotp.cost.compute import node_flops, op_seconds, size_hint, tensor_bytes
 from autotp.cost.machines.presets import PRESETS
 from autotp.errors import InputError
 from tests.helpers.clusters import ROUND

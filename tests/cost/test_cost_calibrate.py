@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 import autotp.cost.machines.calibrate as measuring
-from autotp.cost import Cluster, collective_seconds
-from autotp.cost.collective_costs import COLLECTIVES
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import COLLECTIVES, collective_seconds
 from autotp.cost.machines.calibrate import SIZES, Clock, link_of, own_seconds, with_medians
 from autotp.cost.machines.this_machine import described
 from autotp.errors import InputError

@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
-from autotp.cost import Cluster, collective_seconds
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import collective_seconds
 from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs

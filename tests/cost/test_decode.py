@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.cost import Cluster, call_seconds, collective_bytes
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import call_seconds, collective_bytes
 from autotp.ir.program import PAIR
 from autotp.plans.estimates import DecodeLimit
 from tests.helpers.models import BATCH, DECODER, HIDDEN, LENGTH, VOCABULARY, inputs_of, transformer

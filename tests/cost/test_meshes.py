@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from autotp.cost import Cluster, call_seconds
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import call_seconds
 from autotp.cost.meshes import (
     Attended,
     Mesh,

@@ -1,8 +1,6 @@
 """A cluster of round numbers."""
 
-from autotp.cost import (
-    Cluster,
-)
+from autotp.cost import Cluster
 
 ROUND = Cluster(
     name="round",

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autotp.cost import Cluster, call_seconds
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import call_seconds
 from autotp.cost.meshes import Mesh, boundary_sends, weight_sends
 from autotp.cost.units import Call, Direction, Load, UnitCost
 from autotp.driver.mesh_prices import Pricer, Terms

@@ -12,7 +12,7 @@ from torch import nn
 
 import autotp
 from autotp import sweep as public
-from autotp.cost import call_seconds
+from autotp.cost.collective_costs import call_seconds
 from autotp.driver import compile as build
 from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError

@@ -86,7 +86,8 @@ def test_depth_is_only_counted():
 def made(*blocks: tuple[str, float]) -> Layer:
     """The layer of blocks of one operator each, at these paths and of these seconds."""
     steps = [Timed("aten.linear", path, "rest", seconds) for path, seconds in blocks]
-    return layer([(step, tuple(p for p in outer(step.module))) for step in steps])
+    placed = [(step, tuple(outer(step.module))) for step in steps]
+    return layer(placed, {p: p.rpartition(".")[0] for _, paths in placed for p in paths if p[-1].isdigit()})
 
 
 def outer(path: str) -> list[str]:

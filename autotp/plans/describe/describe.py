@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from autotp.cost import call_seconds, collective_bytes, hidden_seconds
 from autotp.cost.cache import Cache, cache_of, guessed
+from autotp.cost.collective_costs import call_seconds, collective_bytes
 from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
+from autotp.cost.overlap import hidden_seconds
 from autotp.cost.prices import lengths
 from autotp.cost.terms import Cost
 from autotp.cost.units import Call, Work, Works

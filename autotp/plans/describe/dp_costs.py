@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from autotp.comm.conversions import primitive
-from autotp.cost import collective_bytes
+from autotp.cost.collective_costs import collective_bytes
 from autotp.cost.meshes import Mesh, Sends, weight_sends
 from autotp.cost.objective import Objective
 from autotp.cost.terms import Cost

@@ -20,8 +20,9 @@ aten: Any = torch.ops.aten
 # Overloads of which torch, or torch.nn.functional, has a function of that name that takes the same, in the same order.
 QUICK = (
     "add.Tensor cat.default cos.default div.Tensor exp.default layer_norm.default linear.default matmul.default "
-    "mean.dim mul.Tensor neg.default pow.Tensor_Scalar reshape.default rsqrt.default scaled_dot_product_attention.default "
-    "silu.default sin.default split_with_sizes.default sub.Tensor tanh.default transpose.int unsqueeze.default"
+    "mean.dim mul.Tensor neg.default pow.Tensor_Scalar reshape.default rsqrt.default "
+    "scaled_dot_product_attention.default silu.default sin.default split_with_sizes.default sub.Tensor tanh.default "
+    "transpose.int unsqueeze.default"
 )
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     getattr(getattr(aten, name), overload): getattr(torch, name, None) or getattr(nn.functional, name)

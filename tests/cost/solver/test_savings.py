@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import autotp
-from autotp.cost import Cluster, call_seconds
+from autotp.cost import Cluster
+from autotp.cost.collective_costs import call_seconds
 from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.cost.solver.savings import Cap, Saving
 from autotp.cost.solver.solve import solve
