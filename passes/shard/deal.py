@@ -14,13 +14,14 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
-from autotp.cost import Cluster, size_hint
+from autotp.cost import Cluster
+from autotp.cost.compute import size_hint
 from autotp.ir.graph import BUFFER, TABLE, Capture, outputs_of, resolve
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
@@ -60,7 +61,7 @@ class DealAxis(Pass[Capture]):
         cluster: the machines that it is priced on; None for h100.
     """
 
-    name: ClassVar[str] = "deal-axis"
+    name = "deal-axis"
     policy: type[BatchRules] = BatchRules
     ranks: int = 1
     inner: int = 1
