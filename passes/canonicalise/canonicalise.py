@@ -6,18 +6,21 @@ import operator
 from collections import defaultdict
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from autotp.ir.graph import Capture, copy_graph, differentiable, replace_results
-from autotp.ir.marks import mark, write
+from autotp import compat
+from autotp.ir.graph import Capture, caller, copy_graph, differentiable, replace_results
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
+from autotp.kernels.functions import apply, functions_as
+from autotp.log import log
 from autotp.passes.base import Changes, Pass
+from autotp.rules.core import function_of
 
-from .composites import Composites
-from .drop_examples import DropExamples
 from .functionalise import is_region, region_body, without_gradient
 from .running_statistics import RunningStatistics
-from .strides import ComplexScatters, LayOut, Reshape
 
 
 class MergeTied(Pass[Capture]):
@@ -195,6 +198,250 @@ class RebindSizes(Pass[Capture]):
                 continue
             count += 1
         return Changes(count, "sizes are read off inputs")
+
+
+# ---- composites ------------------------------------------------------------------------------------------------------
+
+# Operators of libraries that are written as others of torch's become these, which have rules. So an affine
+# quantisation, which torchao has as one operator, is views, sums, products and maxima, and where its groups may be
+# split is read off the views.
+
+
+class Composites(Pass[Capture]):
+    """A composite operator without a rule becomes what it is made of.
+
+    One whose gradient is wanted stays where somebody wrote a backward for a part of it, which a trace would lose.
+    """
+
+    name = "composites"
+
+    def idle(self, program: Capture) -> str:
+        """Only where there are some."""
+        return "" if _composites(program.graph) else "every operator is torch's own, or has a rule"
+
+    def run(self, program: Capture) -> Changes:
+        graded, count = _graded(program), 0
+        for node in _composites(program.graph):
+            try:
+                body, functions = _traced(node)
+            except Exception as error:  # whatever a library's operator may ask of its operands
+                log.debug("%s stays: %s", node.target, error)
+                continue
+            if node not in graded or not functions:
+                _replace(node, body)
+                count += 1
+        return Changes(count, "composite operators are the operators that they are made of")
+
+
+def _graded(program: Capture) -> set[fx.Node]:
+    """Values that carry a gradient to what is trained now: the parts of a quantised weight never are."""
+    carries = differentiable(program)
+    trained_nodes = {x.node for x in program.leaves if getattr(x.node.meta.get("val"), "requires_grad", False)}
+    for node in program.graph.nodes:
+        if node in carries and trained_nodes & set(node.all_input_nodes):
+            trained_nodes.add(node)
+    return trained_nodes
+
+
+def _composites(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if compat.is_composite(n.target) and function_of(n.target) is None]
+
+
+def _replace(node: fx.Node, body: fx.Graph) -> None:
+    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    env: dict[fx.Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
+    calls = [n for n in body.nodes if n.op == "call_function"]
+    with node.graph.inserting_before(node):
+        copy_graph(calls, env, node.graph)
+    for each in calls:
+        value, new = each.meta["val"], env[each]
+        inherit(new, node, no_grad=mark(node).no_grad)
+        new.meta["val"] = value
+    results = fx.map_arg(body.output_node().args[0], lambda n: env[n])
+    if isinstance(node.meta["val"], Tensor):
+        node.replace_all_uses_with(results)  # type: ignore[arg-type]
+        node.graph.erase_node(node)
+    else:
+        replace_results(node, results)  # type: ignore[arg-type]
+
+
+def _traced(node: fx.Node) -> tuple[fx.Graph, list[Any]]:
+    """Trace what the operator is made of, as a graph of its tensors, and the functions with a backward of their own
+    in it."""
+    target: Any = node.target
+    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    functions: list[Any] = []
+
+    def note(function: Any, *args: Any, **kwargs: Any) -> Any:
+        functions.append(function)
+        return apply(function, *args, **kwargs)
+
+    def call(*values: Tensor) -> Any:
+        value_of = dict(zip(operands, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: value_of.get(n, n.meta["val"]))
+        return target(*args, **kwargs)
+
+    values = [n.meta["val"].detach() for n in operands]
+    mode = compat.mode_of(values)
+    with mode, torch.no_grad(), functions_as(note):
+        return make_fx(call)(*values).graph, functions
+
+
+# ---- examples --------------------------------------------------------------------------------------------------------
+
+# Operands that are only examples: what is read of them is their dtype, device or shape, which are known.
+
+FACTORIES: dict[Any, Any] = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
+
+
+SHAPED: dict[Any, Any] = {
+    aten.expand_as.default: aten.expand.default,
+    aten.view_as.default: aten.view.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
+
+
+class DropExamples(Pass[Capture]):
+    """`new_zeros(x, ...)`, `x.type_as(y)` and `x.expand_as(y)` become operators that do not read the example, so it
+    may lie anyhow."""
+
+    name = "drop-examples"
+
+    def run(self, program: Capture) -> Changes:
+        calls = [n for n in program.graph.nodes if n.op == "call_function"]
+        count = sum(self._rewrite_new(n) or self._cast(n) or self._shaped(n) for n in calls)
+        return Changes(count, "operators do not read the example of a dtype or shape")
+
+    def _rewrite_new(self, node: fx.Node) -> bool:
+        if node.target not in FACTORIES:
+            return False
+        val, (_, *sizes) = node.meta["val"], node.args
+        node.kwargs = {**node.kwargs, "dtype": val.dtype, "device": val.device}
+        node.args, node.target = tuple(sizes), FACTORIES[node.target]
+        return True
+
+    def _cast(self, node: fx.Node) -> bool:
+        if node.target not in (aten.type_as.default, aten.to.other) or not is_tensor(node.args[0]):
+            return False
+        args, val = Op.of(node).args, node.meta["val"]
+        if args["self"].meta["val"].device != val.device or args.get("copy") or args.get("memory_format") is not None:
+            return False
+        node.args, node.kwargs, node.target = (args["self"], val.dtype), {}, aten.to.dtype
+        return True
+
+    def _shaped(self, node: fx.Node) -> bool:
+        if node.target not in SHAPED:
+            return False
+        (x, like), call = node.args, caller(node.graph, node)
+        with node.graph.inserting_before(node):
+            sizes = []
+            for dim, size in enumerate(like.meta["val"].shape):  # type: ignore[union-attr]
+                sizes.append(size if isinstance(size, int) else call(compat.sym_size, like, dim))
+        node.args, node.target = (x, sizes), SHAPED[node.target]
+        return True
+
+
+# ---- what reads memory -----------------------------------------------------------------------------------------------
+
+# Operators that read memory rather than values get an operand that is laid out as it was in the capture.
+
+
+class Reshape(Pass[Capture]):
+    """A view becomes a reshape: that memory allows it was decided on strides that real values need not have."""
+
+    name = "reshape"
+
+    def run(self, program: Capture) -> Changes:
+        views = [n for n in program.graph.nodes if n.target is aten.view.default]
+        for node in views:
+            node.target = aten.reshape.default
+        return Changes(len(views), "views are reshapes")
+
+
+class LayOut(Pass[Capture]):
+    """`as_strided` picks elements by their place in memory, and a rank's value may lie there in another order."""
+
+    name = "lay-out"
+
+    def run(self, program: Capture) -> Changes:
+        views = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
+        laid = sum(self._lay_out(program.graph, n) for n in views)
+        return Changes(laid, "operands are laid out in memory as they were captured")
+
+    def _lay_out(self, graph: fx.Graph, node: fx.Node) -> bool:
+        operand = node.all_input_nodes[0]
+        order = dense_order(operand.meta["val"])
+        if order is None:
+            return False
+        call = caller(graph, node)
+        with graph.inserting_before(node):
+            laid = call(aten.contiguous.default, call(aten.permute.default, operand, order))
+        node.args = (laid, *node.args[1:])
+        return True
+
+
+def dense_order(val: Tensor) -> list[int] | None:
+    """The dimensions from the slowest to the fastest of a tensor that fills its memory; None where it does not."""
+    if val.storage_offset() != 0 or val.untyped_storage().nbytes() != val.numel() * val.element_size():
+        return None
+    sizes = [expression(n) for n in val.shape]
+    strides = [expression(n) for n in val.stride()]
+    order, step = [], expression(1)
+    for _ in sizes:
+        fits = [d for d in range(len(sizes)) if d not in order and (strides[d] == step or sizes[d] == 1)]
+        if not fits:
+            return None
+        order.append(fits[-1])
+        step = expression(step * sizes[fits[-1]])
+    return order[::-1]
+
+
+# ---- complex scatters ------------------------------------------------------------------------------------------------
+
+# Parts put into complex values, as real ones: torch has no gradient of its scatters for complex numbers.
+
+# A scatter -> the names of its arguments that count dimensions.
+SCATTERS: dict[Any, tuple[str, ...]] = {
+    aten.select_scatter.default: ("dim",),
+    aten.slice_scatter.default: ("dim",),
+    aten.diagonal_scatter.default: ("dim1", "dim2"),
+}
+
+
+class ComplexScatters(Pass[Capture]):
+    """`select_scatter` and its like on complex values act on pairs of real numbers, which are the same memory."""
+
+    name = "complex-scatters"
+
+    def run(self, program: Capture) -> Changes:
+        scatters = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]
+        for node in scatters:
+            with program.graph.inserting_before(node):
+                node.replace_all_uses_with(_on_pairs(node))
+            program.graph.erase_node(node)
+        return Changes(len(scatters), "parts are put into complex values as real ones")
+
+
+def _on_pairs(node: fx.Node) -> fx.Node:
+    """Write the scatter as one of pairs of real numbers, at the insertion point."""
+    args, call = dict(Op.of(node).args), caller(node.graph, node)
+    whole, part, rank = args.pop("self"), args.pop("src"), node.meta["val"].ndim
+    args |= {name: args[name] % rank for name in SCATTERS[node.target]}
+    if part.meta["val"].dtype != node.meta["val"].dtype:
+        part = call(aten.to.dtype, part, node.meta["val"].dtype)
+    pairs: list[fx.Node] = []
+    for x in (whole, part):
+        # A conjugate that is not computed yet has no pairs in memory.
+        x = call(aten.resolve_conj.default, x) if x.meta["val"].is_conj() else x
+        pairs.append(call(aten.view_as_real.default, x))
+    if node.target is aten.diagonal_scatter.default:  # a diagonal is the last dimension
+        pairs[1] = call(aten.transpose.int, pairs[1], -1, -2)
+    return call(aten.view_as_complex.default, call(node.target, *pairs, *args.values()))
 
 
 CANONICAL: tuple[Pass[Capture], ...] = (

@@ -12,7 +12,7 @@ from autotp.api import plan as make_plan
 from autotp.driver.compile import solve_plan
 from autotp.driver.options import Options, Steering
 from autotp.errors import PlanError
-from autotp.plans.describe.layer_times import layer
+from autotp.plans.describe.describe import layer
 from autotp.plans.estimates import Layer, Timed
 from autotp.plans.plan import Plan
 from autotp.plans.saved import sealed
