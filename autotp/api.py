@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.comm.ranks import Ranks, agree, broadcast, leads, together, versions
 from autotp.comm.turn import Turn
 from autotp.driver.compare import kind_of
 from autotp.driver.compile import Compilation, capture_model, plain, solve_plan
@@ -271,7 +271,7 @@ def _automatic(
     tps = DEGREES
     if world is not None:
         tps = [n for n in range(1, world.tp + 1) if world.tp % n == 0]
-    first, name = world is None or world.rank == 0, type(model).__name__
+    first, name = leads(world), type(model).__name__
     plan = together(world, "planning", lambda: automatic(captured, notes, tps, keywords, name) if first else None)
     return broadcast(world, plan), (captured, notes)  # type: ignore[return-value]
 

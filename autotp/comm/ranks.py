@@ -299,12 +299,20 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
     return box[0]
 
 
-def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
+def leads(ranks: Ranks | None) -> bool:
+    """Say whether this process does what one does for all: rank 0, or the only one."""
+    return ranks is None or ranks.rank == 0
+
+
+def from_all(ranks: Ranks | None, obj: T, what: str) -> list[T]:
     """Every rank's `obj` (anything that pickles), in rank order. A collective call.
 
     Args:
+        ranks: those that give one; None for this process alone.
         obj: this rank's. what: is compared or told, for messages.
     """
+    if ranks is None:
+        return [obj]
     data, channel = pickle.dumps(obj), ranks.channel
     # Small ones go with the turn: in a collective that one rank leaves, others wait for the group's time-out.
     messages = meet(channel, what, data if channel is not None and len(data) <= channel.room else b"")

@@ -22,7 +22,7 @@ from autotp.capture.rank0 import Untold, capture_once, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
-from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.comm.ranks import Ranks, agree, broadcast, leads, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
@@ -119,7 +119,7 @@ class Compilation:
         if self.plan is not None:
             return self.plan
         solve = partial(solve_plan, captured, notes, self.options, type(self.model).__name__)
-        solved = together(ranks, "planning", lambda: solve() if ranks is None or ranks.rank == 0 else None)
+        solved = together(ranks, "planning", lambda: solve() if leads(ranks) else None)
         return broadcast(ranks, solved)  # type: ignore[return-value]
 
     def source(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:

@@ -30,7 +30,6 @@ class Case:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     frozen: int = 0  # of the last operands, how many have no gradient
-    reference: Callable[..., Any] | None = None  # what to compare with, where torch has no derivative
     values: bool = True  # False: only shapes are compared (uninitialised or random results)
     tolerance: float | None = TOLERANCE  # None: TOLERANCE in float64, else what torch.testing allows
 
@@ -53,6 +52,11 @@ class RuleProgram:
     op: Op
     rule: Rule | None
     operands: list[Tensor]
+
+    @property
+    def leaves(self) -> list[fx.Node]:
+        """The operands in the graph."""
+        return [leaf.node for leaf in self.planned.program.leaves]
 
     def operand(self, slot: int) -> str:
         """The name of an operand, numbered where one argument holds several."""

@@ -55,7 +55,7 @@ def prove_program(p: RuleProgram, tp: int) -> set[Any]:
     case, p.planned.tp = p.case, tp
     draw = torch.Generator().manual_seed(0)
     whole = [x.clone().requires_grad_(s in p.planned.grads) for x, s in zip(p.operands, p.op.slots, strict=True)]
-    results = _call(case, whole)
+    (results,) = run(p.planned.program, dict(zip(p.leaves, ([x] for x in whole), strict=True))).outputs
     grads = [_gradient(y, draw) for y in results]
     expected = _Expected([y.detach() for y in results], grads, _gradients(results, grads, whole))
     exercised: set[Any] = set()
@@ -123,13 +123,6 @@ def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set
     return {("linear", frozenset(i for i, x in enumerate(decision.ins) if x.partial))} - {("linear", frozenset())}
 
 
-def _call(case: Case, operands: Sequence[Tensor]) -> list[Tensor]:
-    tensors = iter(operands)
-    args, kwargs = compat.tree_map_only(Tensor, lambda _: next(tensors), (case.args, case.kwargs))
-    results = (case.reference or case.target)(*args, **kwargs)
-    return list(results) if isinstance(results, list | tuple) else [results]
-
-
 def _gradients(
     results: Sequence[Tensor], grads: Sequence[Tensor | None], operands: Sequence[Tensor]
 ) -> list[Tensor | None]:
@@ -185,8 +178,7 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
 
 def _sharded(p: RuleProgram, decision: Decision) -> Sharded:
     """The ranks' program of a choice, whose operands come as the choice wants them."""
-    leaves = [leaf.node for leaf in p.planned.program.leaves]
-    p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(leaves, decision.ins, strict=True)}
+    p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(p.leaves, decision.ins, strict=True)}
     p.planned.decisions[p.node] = decision
     return Rewriter(p.planned, None, _AsProduced()).run()
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from autotp.comm.collectives import real
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import Ranks, leads
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
@@ -150,7 +150,7 @@ def calibrate(
         base = "h100" if device.type == "cuda" else "local"
     start = Cluster.resolve(base)
     start = replace(start, **described(name, start, ranks, device, devices_per_node))
-    first = ranks is None or ranks.rank == 0
+    first = leads(ranks)
     clock = Clock(ranks, device, SIZES[device.type].budget)
     samples = kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes]))
     if ranks is not None and ranks.tp > 1:

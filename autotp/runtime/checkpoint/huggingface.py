@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks, from_all, together
+from autotp.comm.ranks import Ranks, from_all, leads, together
 from autotp.inputs import is_transformers
 from autotp.runtime import state
 from autotp.runtime.storage import ShardState
@@ -36,7 +36,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     Args:
         shards, ranks: of the sharded module; rank 0 writes. place: the folder. max_file: bytes of a file, at most.
     """
-    writer = ranks is None or ranks.rank == 0
+    writer = leads(ranks)
     draft, weight_map = folders.draft_of(place), dict[str, str]()
     files = together(ranks, "choosing the tensors", lambda: _files(shards, max_file))
     owners = _owners(shards, ranks)
@@ -69,7 +69,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
 def _owners(shards: ShardState, ranks: Ranks | None) -> dict[str, int]:
     """First name of each tensor -> the first rank that holds it, or a part of it: that of its stage. Collective."""
     own = [first for _, first in state.named_tensors(shards)]
-    everyone = from_all(ranks, own, "what each stage holds") if ranks is not None and shards.staged else [own]
+    everyone = from_all(ranks if shards.staged else None, own, "what each stage holds")
     return {first: rank for rank in reversed(range(len(everyone))) for first in everyone[rank]}
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp._version import __version__
-from autotp.comm.ranks import Ranks, agree, from_all, together
+from autotp.comm.ranks import Ranks, agree, from_all, leads, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
@@ -68,7 +68,7 @@ def save(
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    first = ranks is None or ranks.rank == 0
+    first = leads(ranks)
     if format == "huggingface":
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
         with folders.dropped_on_failure(place, first):
@@ -152,11 +152,11 @@ class Pending:
 
     def __init__(self, ranks: Ranks | None, place: Path, notes: str, tensors: Tensors) -> None:
         self.ranks, self.place, self.writer, self.planner = ranks, place, Writer(place, notes), Planner(tensors)
-        self.first = ranks is None or ranks.rank == 0
+        self.first = leads(ranks)
         self.write_future: Future[Any] | None = None
         self.finished = False
         # Of the plans of all ranks each makes the same whole: what several have is written by one of them.
-        plans = _gather(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
+        plans = from_all(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
         plans, self.metadata = self.planner.create_global_plan(plans)
         own = self.writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0]
         self.mine = self.planner.finish_plan(own)
@@ -194,7 +194,7 @@ class Pending:
         write = self.write_future.result if self.write_future is not None else self._write
         try:
             with folders.dropped_on_failure(self.place, self.first):
-                results: Any = _gather(self.ranks, together(self.ranks, "writing", write), "results of the save")
+                results: Any = from_all(self.ranks, together(self.ranks, "writing", write), "results of the save")
                 together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
         finally:
             _saving.discard(self.place)
@@ -202,11 +202,6 @@ class Pending:
     def _finish(self, results: Any) -> None:
         if self.first:
             folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))
-
-
-def _gather(ranks: Ranks | None, mine: Any, what: str) -> list[Any]:
-    """Return what every rank has, by rank."""
-    return [mine] if ranks is None else from_all(ranks, mine, what)
 
 
 def save_into(
@@ -223,7 +218,7 @@ def save_into(
     into = Path(os.path.abspath(folder))
     draft = into / ".weights"
     save(shards, draft, format="huggingface", max_file=size)
-    first = ranks is None or ranks.rank == 0
+    first = leads(ranks)
     together(ranks, "moving the weights", lambda: folders.writing(into, lambda: _move(draft, into)) if first else None)
 
 

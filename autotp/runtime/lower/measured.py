@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autotp import compat, kernels
-from autotp.comm.ranks import Ranks, broadcast, from_all
+from autotp.comm.ranks import Ranks, broadcast, from_all, leads
 from autotp.errors import AutoTPError
 from autotp.ir.files import read_json
 from autotp.kernels.common import triton
@@ -94,7 +94,7 @@ class Measures:
         return line.verdict
 
     def _line(self, key: str, alternative: Alternative) -> Line:
-        first = self.ranks is None or self.ranks.rank == 0
+        first = leads(self.ranks)
         line = broadcast(self.ranks, read_table(self.path).get(key) if first else None)
         if line is None:
             everyone = self._everyone(self.measure(alternative), alternative.name)
@@ -112,7 +112,7 @@ class Measures:
         return f"{dist.get_backend(self.ranks.group)}, {self.ranks.tp} ranks, {here} on a host"
 
     def _everyone(self, mine: Any, name: str) -> list[Any]:
-        return [mine] if self.ranks is None else from_all(self.ranks, mine, f"the speed of {name}")
+        return from_all(self.ranks, mine, f"the speed of {name}")
 
     def measure(self, alternative: Alternative) -> Line:
         """Time both ways; what fails or gives other numbers is a fault, never an error. Collective where they send."""
