@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from autotp.comm import conversions
+from autotp.cost.machines.cluster import Cluster
 from autotp.cost.solver.problem import Traffic
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
@@ -20,7 +21,6 @@ from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
 
 from .collective_costs import call_seconds, collective_bytes
 from .compute import node_flops, op_cost, peak_share
-from .machines.cluster import Cluster
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
 from .terms import NOTHING, Cost

@@ -6,7 +6,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -16,7 +16,7 @@ from autotp import compat
 
 from .marks import mark, write
 from .op import Op, aten, expression, sizes
-from .scopes import module_path
+from .scopes import Blocks, module_path
 from .sizes import Size, substitute
 
 Place = tuple[int, int]  # a tensor's place among the inputs that are tensors, and the dimension
@@ -215,37 +215,6 @@ class Leaf:
     def is_tensor(self) -> bool:
         """Return whether it holds a tensor, and no number or other value."""
         return isinstance(self.node.meta.get("val"), Tensor)
-
-
-class Block(NamedTuple):
-    """A call of a module that stands in a list, or of what belongs to an item of a list whose items are not called.
-
-    Attributes:
-        path: of the call. container: of the list. nodes: its operators, in order.
-        first: place among the blocks of the first that is equal; its own where none before it is.
-    """
-
-    path: str
-    container: str
-    nodes: tuple[fx.Node, ...]
-    first: int
-
-
-class Blocks(NamedTuple):
-    """The blocks of a program.
-
-    Attributes:
-        calls: all of them, those within others last.
-        same: every node and leaf -> itself, or the same node in the first equal block: what decides for its class.
-    """
-
-    calls: tuple[Block, ...] = ()
-    same: dict[fx.Node, fx.Node] = {}
-
-    @property
-    def containers(self) -> dict[str, str]:
-        """Path of a block -> path of the list that it is in."""
-        return {block.path: block.container for block in self.calls}
 
 
 @dataclass

@@ -109,7 +109,8 @@ class Layout:
     @classmethod
     def from_json(cls, data: Any) -> Layout | None:
         """The inverse of `to_json`; None where the data are of another kind."""
-        return next((x for x in (cls(*fields) for fields in cls.variants) if str(x) == data), None)
+        kinds = (cls(*fields) for fields in cls.variants)
+        return next((x for x in kinds if str(x) == data), None)
 
     @classmethod
     def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:

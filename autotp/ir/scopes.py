@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -87,3 +87,39 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a numbe
 def generic(name: str) -> str:
     """A path with `*` for its numbers."""
     return NUMBER.sub("*", name)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+# The repeated blocks of a program, found once (`passes/analysis/fold`).
+
+
+class Block(NamedTuple):
+    """A call of a module that stands in a list, or of what belongs to an item of a list whose items are not called.
+
+    Attributes:
+        path: of the call. container: of the list. nodes: its operators, in order.
+        first: place among the blocks of the first that is equal; its own where none before it is.
+    """
+
+    path: str
+    container: str
+    nodes: tuple[fx.Node, ...]
+    first: int
+
+
+class Blocks(NamedTuple):
+    """The blocks of a program.
+
+    Attributes:
+        calls: all of them, those within others last.
+        same: every node and leaf -> itself, or the same node in the first equal block: what decides for its class.
+    """
+
+    calls: tuple[Block, ...] = ()
+    same: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def containers(self) -> dict[str, str]:
+        """Path of a block -> path of the list that it is in."""
+        return {block.path: block.container for block in self.calls}

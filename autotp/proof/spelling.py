@@ -145,7 +145,9 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
         for x in tensors_in(arguments.get(name)):
             slots.setdefault(name, []).append(count)
             count += x is not None
-    groups = (tuple(slot for name in group for slot in slots.get(name, ())) for group in LINEAR[packet])
+    groups = []
+    for group in LINEAR[packet]:
+        groups.append(tuple(slot for name in group for slot in slots.get(name, ())))
     return tuple(filter(None, groups))
 
 

@@ -199,7 +199,7 @@ class _Finder:
             between = [n for product in chain for n in flow.back(flow.inputs(product))[0]]
             # A norm before the first product lies behind it too, and is no part of the block.
             inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
-        gates = {n for n, sides in flow.products if all(names(side) & own for side in sides)}
+        gates = {n for n, sides in flow.products if all(map(own.intersection, map(names, sides)))}
         experts = [leaf for leaf in map(flow.batched, chain) if leaf is not None]
         if experts:
             self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)

@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import CONSTANT, Block, Blocks, Capture, tensors
+from autotp.ir.graph import CONSTANT, Capture, tensors
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
-from autotp.ir.scopes import module_of, module_path
+from autotp.ir.scopes import Block, Blocks, module_of, module_path
 
 LISTS = -1  # in place of a depth
 NUMBER = re.compile(r"\d+$")  # of a constant: torch counts them over the whole model

@@ -98,7 +98,7 @@ class Writer:
     products: Sequence[fx.Node]
     memo: dict[Any, fx.Node] = field(default_factory=dict)
     target: ClassVar[str]  # name of the product
-    seen: ClassVar[str]  # and of what its results are read by: the backward's own largest values come from there
+    reader: ClassVar[str]  # and of what its results are read by: the backward's own largest values come from there
 
     @classmethod
     def knows(cls, program: Capture, weight: str) -> bool:
@@ -115,8 +115,8 @@ class Writer:
 
     def read(self, call: Any, product: fx.Node) -> fx.Node:
         """Write what reads the results of a product, which gives the first of them."""
-        seen = getattr(OPS, self.seen).default
-        return call(seen, *(call(operator.getitem, product, i) for i in range(len(seen._schema.arguments))))
+        reader = getattr(OPS, self.reader).default
+        return call(reader, *(call(operator.getitem, product, i) for i in range(len(reader._schema.arguments))))
 
     def buffer_values(self) -> dict[str, fx.Node]:
         """Give what buffers become, by name; asked after the last product."""
@@ -164,7 +164,7 @@ class Writer:
 class Tensorwise(Writer):
     """A scale for each operand."""
 
-    target, seen = "float8_linear", "float8_seen"
+    target, reader = "float8_linear", "float8_seen"
 
     def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
         amaxes = [self.whole_amax(node, v) for v in (x, weight)]
@@ -174,7 +174,7 @@ class Tensorwise(Writer):
 class Rowwise(Writer):
     """A scale for each row of what is summed over."""
 
-    target, seen = "float8_rows", "float8_rows_seen"
+    target, reader = "float8_rows", "float8_rows_seen"
 
     def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
         last = x.meta["val"].ndim - 1
@@ -187,7 +187,7 @@ class Rowwise(Writer):
 class RowwiseHp(Writer):
     """A scale for each row, but in the products that gradients of weights come from."""
 
-    target, seen = "float8_rows_hp", "float8_row_seen"
+    target, reader = "float8_rows_hp", "float8_row_seen"
 
     def operands(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> list[fx.Node]:
         rows = self.amax(node, x, [x.meta["val"].ndim - 1], True), self.amax(node, weight, [1], True)
@@ -201,7 +201,7 @@ class Delayed(Writer):
     A layer that is called several times has one history, of the largest values of all its calls.
     """
 
-    seen = "float8_seen"
+    reader = "float8_seen"
     largest: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # by weight: of its input and itself
     last: dict[str, fx.Node] = field(default_factory=dict)  # by weight: its last product
     histories: dict[str, fx.Node] = field(init=False)

@@ -47,8 +47,8 @@ def _blocks(graph: fx.Graph, blocks: Container[str], level: int) -> tuple[dict[s
     starts: dict[str, int] = {}
     operators: dict[str, Counter[str]] = defaultdict(Counter)
     for i, node in enumerate(graph.nodes):
-        around = [p for p in scope_path(node) if p in blocks] if node.op == "call_function" else []
-        if len(around) > level:
+        around = [p for p in scope_path(node) if p in blocks]
+        if node.op == "call_function" and len(around) > level:
             starts.setdefault(around[level], i)
             if mark(node).conversion is None:
                 operators[around[level]][str(node.target)] += 1

@@ -154,7 +154,7 @@ class Measures:
                 draw = torch.Generator(self.device).manual_seed(1)  # another: along operands a norm's gradient is 0
                 grads.extend(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in sums)
             gradients = torch.autograd.grad(sums, graded, grads, allow_unused=True)
-            return tuple(torch.zeros(()) if x is None else x.detach() for x in (*results, *gradients))
+            return tuple(map(_detached, (*results, *gradients)))
 
         return call
 
@@ -212,6 +212,11 @@ def differs(results: Outputs, expected: Outputs) -> str:
 
 def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
+
+
+def _detached(x: Tensor | None) -> Tensor:
+    """Take a tensor off its graph; 0 for no gradient."""
+    return torch.zeros(()) if x is None else x.detach()
 
 
 # ---- the file ----------------------------------------------------------------------------------------------------
