@@ -88,7 +88,7 @@ def plan(
         optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
-        within_node: refuse a degree that leaves the node.
+        within_node: refuse a degree that leaves the node. seconds: of the CPU, after which the best plan is taken.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
             of the batch, with cp whole sequences. `fully_shard` splits weights over both too.
@@ -184,7 +184,7 @@ def compile(
         example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; left out: by config, or at the first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: see `autotp.plan`.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see `autotp.plan`.
         dp, cp, fully_shard: see `plan`: each dp rank passes its slice of the batch, all cp ranks whole sequences.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.

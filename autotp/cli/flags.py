@@ -66,6 +66,7 @@ class SteeringOptions:
         memory: What a rank may hold, such as 80GB.
         pin: PARAMETER=shard:0 or PARAMETER=replicate, such as '*.up_proj.weight=shard:0'. Repeatable.
         band: Of the step: longer it may take to send less.
+        seconds: Of the CPU, after which the best plan so far is taken.
         precision: Of large products: float8, float8-rowwise or float8-delayed. Default: the model's.
         sequence_parallel: Force or forbid it. Default: the cost decides.
     """
@@ -76,6 +77,7 @@ class SteeringOptions:
     memory: str | None = None
     pin: list[str] | None = None
     band: float = 0.02
+    seconds: int = 60
     precision: str | None = None
     sequence_parallel: bool | None = None
 

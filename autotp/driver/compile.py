@@ -41,7 +41,7 @@ from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import ShardedProgram
 from autotp.plans.describe.describe import describe, with_regathering
 from autotp.plans.describe.dp_costs import with_axis
-from autotp.plans.describe.reasons import without_rule
+from autotp.plans.describe.reasons import stopped, without_rule
 from autotp.plans.plan import Plan
 from autotp.runtime import state
 from autotp.runtime.call_message import few
@@ -339,7 +339,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    all_notes = [*notes, *without_rule(planned), *([GATHERED] if gathers else []), *odd]
+    all_notes = [*notes, *without_rule(planned), *stopped(planned), *([GATHERED] if gathers else []), *odd]
     cache = None if begun is None else _cache(begun, planned, options)
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, cache)
     plan = with_axis(plan, planned, sharded, builder, options.batch)
@@ -479,6 +479,7 @@ def _builder(
         memory,
         states or {},
         band=options.band,
+        seconds=float("inf") if placements else options.seconds,  # every rank decides a further program for itself
         cache_parts=parts,
     )
 

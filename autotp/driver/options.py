@@ -17,6 +17,7 @@ from autotp.comm.ranks import Ranks, axes_of, check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
+from autotp.cost.solver.solve import SECONDS
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise
 from autotp.log import log
@@ -40,6 +41,7 @@ class Steering(TypedDict, total=False):
     memory: float | str | None
     within_node: bool
     band: float
+    seconds: float
 
 
 class CaptureKeywords(TypedDict, total=False):
@@ -89,7 +91,7 @@ class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
 # Of keywords that are left out; None of all others.
 DEFAULTS: dict[str, Any] = {
     "objective": TRAINING.name, "optimizer": TRAINING.optimizer, "within_node": False, "band": BAND,
-    "fully_shard": False, "outputs": "full", "random": "counter", "backend": "eager",
+    "seconds": SECONDS, "fully_shard": False, "outputs": "full", "random": "counter", "backend": "eager",
 }  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def refuse_beside(plan: Plan | None, keywords: Mapping[str, Any]) -> None:
     if plan is not None and pick(keywords, Steering) != pick({}, Steering):
         raise InputError(
             "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
-            "sequence_parallel, memory, within_node or band. Give them to autotp.plan, which makes the plan."
+            "sequence_parallel, memory, within_node, band or seconds. Give them to autotp.plan, which makes the plan."
         )
 
 
@@ -149,6 +151,7 @@ class Options:
         memory: bytes that a rank may hold; None for no limit.
         batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less.
+        seconds: of the CPU, after which the search for a better plan ends.
     """
 
     tp: int
@@ -159,6 +162,7 @@ class Options:
     memory: float | None = None
     batch: Axes = ALONE
     band: float = BAND
+    seconds: float = SECONDS
 
     @classmethod
     def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axes = ALONE) -> Options:
@@ -189,7 +193,8 @@ class Options:
         sequence_dim = 0 if sequence else None
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
-        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, read_band(steering["band"]))
+        band, seconds = read_band(steering["band"]), read_seconds(steering["seconds"])
+        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, band, seconds)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -214,6 +219,16 @@ def read_band(band: Any) -> float:
             "such as 0.02."
         )
     return float(band)
+
+
+def read_seconds(seconds: Any) -> float:
+    """Read the budget that a public function's argument asks for, checked."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise InputError(
+            f"seconds={seconds!r}: give the CPU seconds after which the best plan so far is taken, such as 60; "
+            "float('inf') for no such limit."
+        )
+    return float(seconds)
 
 
 def degrees_of(tp: Any, keywords: Any) -> tuple[Any, Any]:

@@ -73,8 +73,8 @@ def stages(
             the loss of a schedule.
         mesh: with dimensions "pp", "tp", and with dp "dp"; by default the world, tp ranks next to each other.
         plan: use this plan for the whole model instead of making one.
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: see `autotp.plan`; the
-            objective is "training", and memory what a rank may hold of all its stages.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see
+            `autotp.plan`; the objective is "training", and memory what a rank may hold of all its stages.
         backend, options, optimise, check, check_capture: see `autotp.compile`.
 
     Returns: the `Pipe`; print it for the stages, `pipe.schedule(...)` and `pipe.step(...)` run it.

@@ -38,7 +38,7 @@ def sweep(
     """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
 
     Args:
-        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, within_node,
+        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, seconds, within_node,
             check_capture, precision: see `autotp.plan`.
         tps: the degrees.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.

@@ -54,8 +54,8 @@ def verify(
         tp: number of ranks to simulate.
         example_inputs: as for `autotp.compile`.
         plan: prove this plan; otherwise one is made.
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: as for `autotp.plan`; not
-            together with a plan.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: as for
+            `autotp.plan`; not together with a plan.
         carried: which outputs come back as which inputs, as for `autotp.compile`.
         generate: also decode so many tokens after the example inputs with a cache, by the model's own `generate()` or
             with what `carried` names, and prove each of these calls: every value, the logits and the cached tensors

@@ -108,6 +108,7 @@ class Solution:
         sent_bytes, collectives: what a rank sends in a step.
         rival: the plan that this one is held against, where there is one.
         terms: what it all comes to, by the names of the cost's terms.
+        stopped_after: the CPU seconds that ended the search for a better one; None where it came to its end.
     """
 
     choices: tuple[int, ...]
@@ -121,6 +122,7 @@ class Solution:
     collectives: int = 0
     rival: Solution | None = None
     terms: Mapping[str, float] = field(default_factory=dict)
+    stopped_after: float | None = None
 
 
 # ---- named parts -----------------------------------------------------------------------------------------------------

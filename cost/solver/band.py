@@ -29,20 +29,17 @@ from __future__ import annotations
 import numpy as np
 
 from .integer_program import IntegerProgram
-from .search import Search, Start
+from .search import PRICES, Search, Start
 
 BAND = 0.02  # of the least seconds
 MAX_STAGE_NODES = (
     60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
 )
-MAX_EXACT_COLUMNS = (
-    8_000  # columns: a node of a larger program takes longer, and the general solver minutes (24 s a stage at 16,000)
-)
+MAX_EXACT_COLUMNS = 8_000  # columns: of a larger program the general solver takes minutes (24 s a stage at 16,000)
 EQUAL = 1e-9  # of the bytes: what counts as equal
 EQUAL_SECONDS = 1e-8  # of the seconds, and of S: what counts as equal at the end
 HALF = 0.5  # of a count
 SCALE = 1e3  # what an objective comes to: the solver's tolerances are absolute
-PRICES = 1.0001, 1.3, 3.0  # times what a microsecond is worth at the bound: assignments that are tried first
 
 
 def plainest(program: IntegerProgram, start: Start, incumbent: np.ndarray, most: float) -> np.ndarray:
@@ -57,10 +54,9 @@ def plainest(program: IntegerProgram, start: Start, incumbent: np.ndarray, most:
     time, sent_bytes = program.dense(program.microseconds), program.dense(program.sent_bytes)
     search = program.search({}, time, start)
     search.within(time, most)
-    nodes, exact = (
-        MAX_STAGE_NODES * MAX_EXACT_COLUMNS // max(len(time), MAX_EXACT_COLUMNS),
-        len(time) <= MAX_EXACT_COLUMNS,
-    )
+    # A node of a larger program takes longer, as the square of its columns.
+    exact = len(time) <= MAX_EXACT_COLUMNS
+    nodes = int(MAX_STAGE_NODES * min(MAX_EXACT_COLUMNS / len(time), 1.0) ** 2)
     if sent_bytes.any():
         scaled = sent_bytes * (SCALE / max(float(sent_bytes @ incumbent), 1.0))
         incumbent = _cheaper(search, scaled, time, incumbent, most)

@@ -43,6 +43,7 @@ class IntegerProgram:
         budget_bytes: bytes that count against the memory budget, per column.
         sent_bytes, collectives: what a rank sends, per column.
         penalty: of a leaf's partition, above its plainest one, per column; `most_penalty`: what they come to at most.
+        limits: indices of the rows that limit bytes. deadline: of its searches, in CPU seconds of the process.
     """
 
     integer: list[bool] = field(default_factory=list)
@@ -55,6 +56,8 @@ class IntegerProgram:
     collectives: Terms = field(default_factory=dict)
     penalty: Terms = field(default_factory=dict)
     most_penalty: float = 0.0
+    limits: list[int] = field(default_factory=list)
+    deadline: float = np.inf
 
     def column(self, integer: bool) -> int:
         """The index of a new column."""
@@ -71,7 +74,13 @@ class IntegerProgram:
     def search(self, objective: Terms, weight: np.ndarray, start: Start = NOWHERE) -> Search:
         """A search for the optimum of one objective, which decides columns of large weight first."""
         savings = np.flatnonzero(self.dense(self.microseconds) < 0)
-        return Search(self._model(objective), np.flatnonzero(self.integer), weight, start, savings)
+        integer = np.flatnonzero(self.integer)
+        return Search(self._model(objective), integer, weight, start, savings, self.limits, self.deadline)
+
+    def limit(self, rows: list[Row]) -> None:
+        """Add the rows of a limit of bytes; the first one is the sum itself."""
+        self.limits.append(len(self.rows))
+        self.rows += rows
 
     def dense(self, objective: Terms) -> np.ndarray:
         """An objective with a coefficient for every column."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +23,8 @@ UNLIMITED = 2**31 - 1
 OPTIONS = {"output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7}
 INTEGRAL = 1e-6
 ROUNDING = 1e-9  # of a row's limit
-MAX_NODES = 500  # then the general solver takes over
+MAX_NODES = 150  # then the general solver takes over
+PRICES = 1.0001, 1.3, 3.0  # times what a unit of a row is worth at the bound: assignments that are tried first
 
 
 class Start(NamedTuple):
@@ -45,6 +47,8 @@ class Search:
         weight: per column, what makes it worth deciding first.
         start: where it begins.
         savings: indices of columns that may also be a part of 1 in an assignment.
+        limits: indices of the rows that limit bytes.
+        deadline: the process's CPU seconds at which it stops with what it has, which is one assignment at least.
     """
 
     model: highspy.HighsLp
@@ -52,6 +56,8 @@ class Search:
     weight: np.ndarray
     start: Start = NOWHERE
     savings: np.ndarray = field(default_factory=lambda: np.empty(0, int))
+    limits: Sequence[int] = ()
+    deadline: float = np.inf
 
     def __post_init__(self) -> None:
         self.highs = _solver(self.model)
@@ -67,7 +73,18 @@ class Search:
         bound, x = self._descend(np.inf)
         if x is not None:
             return x, bound, bound
-        return None if bound == np.inf else self._general()
+        if bound == np.inf:
+            return None
+        near = self._near() if self.stopped else None
+        if near is not None:
+            return near, float(np.array(self.model.col_cost_) @ near), bound
+        general = self._general()
+        return None if general is None else (*general[:2], max(bound, general[2]))
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the deadline has passed, so that nothing further is looked for."""
+        return time.process_time() > self.deadline
 
     def reached(self) -> Start:
         """Return where another search may go on from what was solved last."""
@@ -94,9 +111,9 @@ class Search:
             step: the least difference that counts. most: nodes of the search, after which the general solver goes on;
                 where it need not be `exact`, the incumbent stays.
         """
-        root = self._root(cost)
+        root = None if self.stopped else self._root(cost)
         if root is None:
-            return incumbent  # the rows hold for it by a rounding error
+            return incumbent  # no seconds are left, or the rows hold for it by a rounding error
         bound, reduced = root[1], np.array(self.highs.getSolution().col_dual)
         best = float(cost @ incumbent)
         if best - bound >= step:
@@ -150,6 +167,18 @@ class Search:
         duals = self.highs.getSolution().row_dual
         return -duals[-1] / self.scale if len(duals) else 0.0
 
+    def _near(self) -> np.ndarray | None:
+        """An assignment near the optimum, in a few relaxations: limits of bytes make them fractional, so what these
+        weigh is paid for, at the price that the first relaxation has for it (Lagrange's multiplier)."""
+        if self._relax({}) is None:
+            return None
+        cost, duals, matrix = np.array(self.model.col_cost_), self.highs.getSolution().row_dual, self.model.a_matrix_
+        prices = np.zeros(len(cost))
+        for row in self.limits:
+            terms = slice(matrix.start_[row], matrix.start_[row + 1])
+            prices[matrix.index_[terms]] -= duals[row] * np.array(matrix.value_[terms])
+        return next((x for factor in PRICES if (x := self.relaxed(cost + factor * prices)) is not None), None)
+
     def _descend(
         self, cutoff: float, root: tuple[np.ndarray, float] | None = None, most: int = MAX_NODES
     ) -> tuple[float, np.ndarray | None]:
@@ -162,7 +191,7 @@ class Search:
             if bound >= cutoff:
                 break
             column = self._branch(x)
-            if column is None or nodes > most:
+            if column is None or nodes > most or self.stopped:
                 return bound, x if column is None else None
             for value in (1, 0):
                 below = {**fixed, column: value}
@@ -211,7 +240,8 @@ class Search:
         return int(self.integer[np.argmax(heavy if heavy.max() > INTEGRAL else away)])
 
     def _general(self, incumbent: np.ndarray | None = None) -> tuple[np.ndarray, float, float] | None:
-        """Solve by HiGHS's own branch and cut, from an assignment where there is one."""
+        """Solve by HiGHS's own branch and cut, from an assignment where there is one; until the deadline,
+        or where nothing is found by then, until the first assignment."""
         model = self.highs.getLp()
         kinds = np.full(model.num_col_, highspy.HighsVarType.kContinuous)
         kinds[self.integer] = highspy.HighsVarType.kInteger
@@ -221,10 +251,17 @@ class Search:
             start = highspy.HighsSolution()
             start.col_value = [*incumbent]
             highs.setSolution(start)
+        if self.deadline < np.inf:  # its own limit is of the clock on the wall
+            highs.cbMipInterrupt += lambda event: event.interrupt(self.stopped)
         highs.run()
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        info, legal = highs.getInfo(), int(highspy.SolutionStatus.kSolutionStatusFeasible)
+        if self.stopped and info.primal_solution_status != legal and incumbent is None:
+            highs.cbMipInterrupt.clear()
+            highs.setOptionValue("mip_max_improving_sols", 1)
+            highs.run()
+            info = highs.getInfo()
+        if info.primal_solution_status != legal:
             return None
-        info = highs.getInfo()
         return np.array(highs.getSolution().col_value), info.objective_function_value, info.mip_dual_bound
 
 

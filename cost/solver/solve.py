@@ -52,6 +52,7 @@ come first (a ten-millionth of A* weighs as much as a penalty of one), then the 
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +69,7 @@ from .search import Start
 
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
 LEAST_TIE = 1e-12  # and below it ties are not broken
+SECONDS = 60.0  # of the CPU, after which the best plan so far is returned with its bound
 SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
 EXACT = 1e-9  # of the seconds: what counts as equal
 INTEGER_TOLERANCE = 1e-5  # of a column that is 0 or 1
@@ -78,13 +80,15 @@ class Infeasible(PlanError):
     """No legal assignment exists."""
 
 
-def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> Solution:
+def solve(problem: Problem, slack: float = SLACK, band: float | None = None, seconds: float = np.inf) -> Solution:
     """Choose for every item.
 
     Args:
         problem: items, uses and conversion costs, in seconds and bytes.
         slack: parameters per rank may exceed the least possible by this factor, those apart that leave no choice.
         band: share of the least seconds that a plan may take longer to send less; None: only seconds count.
+        seconds: of the CPU, after which no better plan is looked for, half of them for the least seconds and the rest
+            for the band. The least bytes are found and one plan is made whatever it takes.
 
     Returns:
         The choices with the optimum in seconds, the lower bound that was proved for it, and bytes per rank.
@@ -92,13 +96,19 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> 
     Raises:
         Infeasible: no legal assignment exists. PlanError: none fits into the problem's limit.
     """
+    began = time.process_time()
     program, picks = build(problem)
     if problem.limit is not None:
         _budget(problem, program, picks, problem.limit)
     least = _parameters(problem, program, picks, slack)
+    program.deadline = began + seconds / 2  # the rest is for the band
     x, bound, start = _cheapest(program, TIE if band is None else 0.0)
-    least_seconds = replace(_solution(problem, program, picks, x), bound=bound / MICRO, least_parameter_bytes=least)
-    return least_seconds if band is None else _banded(problem, program, picks, (least_seconds, x, start), band)
+    best = replace(_solution(problem, program, picks, x), bound=bound / MICRO, least_parameter_bytes=least)
+    stopped = time.process_time() > program.deadline
+    program.deadline = began + seconds
+    if band is not None:
+        best = _banded(problem, program, picks, (best, x, start), band)
+    return replace(best, stopped_after=seconds if stopped or time.process_time() > program.deadline else None)
 
 
 def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
@@ -193,7 +203,7 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
         )
     sizes = [_budget_bytes(item) for item in problem.items]
     if sum(map(max, sizes)) > limit:  # one that rules nothing out leaves the program, and so the plan, as it is
-        program.rows += within(sizes, program.budget_bytes, picks, limit)
+        program.limit(within(sizes, program.budget_bytes, picks, limit))
 
 
 def _budget_bytes(item: Item) -> list[float]:
@@ -242,7 +252,8 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
             terms |= zip(columns, each, strict=True)
         fixed = sum(each[0] for each in sizes if len(each) == 1)
         limit = fixed + (total(terms, np.round(x)) - fixed) * slack + 0.5
-        program.rows += within(sizes, terms, picks, limit) if any(terms.values()) else []
+        if any(terms.values()):
+            program.limit(within(sizes, terms, picks, limit))
     return least
 
 
@@ -260,6 +271,7 @@ def _cheapest(program: IntegerProgram, tie: float = TIE) -> tuple[np.ndarray, fl
         bound, better = search.below(cost, best * (1 - EXACT))
         if better is None or tie == 0:
             # at the cutoff: nothing is cheaper by more than rounding
+            bound = max(bound, proved) if tie == 0 else bound
             return x, best if bound >= best * (1 - EXACT) else bound, search.reached()
         tie = tie / 100 if tie > LEAST_TIE else 0.0
 

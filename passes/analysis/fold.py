@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from autotp import compat
@@ -17,6 +18,8 @@ from autotp.ir.op import sizes
 from autotp.ir.scopes import Block, Blocks, module_of, module_path
 
 LISTS = -1  # in place of a depth
+SELECT = torch.ops.aten.select.int
+DIGITS = re.compile(r"\d+")
 NUMBER = re.compile(r"\d+$")  # of a constant: torch counts them over the whole model
 INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
 
@@ -66,6 +69,14 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
                 else:
                     equal = place.get(_first(twins, nodes[0]), equal)
                 blocks.append(Block(path, container, tuple(nodes), equal))
+    weights = {x.node: DIGITS.sub("#", x.name) for x in program.leaves if x.kind.weight}
+    for loop in steps([n for n in paths if n not in twins], weights, shape):
+        alike: dict[Any, list[fx.Node]] = {}
+        for nodes in loop:
+            signature, own = _signature("", nodes, weights, shape)
+            pairs = zip(own, alike.setdefault(signature, own), strict=True)
+            # Two loops may read the same weights, in another order.
+            twins.update((n, t) for n, t in pairs if n not in twins and _first(twins, t) is not n)
     return Blocks(tuple(blocks), {n: _first(twins, n) for n in program.graph.nodes})
 
 
@@ -90,7 +101,7 @@ def _signature(
     path: str, nodes: list[fx.Node], names: dict[fx.Node, str], shape: Callable[[fx.Node], Any]
 ) -> tuple[Any, list[fx.Node]]:
     """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
-    place = {n: i for i, n in enumerate(nodes)}
+    place, module = {n: i for i, n in enumerate(nodes)}, path.split("@")[0]
     outside: dict[fx.Node, int] = {}
     leaves: dict[fx.Node, int] = {}
 
@@ -100,14 +111,18 @@ def _signature(
         if x in place:
             return ("node", place[x])
         name = names.get(x, "")
-        if name.startswith(path.split("@")[0] + "."):
-            return ("leaf", name[len(path.split("@")[0]) :], leaves.setdefault(x, len(leaves)), shape(x))
+        if name and (not module or name.startswith(module + ".")):
+            return ("leaf", name[len(module) :], leaves.setdefault(x, len(leaves)), shape(x))
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
-    rows = tuple(
-        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), mark(n).no_grad) for n in nodes
-    )
+    rows = tuple((n.target, tuple(map(encode, _arguments(n, module))), shape(n), mark(n).no_grad) for n in nodes)
     return rows, [*nodes, *leaves]
+
+
+def _arguments(node: fx.Node, module: str = "") -> list[Any]:
+    """The arguments of a call; of a step of a loop, which has no module, without the place that it selects: no rule
+    reads that."""
+    return compat.tree_leaves((node.args[:2] if not module and node.target is SELECT else node.args, node.kwargs))
 
 
 # ---- lists of blocks -------------------------------------------------------------------------------------------------
@@ -171,3 +186,50 @@ def _blocks(
     length = runs[1][1] - runs[0][1]
     ends = [start for _, start in runs[1:]] + [runs[-1][1] + length]
     return {item: list(calls[start:end]) for (item, start), end in zip(runs, ends, strict=True)}
+
+
+# ---- steps of loops --------------------------------------------------------------------------------------------------
+
+# A loop that the model unrolls (a recurrence over time, experts one by one) is the same calls again and again, of no
+# modules of their own. What a step reads from outside may differ, as that of a repeated block may: the step before.
+# Weights are its own where their names differ by a number, and those of all steps where they do not.
+
+MIN_STEPS = 4
+
+
+def steps(
+    calls: Sequence[fx.Node], weights: Mapping[fx.Node, str], shape: Callable[[fx.Node], Any]
+) -> list[list[list[fx.Node]]]:
+    """The nodes of each step of each loop, in order, for the runs of at least `MIN_STEPS` steps.
+
+    Args:
+        calls: nodes in the order of the graph.
+        weights: their names, without numbers. shape: gives what must be equal of a node beside its call.
+    """
+    kinds = [_kind(n, weights, shape) for n in calls]
+    following, last = [len(calls)] * len(calls), dict[Any, int]()
+    for i in reversed(range(len(calls))):
+        following[i] = last.get(kinds[i], len(calls))
+        last[kinds[i]] = i
+    loops: list[list[list[fx.Node]]] = []
+    at = 0
+    while at < len(calls):
+        period, end = following[at] - at, at
+        while end + period < len(calls) and kinds[end] == kinds[end + period]:
+            end += 1
+        count = (end - at) // period + 1
+        if count >= MIN_STEPS:
+            starts = range(at, at + count * period, period)
+            loops.append([list(calls[k : k + period]) for k in starts])
+        at += count * period if count >= MIN_STEPS else 1
+    return loops
+
+
+def _kind(node: fx.Node, weights: Mapping[fx.Node, str], shape: Callable[[fx.Node], Any]) -> Any:
+    """All that calls at one place of equal steps have in common."""
+    operands = []
+    for x in _arguments(node):
+        # Names of weights tell products of one shape apart; what is computed is another value in each step.
+        operands.append(weights.get(x, x.target) if isinstance(x, fx.Node) else repr(x))
+    modules = tuple(map(module_of, module_path(node)))
+    return node.target, tuple(operands), shape(node), mark(node).no_grad, modules

@@ -48,11 +48,11 @@ def _priced(builder: Builder, problem: Problem, solution: Solution) -> Solution:
 def _solved(builder: Builder, problem: Problem) -> Solution:
     """The solution; where there is none, one that gathers what is otherwise never moved."""
     try:
-        return solve(problem, band=builder.band)
+        return solve(problem, band=builder.band, seconds=builder.seconds)
     except Infeasible as e:
         for _ in _relaxations(builder):
             try:
-                return solve(problem, band=builder.band)
+                return solve(problem, band=builder.band, seconds=builder.seconds)
             except Infeasible:
                 continue
         raise builder.conflict() or e from None

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from torch import fx
@@ -67,6 +68,7 @@ class Builder:
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
     axis: AxisRules = TENSOR
     band: float | None = None  # of the least seconds; None: only seconds count
+    seconds: float = inf  # of the search for a better plan
     cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
 
     def __post_init__(self) -> None:
@@ -310,8 +312,12 @@ class Builder:
         # Consumers are (item, operand slot); an item stands for the nodes of all equal blocks.
         consumers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
         for n in self.calls:
+            i, firsts = index[self.same[n]], dict[Any, tuple[Value, int]]()
             for slot, operand in enumerate(self.ops[n].slots):
-                consumers[resolve(operand)].add((index[self.same[n]], slot))
+                # Operands of one call that are equal values of equal steps, and are read alike, are one use.
+                reads = self.value(operand), items[i].ins[slot], tuple(c.ins[slot] for c in items[i].choices)
+                value, first = firsts.setdefault(reads, (resolve(operand), slot))
+                consumers[resolve(operand)].add((i, slot if value == resolve(operand) else first))
         # The program's output is the item after these; what becomes a state again is an item of `carried`.
         for slot, (_, n) in enumerate(self.states.outgoing):
             consumers[resolve(n)].add((len(index), slot))

@@ -1,4 +1,4 @@
-"""Lists of lists of modules, whose items are not called: equal ones share their decisions all the same."""
+"""Repeated blocks that are no modules, items of lists and steps of loops: equal ones share their decisions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import autotp
+from autotp.cost import Cluster
 from autotp.driver.compile import capture_model
 from autotp.inputs import Inputs
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis import fold as folding
 from autotp.passes.analysis.fold import items
+from autotp.passes.shard.planner import Builder
 
 WIDTH = 8
 X = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -127,3 +130,71 @@ def test_plans_are_right_and_alike_in_every_item():
         assert {n: s for n, s in held.items() if n.startswith(f"layers.{i}.")} == {
             n.replace("layers.0.", f"layers.{i}."): s for n, s in held.items() if n.startswith("layers.0.")
         }
+
+
+class Loop(nn.Module):
+    """A cell over the steps of time, whose states are stacked; each `other` step is of another kind."""
+
+    def __init__(self, other: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.recur, self.other = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, states = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            gate, value = (self.enter(x[:, t]) + self.recur(h)).chunk(2, -1)
+            value = value.relu() if self.other and t % self.other == 1 else value.tanh()
+            h = h + gate.sigmoid() * (value - h)
+            states.append(h)
+        return torch.stack(states, 1)
+
+
+def problem_of(steps: int, other: int = 0) -> tuple[int, int]:
+    """Numbers of items and of uses that the solver gets for a loop."""
+    inputs = Inputs(torch.randn(2, steps, WIDTH))
+    program, _ = capture_model(Loop(other), inputs, torch.device("cpu"), check=False)
+    problem, _ = Builder(program, 2, Cluster.preset("h100")).build()
+    return len(problem.items), len(problem.uses)
+
+
+def test_the_problem_does_not_grow_with_the_steps_of_a_loop(monkeypatch):
+    assert problem_of(8) == problem_of(20)
+    assert problem_of(12, other=2) == problem_of(20, other=2), "a period of two steps"
+    assert problem_of(16, other=100)[0] > problem_of(16)[0], "a step that is not like the others"
+    monkeypatch.setattr(folding, "MIN_STEPS", 100)
+    assert problem_of(20)[0] > problem_of(8)[0] + 100, "the negative control"
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_loops_are_right_and_alike_in_every_step(other):
+    x = torch.randn(2, 12, WIDTH)
+    pins = {"enter.weight": Shard(0)}
+    plan = autotp.plan(Loop(other), 2, example_inputs=x, pins=pins, check_capture=False)
+    assert autotp.verify(Loop(other), 2, x, plan=plan).ok
+    kinds = {repr(d.outs) for name, d in plan.decisions.items() if name.startswith("tanh")}
+    assert len(kinds) <= 2, "of the steps within the loop, and of those at its ends"
+
+
+class Numbered(nn.Module):
+    """A loop over weights, and one over the same weights in the other order."""
+
+    def __init__(self, count: int, back: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights, self.back = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(count)), back
+
+    def forward(self, x: Tensor) -> Tensor:
+        for w in self.weights:
+            x = x + (x @ w).relu()
+        for w in reversed(self.weights) if self.back else ():
+            x = x + (x @ w.t()).tanh()
+        return x
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_weights_of_steps_are_decided_once(back):
+    few = decided(Numbered(6, back))
+    assert decided(Numbered(9, back)) == few
+    report: Any = autotp.verify(Numbered(7, back), 2, X)
+    assert report.ok and len({p.local for p in report.plan.parameters[1:]}) == 1, "the first step reads the input"

@@ -15,8 +15,8 @@ from autotp.api import plan as make_plan
 from autotp.comm import conversions
 from autotp.cost import Cluster
 from autotp.cost.memory import Memory
-from autotp.driver.options import Options
-from autotp.errors import PlanError
+from autotp.driver.options import Options, Steering
+from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
 from autotp.ir.marks import mark, write
@@ -189,3 +189,14 @@ def test_a_plan_knows_the_machines_that_it_was_made_for():
     for cluster in (a100, replace(a100, name="mine", intra_bandwidth=1e9), replace(a100, matmul_tile=32)):
         plan = Plan.from_json(make_plan(model, 2, example_inputs=x, cluster=cluster).to_json())
         assert Options.of_plan(plan).cluster == cluster and bool(plan.machines) == (cluster is not a100)
+
+
+def test_a_search_that_its_seconds_ended_says_so_with_its_bound():
+    model = transformer("bert")
+    early, whole = (make_plan(model, 2, example_inputs=inputs_of(model), seconds=s) for s in (0, math.inf))
+    assert [note for note in early.notes if "ended after 0 CPU s" in note and "above the bound" in note]
+    assert early.totals.bound <= whole.totals.least_seconds * (1 + 1e-9) and early.totals.bound > 0
+    assert early.totals.least_seconds >= whole.totals.least_seconds * (1 - 1e-9)
+    assert not [note for note in whole.notes if "ended after" in note], "the negative control"
+    with pytest.raises(InputError, match=r"seconds=-1: give the CPU seconds"):
+        Options.read(2, Steering(seconds=-1))

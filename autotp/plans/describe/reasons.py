@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +15,20 @@ from autotp.passes.shard.strategies import Candidates
 
 ELEMENTWISE = "elementwise"
 CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may stay whole"
+
+STOPPED = (
+    "the search for a plan ended after {after:.3g} CPU s (seconds=): the least step is at most {over:.2g}% above "
+    "the bound that is proved, and of the plans near it one may send less; give more seconds to look further"
+)
+
+
+def stopped(planned: Planned) -> list[str]:
+    """The note of a search that its budget ended, with the bound that it had proved; none of one that was done."""
+    solution = planned.solution
+    if solution is None or solution.stopped_after is None:
+        return []
+    over = solution.least_seconds / solution.bound - 1 if solution.bound > 0 else math.inf
+    return [STOPPED.format(after=solution.stopped_after, over=100 * max(over, 0.0))]
 
 
 def without_rule(planned: Planned) -> list[str]:

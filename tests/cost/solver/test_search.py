@@ -59,6 +59,22 @@ def test_equal_to_enumeration(monkeypatch, most):
     assert 50 < found < 100, "the programs must be feasible and infeasible"
 
 
+def test_a_search_that_is_stopped_has_an_assignment_and_the_bound_that_it_proved():
+    """No seconds are left: what it has is legal, and lies at the bound at least."""
+    gaps = []
+    for seed in range(60):
+        lp, weight, cost = random_program(seed)
+        want = enumerated(lp, weight, cost)
+        got = Search(lp, np.arange(len(cost)), weight, limits=[5], deadline=0.0).run()
+        assert (got is None) == np.isinf(want)
+        if got is not None:
+            x, value, bound = np.round(got[0]), *got[1:]
+            assert bound - 1e-6 <= want <= value + 1e-6 and value == pytest.approx(cost @ x)
+            assert weight @ x <= lp.row_upper_[5] and (x.reshape(5, 3).sum(1) == 1).all()
+            gaps.append(value - want)
+    assert max(gaps) > 0 and sum(gap < 1e-6 for gap in gaps) > len(gaps) / 3, "some are the best, not all"
+
+
 def test_relaxations_are_not_enough():
     """The negative control: without branching the random programs above would be wrong."""
     fractional = []

@@ -7,6 +7,7 @@ content, and the layouts of choices. The files of the captures' folder share the
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import time
@@ -40,14 +41,16 @@ def shared_solutions() -> Iterator[None]:
 
 
 def _sharing(solve: Callable[..., Solution]) -> Callable[..., Solution]:
-    def shared(problem: Problem, slack: float = solver.SLACK, band: float | None = None) -> Solution:
+    def shared(
+        problem: Problem, slack: float = solver.SLACK, band: float | None = None, seconds: float = math.inf
+    ) -> Solution:
         if any(PATCHES.now()):  # a test that changes the solver has it solve
-            return solve(problem, slack, band)
+            return solve(problem, slack, band, seconds)
         built = solver.build(problem)
-        name = _name(problem, built, (slack, band))
+        name = _name(problem, built, (slack, band, seconds))
         if name not in SOLUTIONS:
             earlier = _read(name)
-            SOLUTIONS[name] = earlier or _solved(name, lambda: solve(problem, slack, band), built)
+            SOLUTIONS[name] = earlier or _solved(name, lambda: solve(problem, slack, band, seconds), built)
         return SOLUTIONS[name]
 
     return shared
