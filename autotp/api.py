@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.capture.request import CaptureRequest
 from autotp.comm.ranks import Ranks, agree, broadcast, leads, together, versions
 from autotp.comm.turn import Turn
+from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
 from autotp.driver.compile import Compilation, capture_model, plain, solve_plan
 from autotp.driver.like import plan_like
@@ -24,10 +24,10 @@ from autotp.driver.options import (
     ModuleKeywords,
     Options,
     PlanKeywords,
+    axes_beside,
     degrees_of,
     example,
     pick,
-    read_axis,
     refuse_beside,
     refuse_late,
     refuse_unknown,
@@ -105,15 +105,14 @@ def plan(
     degree, keywords = degrees_of(tp, keywords)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
     refuse_beside_devices(devices, global_batch, degree, any(x not in (None, False, 1) for x in others))
-    axes = _axes(None, keywords, degree)
+    axes = axes_beside(None, keywords, degree)
     options = Options.read(1 if degree is None or degree == "auto" else degree, keywords, axes)
-    inputs = required_inputs(model, example_inputs, "autotp.plan", axes)
-    request = _request(keywords, axes).within(options.tp, options.cluster)
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), keywords.get("check_capture"), request)
-    name = type(model).__name__
+    inputs, name = required_inputs(model, example_inputs, "autotp.plan", axes), type(model).__name__
+    capture = partial(_captured, model, example_inputs, keywords, options.cluster)
     if devices is not None:
         only = [degree] if isinstance(degree, int) else None
-        return choose_mesh(captured, notes, options, name, devices, global_batch, only)
+        return choose_mesh(capture, inputs, options, name, devices, global_batch, only)
+    captured, notes = capture(options.tp, axes)
     if like is not None:
         return plan_like(like, degree, captured, options, lambda of: solve_plan(captured, notes, of, name))
     return (
@@ -208,7 +207,7 @@ def compile(
     _refuse(plan, keywords, degree, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model
-    axes, captured = _axes(plan, keywords, degree), None
+    axes, captured = axes_beside(plan, keywords, degree), None
     request = _request(keywords, axes)
     if degree == "auto":
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
@@ -220,6 +219,16 @@ def compile(
     model = plain(model, request, lowering)
     compilation = Compilation(model, ranks, options, request, lowering, plan, check, check_capture, captured)
     return kind(*compilation(inputs)) if inputs is not None else LazyModule(model, compilation, kind)
+
+
+def _captured(
+    model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any], cluster: Cluster, tp: int, axes: Axes,
+    check: bool = True,
+) -> tuple[Capture, list[str]]:  # fmt: skip
+    """The program of a rank of the axes beside tp, and its notes; compared with the model as `check_capture` says."""
+    inputs, request = required_inputs(model, example_inputs, "autotp.plan", axes), _request(keywords, axes)
+    compared = keywords.get("check_capture") if check else False
+    return capture_model(model, inputs, torch.device("cpu"), compared, request.within(tp, cluster))
 
 
 def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:
@@ -237,15 +246,6 @@ def _refuse_other(plan: Any) -> None:
     """Refuse what is no plan."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-
-
-def _axes(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes:
-    """Read the axes beside tp: the plan's, unless some are asked for."""
-    dp, cp, split = map(keywords.get, ("dp", "cp", "fully_shard"))
-    if plan is not None and dp is None and cp is None:
-        return plan.batch
-    axes = read_axis(dp, split, tp, cp)
-    return replace(axes, fully_shard=plan.batch.fully_shard) if plan is not None and split is None else axes
 
 
 def _refuse(plan: Any, keywords: Mapping[str, Any], tp: Any, mesh: DeviceMesh | None) -> None:
@@ -285,7 +285,4 @@ def _ranks(
     degree = ranks.tp if ranks is not None else degree or 1
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    planned = plan.batch if plan is not None else axes
-    if (planned.degrees, planned.fully_shard) != (axes.degrees, axes.fully_shard):
-        raise PlanError(f"the plan is for {planned.text}, and {axes.text} is asked for. Leave it out, or plan again.")
     return ranks, Options.of_plan(plan) if plan else Options.read(degree, keywords, axes)

@@ -7,7 +7,7 @@ dp groups tp x cp, and the places of a pipeline tp x cp x dp. Whether a group is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from autotp.cost.machines.cluster import Cluster
 
 from .collective_costs import call_seconds, collective_bytes
 
-SHARDS = ("", "states", "weights")
 KEEPS = ("all", "slices", "inputs")
 
 
@@ -27,8 +26,7 @@ class Mesh:
         pp, dp, cp, tp: ranks of each axis.
         batch: examples of a micro-batch; `microbatches`: of one dp rank in a step.
         chunks: stages of each rank of the pipeline: 1 is the 1F1B schedule, more the interleaved one.
-        shard: what is split over dp and cp: "" nothing, "states" the optimizer's, "weights" these, gradients and
-            weights too.
+        fully_shard: weights, their gradients and optimizer states are split over dp and cp.
         keep: what a rank keeps for the backward: "all" that autograd does, "slices" of what is gathered over tp its
             own slice, "inputs" of each block its inputs, and the block is computed again.
     """
@@ -40,7 +38,7 @@ class Mesh:
     batch: int = 1
     microbatches: int = 1
     chunks: int = 1
-    shard: str = ""
+    fully_shard: bool = False
     keep: str = "all"
 
     @property
@@ -74,17 +72,15 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
-def factorisations(devices: int, tps: Sequence[int], cps: Sequence[int], most: int) -> Iterator[Mesh]:
+def factorisations(devices: int, inner: Iterable[tuple[int, int]], most: int) -> Iterator[Mesh]:
     """Every pp x dp x cp x tp that uses all devices.
 
     Args:
-        devices: how many there are. tps, cps: degrees to choose from. most: stages that a pipeline can have.
+        devices: how many there are. inner: degrees of tp and cp to choose from. most: stages that a pipeline can have.
     """
-    for tp in tps:
-        for cp in cps:
-            if devices % (tp * cp):
-                continue
-            rest = devices // (tp * cp)
+    for tp, cp in inner:
+        rest, odd = divmod(devices, tp * cp)
+        if not odd:
             yield from (Mesh(pp, rest // pp, cp, tp) for pp in divisors(rest) if pp <= most)
 
 
@@ -134,21 +130,20 @@ def collective_sends(primitive: str, nbytes: float, n: int, cluster: Cluster, st
 
 
 def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | None = None) -> Sends:
-    """Return what the replicas of some weights send for them: "weights" in every micro-batch, else once in a step.
+    """Return what the replicas of some weights send for them: split ones in every micro-batch, else once in a step.
 
-    Whole: an all-reduce of the gradients. "states": a reduce-scatter of these, and an all-gather of new weights.
-    "weights": weights are gathered for the forward and for the backward, and gradients reduce-scattered.
+    Whole: an all-reduce of the gradients. Split: weights are gathered for the forward and for the backward, and
+    gradients reduce-scattered.
 
     Args:
         mesh: says how weights lie. nbytes: of the weights on a tp rank. cluster: the machines.
         graded: bytes of their gradients; by default as many. Without any the forward alone gathers weights.
     """
     grads = nbytes if graded is None else graded
-    reduction = "reduce_scatter" if mesh.shard else "all_reduce"
+    reduction = "reduce_scatter" if mesh.fully_shard else "all_reduce"
     calls = [(reduction, grads)] if grads else []
-    if mesh.shard:
-        gathers = 1 + bool(grads and mesh.shard == "weights")
-        calls = [("all_gather", nbytes)] * gathers + calls
+    if mesh.fully_shard:
+        calls += [("all_gather", nbytes)] * (1 + bool(grads))
     total = Sends()
     for call, size in calls:
         total = total.plus(collective_sends(call, size, mesh.replicas, cluster, mesh.stride("weights")))
@@ -170,44 +165,3 @@ def boundary_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
     bandwidth = cluster.intra_bandwidth if near else cluster.inter_bandwidth
     times = 2 * mesh.chunks
     return Sends(times * (latency + nbytes / bandwidth), times * nbytes)
-
-
-class Attended(NamedTuple):
-    """An attention: bytes on a tp rank of its queries, and of its keys (its values are as many), of whole sequences;
-    heads of both in all."""
-
-    queries: float
-    keys: float
-    heads: int
-    kv: int
-
-
-def context_sends(
-    mesh: Mesh, attention: Attended, cluster: Cluster, scale: float, forwards: int = 1
-) -> tuple[Sends, float]:
-    """Return what an attention sends over cp for a micro-batch, by the cheaper of two ways, and bytes kept for it.
-
-    What is assumed: every rank has 1 / cp of the tokens of all sequences, and nothing but attention mixes tokens.
-    Ulysses: queries, keys, values and results change from slices of the sequence to heads and back by all-to-alls,
-    forward and backward; where cp x tp divides the heads of both. Or keys and values are gathered before, kept, and
-    their gradients reduce-scattered. No arithmetic hides it, and the work of a causal mask is dealt out evenly.
-
-    Args:
-        mesh: the degrees. attention: for one micro-batch of the example. cluster: the machines.
-        scale: examples of a micro-batch over those. forwards: 2 where the forward is computed again.
-    """
-    if mesh.cp == 1:
-        return Sends(), 0.0
-    n, stride = mesh.cp, mesh.stride("cp")
-
-    def total(primitive: str, sizes: Sequence[float], times: int) -> Sends:
-        each = [collective_sends(primitive, scale * size, n, cluster, stride) for size in sizes]
-        seconds = sum(x.seconds for x in each)
-        return Sends(times * seconds, times * sum(x.bytes for x in each))
-
-    keys = [attention.keys] * 2
-    key_bytes = sum(keys) * scale * (1 - 1 / n) if forwards == 1 else 0.0
-    ways = [(total("all_gather", keys, forwards).plus(total("reduce_scatter", keys, 1)), key_bytes)]
-    if attention.heads % (n * mesh.tp) == 0 and attention.kv % (n * mesh.tp) == 0:
-        ways.append((total("all_to_all", [*keys, attention.queries, attention.queries], 1 + forwards), 0.0))
-    return min(ways)

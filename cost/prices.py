@@ -173,7 +173,7 @@ class Prices:
         if is_free(op):
             return NOTHING
         if (over := mark(op.node).batch) is not None:
-            return Cost(communication=self._across(op, over, self.share(outs[0])))
+            return Cost(communication=sum(seconds for seconds, *_ in self.across(op, over, self.share(outs[0]))))
         sides = [size * self.share(x) for size, x in zip(self._sides(op), [*ins, *outs], strict=False)]
         if getattr(op.target, "overloadpacket", None) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
@@ -192,12 +192,21 @@ class Prices:
         saved = self._activation_bytes(op.node, [*ins, *outs])
         return (1 + BACKWARD) * forward + Cost(activation_bytes=saved, budget_bytes=saved)
 
-    def _across(self, op: Op, over: BatchConversion, part: float) -> float:
-        """Seconds of a conversion over a mesh axis beside tp, whose neighbours are tp ranks apart."""
+    def across(self, op: Op, over: BatchConversion, part: float) -> list[tuple[float, str | None, float]]:
+        """Price a conversion over a mesh axis beside tp, whose neighbours are tp ranks apart, forward and backward.
+
+        Args:
+            op: the conversion. over: it. part: of the value that a tp rank has.
+
+        Returns: seconds, the collective and its bytes of each direction that there is.
+        """
         a, b, ranks = over[:3]
         size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
-        return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)
+        out = []
+        for src, dst in ways:
+            out.append((self.one_way(src, dst, size, ranks, self.tp) or 0.0, conversions.primitive(src, dst), size))
+        return out
 
     def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:
         """Bytes of what this call is the first to save for the backward."""

@@ -17,7 +17,7 @@ from torch import fx
 from autotp.comm import conversions
 from autotp.ir.graph import short_name, tensors
 from autotp.ir.layouts import Layout
-from autotp.ir.marks import conversion_of, mark
+from autotp.ir.marks import BatchConversion, conversion_of, mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import scope_path
 
@@ -26,7 +26,7 @@ from .prices import BACKWARD, Prices
 
 
 class Call(NamedTuple):
-    """A collective over tp, and the bytes of the whole value."""
+    """A collective, and the bytes of the whole value."""
 
     primitive: str
     bytes: float
@@ -109,6 +109,19 @@ class Works:
             self._works[first] = Work(short_name(node.target), forward, seconds - forward, launches)
         return self._works[first]
 
+    def across(self, node: fx.Node, over: BatchConversion) -> Work:
+        """Price a conversion over an axis beside tp by direction, which the solver has as one operator.
+
+        Args:
+            node: the captured operator. over: the conversion that it is.
+        """
+        share = self.prices.share(self.planned.decisions[node].outs[0])
+        ways: list[tuple[float, Call | None]] = []
+        for seconds, name, size in self.prices.across(self.planned.ops[node], over, share):
+            ways.append((seconds, Call(name, size) if name else None))
+        (forward, there), (backward, back) = (*ways, (0.0, None))[:2]
+        return Work(short_name(node.target), forward, backward, 0.0, there, back)
+
     def conversion(self, node: fx.Node, origin: fx.Node, i: int) -> Work:
         """Price a conversion.
 
@@ -138,12 +151,14 @@ class Direction:
     """A unit's part in the forward or in the backward.
 
     Attributes:
-        kernels: seconds of kernels; `launches`: of starting them. calls: collectives over tp, and how often.
+        kernels: seconds of kernels; `launches`: of starting them. calls: collectives over tp, and how often; `across`:
+            likewise over an axis beside it, which the program itself has.
     """
 
     kernels: float = 0.0
     launches: float = 0.0
     calls: Counter[Call] = field(default_factory=Counter)
+    across: Counter[Call] = field(default_factory=Counter)
 
 
 @dataclass
@@ -164,12 +179,16 @@ class Load:
     saved: float = 0.0
     gathers: Counter[Call] = field(default_factory=Counter)
 
-    def add(self, work: Work) -> None:
-        """Count an operator or a conversion."""
+    def add(self, work: Work, across: bool = False) -> None:
+        """Count an operator or a conversion.
+
+        Args:
+            work: what it takes. across: it converts over an axis beside tp.
+        """
         self.seconds += work.seconds
         for direction, (seconds, call) in zip((self.forward, self.backward), work.directions, strict=True):
             if call is not None:
-                direction.calls[call] += 1
+                (direction.across if across else direction.calls)[call] += 1
             else:
                 direction.kernels += (1 - work.launches) * seconds
                 direction.launches += work.launches * seconds
@@ -183,7 +202,6 @@ class UnitCost:
         weights, gradients, states: bytes on a tp rank. optimizer: seconds of its step.
         inputs: bytes that the block reads of what is before it, which flow between stages too.
         working: bytes of the fullest moment beside what is steady or kept.
-        attentions: in it (`autotp.cost.meshes.Attended`), where meshes ask for them.
     """
 
     block: Load = field(default_factory=Load)
@@ -194,7 +212,6 @@ class UnitCost:
     optimizer: float = 0.0
     inputs: float = 0.0
     working: float = 0.0
-    attentions: list[Any] = field(default_factory=list)
 
 
 class Unit(NamedTuple):
@@ -227,8 +244,11 @@ class UnitCosts:
         for node, at in self._place.items():
             if spans[at].name in scope_path(node):
                 self._inner[at].add(node)
-        for node, _, work in Works(planned, prices).walk(sharded):
-            (self.load(node) if node is not None else self.units[-1].rest).add(work)
+        works = Works(planned, prices)
+        for node, origin, work in works.walk(sharded):
+            over = mark(origin).batch
+            load = self.load(node) if node is not None else self.units[-1].rest
+            load.add(work if over is None else works.across(origin, over), over is not None)
         self.tied = tuple(self._weights())
         self._activations()
 

@@ -18,7 +18,7 @@ from typing import Any
 from autotp.errors import InputError
 from autotp.ir import files
 
-MESH = re.compile(r"([1-9]\d*)[x*]([1-9]\d*)")
+MESH = re.compile(r"[1-9]\d*([x*][1-9]\d*){1,2}")
 PLACEMENT = re.compile(r"(?:shard|s)\s*[:(]\s*(-?\d+)\s*\)?|(replicate|r)\s*(?:\(\s*\))?", re.IGNORECASE)
 MAX_FILE_BYTES = 100_000_000  # of the plan of a large model; a config has thousands
 CONFIG = "config.json"
@@ -94,7 +94,7 @@ class DegreeOptions:
 
     Attributes:
         tp: Ranks that share the model, or auto. Default: auto; verify: 2.
-        mesh: DPxTP, batch and tensor axis at once, such as 2x4.
+        mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
         cp: Ranks that deal out each sequence, beside tp.
         fully_shard: Split weights over dp or cp too.
         within_node: Refuse a degree that leaves the node.
@@ -102,19 +102,23 @@ class DegreeOptions:
 
     tp: str | None = None
     mesh: str | None = None
-    cp: int = 1
+    cp: int | None = None
     fully_shard: bool = False
     within_node: bool = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
         """`tp`, `within_node`, and where they are asked for `dp`, `cp` and `fully_shard`."""
-        dp, tp = read_mesh(self.mesh) if self.mesh is not None else (1, None)
-        alone = read_degree(self.tp) if self.tp is not None else None
-        if tp is not None and alone not in (None, tp):
-            raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {alone}. Leave one out.")
-        beside = {"dp": dp, "cp": self.cp, "fully_shard": self.fully_shard}
-        axes = {k: v for k, v in beside.items() if v > 1 or v is True}
-        return {"tp": tp or alone or default, "within_node": self.within_node, **axes}
+        alone = {"tp": read_degree(self.tp) if self.tp is not None else None, "cp": self.cp}
+        degrees = {name: n for name, n in alone.items() if n is not None}
+        mesh = read_mesh(self.mesh) if self.mesh is not None else {}
+        for name in degrees.keys() & mesh.keys():
+            if mesh[name] != degrees[name]:
+                raise InputError(
+                    f"--mesh {self.mesh} says {name}={mesh[name]}, and --{name} says {degrees[name]}. Leave one out."
+                )
+        axes = {name: n for name, n in {"dp": 1, "cp": 1, **mesh, **degrees}.items() if name == "tp" or n != 1}
+        split = {"fully_shard": True} if self.fully_shard else {}
+        return {"tp": default, "within_node": self.within_node, **axes, **split}
 
 
 def read_degree(text: str) -> int | str:
@@ -134,12 +138,12 @@ def read_degrees(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def read_mesh(text: str) -> tuple[int, int]:
-    """`2x4` as (dp, tp)."""
-    match = MESH.fullmatch(text.strip().lower())
-    if match is None:
-        raise InputError(f"--mesh {text}: give dp x tp, such as 2x4 for two groups of four ranks.")
-    return int(match[1]), int(match[2])
+def read_mesh(text: str) -> dict[str, int]:
+    """`2x4` as degrees of dp and tp, `2x2x4` of dp, cp and tp."""
+    if MESH.fullmatch(text.strip().lower()) is None:
+        raise InputError(f"--mesh {text}: give dp x tp, such as 2x4 for two groups of four ranks, or dp x cp x tp.")
+    degrees = [int(n) for n in re.split("[x*]", text.strip().lower())]
+    return dict(zip(("dp", "tp") if len(degrees) == 2 else ("dp", "cp", "tp"), degrees, strict=True))
 
 
 def read_pins(texts: list[str]) -> dict[str, Any]:

@@ -48,9 +48,9 @@ def verify(
         certify: Have spmd_types check it too (extra certify).
     """
     arguments: dict[str, Any] = degree.arguments(default=RANKS) | steering.arguments()
-    if {"dp", "fully_shard"} & arguments.keys():
+    if "fully_shard" in arguments:
         raise InputError(
-            "verify simulates the ranks of tp, and of --cp: leave out dp and --fully-shard, as in --tp 4 or --mesh 1x4."
+            "verify proves values, of which splitting weights over dp or cp changes none: leave out --fully-shard."
         )
     if plan is not None:
         if degree != DegreeOptions() or steering != SteeringOptions():

@@ -124,6 +124,7 @@ class Ranks:
         if tp is not None:
             check_degree(tp)
         if mesh is not None:
+            mesh = _with_tp(mesh, degrees)
             return _with_axes(_of_mesh(_tp_axis(mesh), tp), mesh, degrees)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
@@ -177,6 +178,14 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
         )
     _check_order(names)
     return {name: mesh.size(i) for i, name in enumerate(names)}
+
+
+def _with_tp(mesh: DeviceMesh, degrees: Mapping[str, int]) -> DeviceMesh:
+    """The mesh, with a tp of one rank where it has dp or cp alone."""
+    names = getattr(mesh, "mesh_dim_names", None) or ("",)
+    if not degrees or not {*BESIDE}.issuperset(names):
+        return mesh
+    return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, "tp"))
 
 
 def _check_order(names: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from autotp.ir.named_states import Names, follow
 from autotp.ir.program import MeshPlace, Planned, Sharded
 from autotp.passes.optimise import RankProgram, Setting
 from autotp.passes.optimise.cached_attention import CachedAttention
+from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.proof.differences import Rounding, differences
 from autotp.proof.equality import compare
@@ -119,19 +120,19 @@ def _by_names(inputs: dict[str, Any], count: int, names: Names, call: Call) -> N
         outputs = call("", (), {**inputs, **new, **{name: follow(outputs, path) for path, name in names}})
 
 
-def check_count(model: nn.Module, count: Any, names: Names, cp: int = 1) -> None:
-    """Refuse what is no number of tokens, a model that has nothing to decode with, and parts of sequences.
+def check_count(model: nn.Module, count: Any, names: Names, axes: Axes) -> None:
+    """Refuse what is no number of tokens, a model that has nothing to decode with, and axes beside tp.
 
     Args:
-        model: that decodes. count: tokens. names: of states that calls carry. cp: ranks to which sequences are dealt.
+        model: that decodes. count: tokens. names: of states that calls carry. axes: beside tp.
 
     Raises:
         InputError: it says which.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"generate={count!r}: give how many tokens to decode after the example inputs, such as 16.")
-    if cp != 1:
-        raise InputError("generate= with cp: a cache is not dealt along the sequence. Leave out one of them.")
+    if axes.size > 1:
+        raise InputError(f"generate= with {axes.name}: a cache is not dealt over that. Leave out one of them.")
     if not names and not callable(getattr(type(model), "generate", None)):
         raise InputError(NO_CACHE.format(count=count, name=type(model).__name__))
 

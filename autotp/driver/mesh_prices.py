@@ -11,13 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autotp.cost import Cluster
-from autotp.cost.collective_costs import call_seconds, collective_bytes
-from autotp.cost.meshes import Attended, Mesh, Sends, boundary_sends, bubble, context_sends, weight_sends
-from autotp.cost.prices import nbytes
+from autotp.cost.meshes import Mesh, Sends, boundary_sends, bubble, collective_sends, weight_sends
 from autotp.cost.units import Call, Unit, UnitCost, UnitCosts
-from autotp.ir.graph import resolve, size_hint, tensors
-from autotp.ir.program import HeadDims
-from autotp.ir.scopes import module_path
 from autotp.passes.stages.balance import divide, in_flight, units_of
 from autotp.plans.describe.describe import gathered_again
 
@@ -25,12 +20,12 @@ from .compile import Staged
 from .staging import weigh
 
 Array = np.ndarray
-SPLIT = {"": (), "states": ("states",), "weights": ("weights", "gradients", "states")}  # what is split over dp
+SPLIT = ("weights", "gradients", "states")  # over dp and cp, by `fully_shard`
 
 
 @dataclass(frozen=True)
 class Terms:
-    """A model planned for a degree of tp.
+    """A model planned for degrees of tp and cp: what a rank of both does.
 
     Attributes:
         units: in order. tied: weights of several units: bytes with gradient and states, and the units.
@@ -38,7 +33,6 @@ class Terms:
         flops: of the whole model's forward.
     """
 
-    tp: int
     units: tuple[UnitCost, ...]
     tied: tuple[tuple[float, tuple[int, ...]], ...]
     exposed_share: float
@@ -46,33 +40,17 @@ class Terms:
 
 
 def terms_of(staged: Staged) -> Terms:
-    """Return the terms of a plan: its units with their attentions, and what gathering again saves."""
+    """Return the terms of a plan: its units, and what gathering again saves."""
     plan, planned, sharded, prices = staged.plan, staged.planned, staged.sharded, staged.builder.prices
-    spans = units_of(planned, sharded) or [Unit("", 0)]
-    costs = UnitCosts(planned, sharded, prices, spans)
+    costs = UnitCosts(planned, sharded, prices, units_of(planned, sharded) or [Unit("", 0)])
     for node, size, seconds in gathered_again(planned, sharded, staged.builder):
         load = costs.load(node)
         load.again += seconds
         load.gathers[Call("all_gather", size)] += 1
         load.saved += costs.saved_bytes.get(node, 0.0) * (1 - 1 / plan.tp)
-    names = {u.name: i for i, u in enumerate(spans)}
-    for part in staged.builder.parts:
-        if part.heads is not None:
-            paths = [p for n in part.nodes for p in module_path(n) if p in names]
-            unit = costs.units[names[paths[0]] if paths else 0]
-            count, kv = (size_hint(n, prices.hints) for n in (part.heads.count, part.heads.kv))
-            queries, keys = (_head_bytes(staged, at) for at in (part.heads.at, part.heads.kv_at))
-            unit.attentions.append(Attended(queries, keys, count, kv))
     totals = plan.totals
     exposed_share = totals.exposed / totals.communication if totals.communication else 1.0
-    return Terms(plan.tp, costs.units, costs.tied, exposed_share, totals.flops)
-
-
-def _head_bytes(staged: Staged, at: HeadDims) -> float:
-    """Return the bytes of an operand with heads on a rank."""
-    (node, slot, _), planned, hint = at, staged.planned, staged.builder.prices.hint
-    source, i = resolve(planned.ops[node].slots[slot])
-    return nbytes(tensors(source)[i], hint) * planned.decisions[node].ins[slot].share(planned.tp, hint)
+    return Terms(costs.units, costs.tied, exposed_share, totals.flops)
 
 
 class UnitSums(NamedTuple):
@@ -123,7 +101,7 @@ class Priced(NamedTuple):
 
 @dataclass
 class Pricer:
-    """Prices meshes of one degree of tp.
+    """Prices meshes of one degree of tp and one of cp.
 
     Attributes:
         terms: of the plan. cluster: the machines. example: examples of the micro-batch that was planned.
@@ -134,10 +112,10 @@ class Pricer:
     example: int
 
     def __post_init__(self) -> None:
-        self._sums: dict[tuple[int, int, str], UnitSums] = {}
-        self._ranks: dict[tuple[int, int, str, int, int], RankSums] = {}
+        self._sums: dict[tuple[int, str], UnitSums] = {}
+        self._ranks: dict[tuple[int, str, int, int], RankSums] = {}
         self._starts: dict[tuple[int, int], Array] = {}
-        self._sends: dict[tuple[str, int], list[Sends]] = {}
+        self._sends: dict[tuple[bool, int], list[Sends]] = {}
 
     @cached_property
     def steady(self) -> dict[str, Array]:
@@ -178,7 +156,7 @@ class Pricer:
 
     def ranks(self, mesh: Mesh) -> RankSums:
         """Return what the ranks of a pipeline take for a micro-batch."""
-        key = mesh.cp, mesh.batch, mesh.keep, mesh.pp, mesh.chunks
+        key = mesh.batch, mesh.keep, mesh.pp, mesh.chunks
         if key not in self._ranks:
             sums, starts = self.sums(mesh), self.starts(mesh.pp, mesh.chunks)
             parts = {name: self._by_rank(mesh, getattr(sums, name)) for name in ("compute", "again", "tp", "cp")}
@@ -201,8 +179,8 @@ class Pricer:
         return stages.reshape(mesh.chunks, mesh.pp).sum(0)
 
     def sums(self, mesh: Mesh) -> UnitSums:
-        """Return what each unit takes, with as many examples and as much of the sequence as on this mesh."""
-        key = mesh.cp, mesh.batch, mesh.keep
+        """Return what each unit takes, with as many examples as on this mesh."""
+        key = mesh.batch, mesh.keep
         if key not in self._sums:
             rows = {i: self._unit(self.terms.units[i], mesh) for i in set(self.first)}
             self._sums[key] = UnitSums(*np.array([rows[i] for i in self.first]).T)
@@ -217,68 +195,66 @@ class Pricer:
         return self._starts[pp, chunks]
 
     def _unit(self, unit: UnitCost, mesh: Mesh) -> tuple[float, ...]:
-        """Return a row of `UnitSums`: tokens scale kernels, bytes and what is kept, and not what a start takes."""
-        # Kernels and bytes grow with the tokens of a rank; what a start takes (launches) does not.
-        size = mesh.batch / self.example
-        part, both, block = size / mesh.cp, (unit.block, unit.rest), unit.block
+        """Return a row of `UnitSums`: examples scale kernels, bytes and what is kept, and not what a start takes."""
+        # Kernels and bytes grow with the examples of a rank; what a start takes (launches) does not.
+        part, both, block = mesh.batch / self.example, (unit.block, unit.rest), unit.block
         backward = sum(part * x.backward.kernels + x.backward.launches for x in both)
         compute = backward + sum(part * x.forward.kernels + x.forward.launches for x in both)
-        calls = _total(way.calls for x in both for way in (x.forward, x.backward))
-        again, kept_bytes, working = 0.0, part * (block.kept_bytes + unit.rest.kept_bytes), part * unit.working
+        ways = [way for x in both for way in (x.forward, x.backward)]
+        again, extra, kept_bytes = 0.0, 0.0, part * (block.kept_bytes + unit.rest.kept_bytes)
+        working = part * unit.working
+        tp = self._sends_of([x.calls for x in ways], part, mesh, "tp")
+        cp = self._sends_of([x.across for x in ways], part, mesh, "cp")
         # Slices of what was gathered are kept in its place: gathered again in the backward, smaller until then.
         if mesh.keep == "slices":
             again = part * sum(x.again for x in both)
             kept_bytes -= part * sum(x.saved for x in both)
+            extra = self._sends_of([x.gathers for x in both], part, mesh, "tp").bytes
         # A block's inputs alone: its forward runs again, so that one block's values live beside what works.
         if mesh.keep == "inputs":
-            again = part * block.forward.kernels + block.forward.launches
-            again += self._over_tp(block.forward.calls, part)[0]
+            repeated = self._sends_of([block.forward.calls], part, mesh, "tp")
+            over_cp = self._sends_of([block.forward.across], part, mesh, "cp")
+            again = part * block.forward.kernels + block.forward.launches + repeated.seconds
+            cp, extra = cp.plus(over_cp), repeated.bytes
             kept_bytes, working = part * (unit.inputs + unit.rest.kept_bytes), working + part * block.kept_bytes
-        extra = {"slices": _total(x.gathers for x in both), "inputs": block.forward.calls}.get(mesh.keep, Counter())
-        seconds, nbytes = self._over_tp(calls, part)
-        forwards = 2 if mesh.keep == "inputs" else 1
-        attended = [context_sends(mesh, a, self.cluster, size, forwards) for a in unit.attentions]
-        cp = [sends for sends, _ in attended]
-        kept_bytes += sum(more for _, more in attended)
         return (
-            compute, again, seconds, sum(x.seconds for x in cp), backward + again,
-            nbytes + self._over_tp(extra, part)[1], sum(x.bytes for x in cp), kept_bytes, working, part * unit.inputs,
+            compute, again, tp.seconds, cp.seconds, backward + again,
+            tp.bytes + extra, cp.bytes, kept_bytes, working, part * unit.inputs,
         )  # fmt: skip
 
-    def _over_tp(self, calls: Counter[Call], part: float) -> tuple[float, float]:
+    def _sends_of(self, calls: Iterable[Counter[Call]], part: float, mesh: Mesh, axis: str) -> Sends:
         """Seconds that nothing hides, and bytes, of collectives of a part of what was planned."""
-        tp, seconds, total = self.terms.tp, 0.0, 0.0
-        for (primitive, size), times in calls.items():
-            seconds += times * call_seconds(primitive, part * size, tp, self.cluster)
-            total += times * collective_bytes(primitive, part * size, tp)
-        return seconds * self.terms.exposed_share, total
+        total = Sends()
+        for (primitive, size), times in (pair for each in calls for pair in each.items()):
+            sends = collective_sends(primitive, part * size, getattr(mesh, axis), self.cluster, mesh.stride(axis))
+            total = total.plus(Sends(times * sends.seconds, times * sends.bytes))
+        return total._replace(seconds=total.seconds * self.terms.exposed_share) if axis == "tp" else total
 
     def _updates(self, mesh: Mesh, backward: Array) -> tuple[Array, Array, float]:
         """Return the seconds by rank of waiting for dp and of the optimizer, and the bytes that one sends."""
-        key = mesh.shard, mesh.replicas
+        key = mesh.fully_shard, mesh.replicas
         if key not in self._sends:
             each = {size: weight_sends(mesh, float(size), self.cluster) for size in set(self.steady["weights"])}
             self._sends[key] = [each[size] for size in self.steady["weights"]]
         seconds = self._by_rank(mesh, np.array([x.seconds for x in self._sends[key]]))
-        times = mesh.microbatches if mesh.shard == "weights" else 1
-        updates = self._by_rank(mesh, self.steady["optimizer"]) / (mesh.replicas if mesh.shard else 1)
+        times = mesh.microbatches if mesh.fully_shard else 1
+        updates = self._by_rank(mesh, self.steady["optimizer"]) / (mesh.replicas if mesh.fully_shard else 1)
         nbytes = times * sum(x.bytes for x in self._sends[key]) / mesh.pp
         return times * np.maximum(seconds - backward, 0.0), updates, nbytes
 
     def _memory(self, mesh: Mesh, sums: RankSums) -> float:
         """Bytes of the fullest rank: what is steady, what is kept of the micro-batches in flight, what works."""
         starts = self.starts(mesh.pp, mesh.chunks)
-        degree = dict.fromkeys(SPLIT["weights"], 1) | dict.fromkeys(SPLIT[mesh.shard], mesh.replicas)
-        parts = [self.steady[name] / n for name, n in degree.items()]
-        rank_bytes = np.add.reduceat(np.sum(parts, 0), starts)
+        degree = mesh.replicas if mesh.fully_shard else 1
+        rank_bytes = np.add.reduceat(np.sum([self.steady[name] for name in SPLIT], 0) / degree, starts)
         # A tied weight is held by every stage that reads it; the first has it among its own.
         for size, places in self.terms.tied:
             homes = sorted({int(np.searchsorted(starts, p, side="right")) - 1 for p in places})
             for stage in homes[1:]:
-                rank_bytes[stage] += size / degree["weights"]
+                rank_bytes[stage] += size / degree
         rank_bytes = rank_bytes + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept_bytes
         # Weights that are split over dp are whole for one unit at a time.
-        gathered = float(self.steady["weights"].max()) if mesh.shard == "weights" else 0.0
+        gathered = float(self.steady["weights"].max()) if mesh.fully_shard else 0.0
         return float((rank_bytes.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
 
 
@@ -286,10 +262,3 @@ class Pricer:
 def _flying(pp: int, chunks: int) -> Array:
     """Micro-batches of which each stage holds what is kept."""
     return np.array([in_flight(stage, pp, chunks) for stage in range(pp * chunks)])
-
-
-def _total(calls: Iterable[Counter[Call]]) -> Counter[Call]:
-    total: Counter[Call] = Counter()
-    for each in calls:
-        total += each
-    return total

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp import compat
 from autotp.capture.capture_errors import refuse_scripted
 from autotp.comm.ranks import Ranks, axes_of, check_degree
 from autotp.cost import Cluster
@@ -66,6 +67,13 @@ class StageKeywords(Steering, RunKeywords, total=False):
     """Keywords of `autotp.stages`."""
 
     check_capture: bool | None
+
+
+class VerifyKeywords(Steering, total=False):
+    """Keywords of `autotp.verify`."""
+
+    dp: int | None
+    cp: int | None
 
 
 class PlanKeywords(Steering, CaptureKeywords, total=False):
@@ -274,6 +282,50 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
     if axes.size > 1 and tp == "auto":
         raise InputError(f"tp='auto' picks the degree for tp alone, and {axes.name} is given. Give tp as a number.")
     return axes
+
+
+def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes:
+    """Read the axes beside tp: the plan's, unless some are asked for.
+
+    Args:
+        plan: that is given. keywords: of a public function. tp: ranks, or "auto".
+
+    Raises:
+        InputError: see `read_axis`. PlanError: the plan is for others.
+    """
+    dp, cp, split = map(keywords.get, ("dp", "cp", "fully_shard"))
+    if plan is not None and dp is None and cp is None:
+        return plan.batch
+    axes = read_axis(dp, split, tp, cp)
+    if plan is None:
+        return axes
+    if axes.degrees != plan.batch.degrees or split not in (None, plan.batch.fully_shard):
+        raise PlanError(
+            f"the plan is for {plan.batch.text}, and {axes.text} is asked for. Leave it out, or plan again."
+        )
+    return plan.batch
+
+
+def examples_of(inputs: Inputs) -> int:
+    """Read how many examples a call has: the first dimension of the first input that has one."""
+    leaves = compat.tree_leaves((inputs.args, inputs.kwargs))
+    return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim and len(x)), 1)
+
+
+def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
+    """Refuse a whole batch, or whole sequences, that axes beside tp do not divide.
+
+    Args:
+        inputs: of a call on one device. axes: beside tp.
+    """
+    count = examples_of(inputs)
+    if axes.dp > 1 and count % axes.dp:
+        raise InputError(
+            f"a batch of {count} is not dealt to dp={axes.dp} ranks in slices of one size: the first dimension of the "
+            f"first input must be a multiple of {axes.dp}."
+        )
+    if axes.cp > 1:
+        inputs.part(0, axes.cp)
 
 
 def refuse_late(axes: Axes, inputs: Any) -> None:

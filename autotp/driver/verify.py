@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
-from autotp.ir.graph import draws
+from autotp.ir.graph import Capture, draws
+from autotp.ir.precision import DELAYED
 from autotp.ir.program import Planned, Sharded
+from autotp.passes.shard.batch_axis import BatchRules
 from autotp.passes.shard.deal import DealAxis, Dealt, own_copy
 from autotp.passes.shard.sequence_axis import SequenceRules
+from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.certificate import certificate
-from autotp.proof.equality import Sequences, compare
+from autotp.proof.equality import compare
 from autotp.proof.report import Certificate, Difference, Report
 from autotp.proof.run import Values
 
 from .compile import apply_plan, capture_model, plain, solve_plan
 from .decoding import check_count, decoded
-from .options import Options, Steering, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
+from .options import (
+    Options,
+    VerifyKeywords,
+    axes_beside,
+    degrees_of,
+    refuse_beside,
+    refuse_undealt,
+    refuse_unknown,
+    required_inputs,
+    with_keywords,
+)
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
@@ -33,7 +47,7 @@ __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call",
 @with_keywords
 def verify(
     model: nn.Module,
-    tp: int,
+    tp: int | DeviceMesh,
     example_inputs: Any = None,
     *,
     plan: Plan | None = None,
@@ -41,19 +55,18 @@ def verify(
     generate: int | None = None,
     certify: bool = False,
     precision: Any = None,
-    cp: int = 1,
-    **keywords: Unpack[Steering],
+    **keywords: Unpack[VerifyKeywords],
 ) -> Report:
-    """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
+    """Run the plan on simulated ranks in this process and compare every value and gradient with the original.
 
     Both sides run in float64, so that rounding does not hide a small error; that the captured graph is the model is
     checked in the model's own dtype. No launcher and no devices are needed. The model and its buffers stay as they are.
 
     Args:
         model: the model, with real weights, or on the meta device (then with random ones).
-        tp: number of ranks to simulate.
-        example_inputs: as for `autotp.compile`.
-        plan: prove this plan; otherwise one is made.
+        tp: number of ranks to simulate, or a `DeviceMesh` with dimensions dp, cp and tp, of which the degrees are read.
+        example_inputs: as for `autotp.compile`; with dp the whole batch, which is dealt here.
+        plan: prove this plan, over its axes; otherwise one is made.
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: as for
             `autotp.plan`; not together with a plan.
         carried: which outputs come back as which inputs, as for `autotp.compile`.
@@ -62,7 +75,8 @@ def verify(
             (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
-        cp: ranks of a second axis, simulated too, to which these whole sequences are dealt; results are compared.
+        dp, cp: ranks of axes beside tp, simulated too, to which examples and sequences are dealt; results and gradients
+            are compared, and not the values inside.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
 
     Returns:
@@ -73,12 +87,14 @@ def verify(
         InputError, CaptureError, PlanError. With `generate` an InputError also where nothing is carried from call to
             call.
     """
-    refuse_unknown("verify", keywords, Steering)
+    refuse_unknown("verify", keywords, VerifyKeywords)
+    degree, beside = degrees_of(tp, keywords)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
+    axes = axes_beside(plan, beside, degree)
     if generate is not None:
-        check_count(model, generate, request.carried, cp)
-    report, options = prove_call(model, inputs, tp, plan, keywords, request, certify, cp)
+        check_count(model, generate, request.carried, axes)
+    report, options = prove_call(model, inputs, degree, plan, keywords, request, certify, axes)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))
@@ -92,67 +108,66 @@ def prove_call(
     keywords: Mapping[str, Any],
     request: CaptureRequest,
     certify: bool = False,
-    cp: int = 1,
+    axes: Axes = ALONE,
 ) -> tuple[Report, Options]:
-    """Prove one call of a model on `tp` simulated ranks: every value and every gradient.
+    """Prove one call of a model on simulated ranks: every value and every gradient, over axes beside tp results alone.
 
     Args:
-        plan: prove this one; None makes one. keywords: those that steer that.
+        inputs: of the whole batch. plan: prove this one; None makes one. keywords: those that steer that.
         certify: also ask spmd_types.
-        cp: ranks of an axis of sequences beside tp; with more than one results and their gradients are compared.
+        axes: beside tp.
 
     Returns: the report, with the plan, and what that was made for.
     """
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     refuse_beside(plan, keywords)
+    refuse_undealt(inputs, axes)
     model = plain(model, request)
     if certify:
         spmd_types()  # before minutes of capture
-    axis = plan.batch if plan is not None and plan.batch.cp > 1 else read_axis(1, False, tp, cp)
-    if axis.size > 1:
-        return _over_sequences(model, inputs, plan, Options.read(tp, keywords, axis), request, certify)
-    options = Options.of_plan(plan) if plan else Options.read(tp, keywords)
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
-    if plan is None:
-        plan = solve_plan(captured, notes, options, type(model).__name__)
-    planned, sharded = apply_plan(captured, plan, options)
-    compared = compare(planned, sharded, Values.of(planned.program, model, inputs))
-    certified = certificate(planned, sharded) if certify else None
+    if axes.size > 1 and request.carried:
+        raise InputError(f"{axes.text} with carried=: what a call carries to the next is not dealt. Leave out one.")
+    precision = request.precision
+    if axes.dp > 1 == axes.cp and precision is not None and precision.recipe != DELAYED:
+        raise InputError(
+            f"with dp products in float8 are scaled by the largest values of a rank's slice, which no one device has: "
+            f"prove the recipe {precision.recipe!r} with dp=1, or with cp."
+        )
+    options = Options.of_plan(plan) if plan else Options.read(tp, keywords, axes)
+    captured, beside, planned, sharded, plan = programs_on(model, inputs, options, request, plan)
+    # Every rank beside tp draws for itself, and others than one device.
+    if beside and any(draws(n) for n in captured.graph.nodes):
+        raise InputError(
+            f"the model draws random numbers, which every rank of {axes.name} does for itself: prove it in eval()."
+        )
+    compared = compare(planned, sharded, Values.of(captured, model, inputs), captured, beside)
+    certified = certificate(planned, sharded, axes.degrees) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
     return replace(proof, certificate=certified), options
 
 
-def _over_sequences(
-    model: nn.Module, inputs: Inputs, plan: Plan | None, options: Options, request: CaptureRequest, certify: bool
-) -> tuple[Report, Options]:
-    """Prove one call on simulated ranks of a mesh (cp, tp), of whole sequences that are dealt to them."""
-    if plan is not None or certify or request.carried:
-        raise InputError("with cp a plan is made and proved by values: leave out plan=, certify= and carried=.")
-    axis, planned, sharded, plan = program_of_sequences(model, inputs, options, request)
-    # Every cp rank draws for itself, and others than one device.
-    if any(draws(n) for n in axis.whole.graph.nodes):
-        raise InputError("the model draws random numbers, which every cp rank does for itself: prove it in eval().")
-    compared = compare(planned, sharded, Values.of(axis.whole, model, inputs), axis)
-    captured = axis.whole
-    return replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved), options
-
-
-def program_of_sequences(
-    model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest
-) -> tuple[Sequences, Planned, Sharded, Plan]:
-    """Return the program of a rank of a mesh (cp, tp), the axis that it is of, and its plan.
+def programs_on(
+    model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest, plan: Plan | None = None
+) -> tuple[Capture, Sequence[Dealt], Planned, Sharded, Plan]:
+    """Return the captured program, what axes beside tp deal out of it, and the program of a rank of these, planned.
 
     Args:
-        model, inputs: of a call with whole sequences. options: with the axis of cp. request: what captures are to be.
+        model, inputs: of a call with all examples and whole sequences. options: with the axes. request: what captures
+            are to be. plan: by this one; None makes one.
     """
-    request = replace(request, random="torch")
+    degrees = options.batch.degrees
+    request = replace(request, random="torch") if degrees else request
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
-    program, cp = own_copy(captured), options.batch.cp
-    axis = DealAxis(SequenceRules, cp, options.tp, options.cluster)
-    dealt = axis.deal(program) if cp > 1 else Dealt({}, (), [])
-    plan = solve_plan(program, [*notes, *dealt.notes], options, type(model).__name__)
-    return Sequences(captured, cp, dealt.inputs, dealt.outputs), *apply_plan(program, plan, options), plan
+    program, beside = own_copy(captured) if degrees else captured, []
+    for policy in (BatchRules, SequenceRules):
+        if ranks := degrees.get(policy.axis):
+            beside.append(DealAxis(policy, ranks, options.tp, options.cluster).deal(program))
+    if plan is None:
+        for dealt in beside:
+            notes += dealt.notes
+        plan = solve_plan(program, notes, options, type(model).__name__)
+    return captured, beside, *apply_plan(program, plan, options), plan
 
 
 def certify(
@@ -162,7 +177,8 @@ def certify(
 
     The types of leaves, of pending sums and of outputs are the plan's; every other type is inferred from them by the
     checker, so that a conversion which is missing, done twice or another one is refused. Nothing is computed, and the
-    weights are not read. `autotp.verify(..., certify=True)` does it beside the comparison of numbers.
+    weights are not read. `autotp.verify(..., certify=True)` does it beside the comparison of numbers. With dp or cp it
+    is the program of one of their ranks, over tp: what goes over them is taken as it is, and proved by `verify` alone.
 
     Args:
         model: with its weights, or on the meta device.
@@ -177,7 +193,8 @@ def certify(
         CaptureError, PlanError.
     """
     spmd_types()  # before minutes of capture
-    inputs = required_inputs(model, example_inputs, "autotp.certify")
-    request = CaptureRequest.read(carried=carried, precision=precision)
+    axes, options = plan.batch, Options.of_plan(plan)
+    inputs = required_inputs(model, example_inputs, "autotp.certify", axes)
+    request = CaptureRequest.read(axes, carried=carried, precision=precision).within(options.tp, options.cluster)
     captured, _ = capture_model(model, inputs, torch.device("cpu"), check=False, request=request)
-    return certificate(*apply_plan(captured, plan, Options.of_plan(plan)))
+    return certificate(*apply_plan(captured, plan, options), axes.degrees)

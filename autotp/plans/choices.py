@@ -22,7 +22,7 @@ class MeshRow:
     """A mesh and the figures of a step on it.
 
     Attributes:
-        mesh: degrees, micro-batches, schedule, what is split over dp and what is kept.
+        mesh: degrees, micro-batches, schedule, whether weights are split over dp and cp, and what is kept.
         seconds: of a step; `times`: what they are made of, by the names of `TIMES`.
         sent: bytes that a rank sends in a step over each axis; `network`: axes whose groups leave the node.
         memory: bytes that the fullest rank holds. fits: whether that is within the limit.
@@ -50,21 +50,21 @@ class MeshRow:
 
     @property
     def call(self) -> str:
-        """The call of autotp that runs it; empty where autotp does not."""
+        """The call of autotp that runs it."""
         return call_of(self.mesh)
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not: cp beside a pipeline, states alone that are split,
-    and weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
-    if mesh.shard == "states" or (mesh.pp > 1 and (mesh.shard or mesh.cp > 1)):
+    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp alone. What is computed again
+    is the caller's to wrap."""
+    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1):
         return ""
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
         return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, dp={mesh.dp}{chunks}, ...)"
     degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}
     axes = ", ".join(f"{name}={n}" for name, n in degrees.items())
-    split = ", fully_shard=True" if mesh.shard else ""
+    split = ", fully_shard=True" if mesh.fully_shard else ""
     return f"autotp.compile(model, {mesh.tp}, {axes}{split}, ...)"
 
 
@@ -79,8 +79,7 @@ class MeshChoice:
         ranked: of every pp x dp x cp x tp that fits its fastest variant, the fastest first, and after these of those
             that do not fit the one that holds least.
         considered, fitting: how many variants were priced, and how many of them fit.
-        plans: of every tp, of one micro-batch.
-        runs: the fastest variant without cp that autotp runs, `plan`: its plan with its dp, or None where none fits; a
+        plan: what starts the best row, of one micro-batch, by `autotp.compile(model, plan=)`; None where none fits. A
             pipeline's is that of the whole model, which `autotp.stages(..., plan=)` cuts.
     """
 
@@ -94,8 +93,6 @@ class MeshChoice:
     ranked: tuple[MeshRow, ...] = field(repr=False)
     considered: int
     fitting: int
-    plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
-    runs: MeshRow | None = field(repr=False, default=None)
     plan: Plan | None = field(repr=False, default=None)
 
     @property
@@ -124,16 +121,14 @@ class MeshChoice:
                 return i, row
         raise InputError(
             f"pp={pp} x dp={dp} x cp={cp} x tp={tp} was not priced for {self.devices} devices: their product is "
-            f"{pp * dp * cp * tp}, a tp group stays in a node, stages have a repeated block each, slices of the "
-            "sequence are equal, and micro-batches make up the examples of a step."
+            f"{pp * dp * cp * tp}, a tp group stays in a node, stages have a repeated block each and go with dp and tp "
+            "alone, slices of the sequence are equal, and micro-batches make up the examples of a step."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the plans, as plain data that JSON can hold."""
-        apart = ("ranked", "plans", "plan", "runs")
-        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in apart}
-        runs = _data(self.runs) if self.runs is not None else None
-        return {**fields, "rows": [_data(row) for row in self.rows], "runs": runs}
+        """Everything but the plan, as plain data that JSON can hold."""
+        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("ranked", "plan")}
+        return {**fields, "rows": [_data(row) for row in self.rows]}
 
     def to_svg(self, path: str | Path) -> None:
         """Draw the rows: a bar for each, of what its step is made of. The file needs nothing else.
@@ -156,11 +151,11 @@ NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step",
 
 
 def _meshes(choice: MeshChoice) -> View:
-    """A heading, a line for each row, why each is slower than the first, and what autotp runs."""
+    """A heading, a line for each row, why each is slower than the first, and the call that runs that."""
     unit, cells = choice.ranked[0].unit if choice.ranked else "samples", []
     for i, row in enumerate(choice.rows, 1):
         m, chunks = row.mesh, "-" if row.mesh.pp == 1 else str(row.mesh.chunks)  # one: 1F1B, more: interleaved
-        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, chunks, seconds(row.seconds)
+        how = f"{m.microbatches} x {m.batch}", "weights" if m.fully_shard else "-", m.keep, chunks, seconds(row.seconds)
         shares = f"{row.share('bubble'):.0%}", f"{row.share(*AXES):.0%}", amount(row.memory), number(row.throughput)
         cells.append((i, *m.degrees, *how, *shares))
     of = f" x {choice.length}" if choice.length else ""
@@ -171,13 +166,10 @@ def _meshes(choice: MeshChoice) -> View:
     yield from (Line(row.why, f"  {i:>2}  ", " " * 6) for i, row in enumerate(choice.rows, 1) if row.why)
     if choice.best is None:
         yield Line("nothing fits: these hold least. Take more devices, or shorter sequences.", style="bold red")
-    elif choice.runs is None:
-        yield Line("autotp runs none of those that fit yet", style="yellow")
     else:
-        m, slower = choice.runs.mesh, choice.runs.seconds / choice.best.seconds - 1
-        much = "" if m == choice.best.mesh else f", {slower:.1%} slower than the first"
+        m = choice.best.mesh
         counts = f"micro-batches: {m.microbatches} of {m.batch}{'' if m.keep == 'all' else f', keeps {m.keep}'}"
-        yield Line(f"autotp runs: {choice.runs.call}  {counts}: {seconds(choice.runs.seconds)}{much}")
+        yield Line(f"the first runs by: {choice.best.call}  {counts}")
     yield Line(f"{choice.fitting:,} of {choice.considered:,} variants fit; predicted, not measured", style="dim")
 
 

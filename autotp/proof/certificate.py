@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -24,6 +24,7 @@ from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
+from autotp.passes.shard.batch_axis import scale_gradient
 from autotp.plans.export.styles import AXIS, spmd_types
 
 from .differences import own_leaf
@@ -34,11 +35,12 @@ from .spelling import linear_slots, spelled, tensors_in, transit, type_by_rule
 META = torch.device("meta")
 
 
-def certificate(planned: Planned, sharded: Sharded) -> Certificate:
+def certificate(planned: Planned, sharded: Sharded, beside: Mapping[str, int] | None = None) -> Certificate:
     """Have spmd_types check the program of the ranks.
 
     Args:
         planned: the decided graph. sharded: its program for `planned.tp` ranks.
+        beside: ranks of axes beside tp by name, where the program is that of one of them.
 
     Raises:
         InputError: spmd_types is not installed.
@@ -47,7 +49,7 @@ def certificate(planned: Planned, sharded: Sharded) -> Certificate:
     checker = f"spmd_types {version('spmd_types')}"
     if planned.tp == 1:
         return Certificate(1, checker)  # the checker says nothing of one rank, which has everything
-    typing, refusal = Typing(planned, sharded), None
+    typing, refusal = Typing(planned, sharded, beside), None
     try:
         typing.run()
     except RefusedError as error:
@@ -87,11 +89,12 @@ class Typing(Simulated):
 
     Args:
         planned, sharded: the program, and what it was made from.
+        degrees: ranks of axes beside tp, of which it is the first one's: what goes over them is typed as it comes.
     """
 
-    def __init__(self, planned: Planned, sharded: Sharded) -> None:
+    def __init__(self, planned: Planned, sharded: Sharded, degrees: Mapping[str, int] | None = None) -> None:
         super().__init__(planned.tp)
-        self.planned, self.sharded = planned, sharded
+        self.planned, self.sharded, self.degrees = planned, sharded, degrees or {}
         self.count = Counter[str]()  # values that were asserted and inferred, by the fields of a certificate
 
     def run(self) -> Values:
@@ -125,6 +128,8 @@ class Typing(Simulated):
         with torch.no_grad() if mark(node).no_grad else nullcontext():
             if mark(node).conversion is not None:
                 return self._convert(node, env)
+            if mark(node).batch is not None or node.target is scale_gradient:
+                return [self._across(node, x, env) for x in env[node.args[0]]]  # type: ignore[index]
             return self._of_split_loop(node, [self._call(node, env, rank) for rank in range(self.tp)])
 
     # Leaves.
@@ -164,12 +169,24 @@ class Typing(Simulated):
             transit(x, src, dst, y)
         return ys
 
+    def _across(self, node: fx.Node, x: Tensor, env: Env) -> Tensor:
+        """Type what goes over an axis beside tp: on every rank of that it is linear in what it reads."""
+        over, more = mark(node).batch, self._at(node.args[1:], env, 0)
+        with spmd_types().no_typecheck():
+            if over is None:
+                y = scale_gradient(x, *more)
+            else:
+                y = conversions.simulate([x] * self.degrees[over.axis], *more[:2])[0]
+        type_by_rule([x], ((0,),), y)
+        return y
+
     # Operators.
 
     def _call(self, node: fx.Node, env: Env, rank: int) -> Any:
         args, kwargs = self._at((node.args, node.kwargs), env, rank)
-        if mark(node).axis == "tp":
-            kwargs = {**kwargs, "rank": rank, "tp": self.tp}
+        if (axis := mark(node).axis) is not None:
+            place = {"rank": rank, "tp": self.tp} if axis == "tp" else {"rank": 0, "tp": self.degrees[axis]}
+            kwargs = {**kwargs, **place}
         operands = [x for a in (*args, *kwargs.values()) for x in tensors_in(a)]
         result = _new(self._typed_call(node, args, kwargs, operands), operands)
         if self._pending(node) and isinstance(result, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
+from autotp.ir.specs import SUMMANDS, Spec
+from autotp.passes.shard.deal import Dealt
 
 from .differences import (
     Gap,
@@ -36,22 +39,9 @@ from .run import CallLayouts, Simulated, StepError, Values, promoted, run
 Pairs = tuple[Mapping[fx.Node, Any], Mapping[fx.Node, Tensor]]  # what is judged, and what it should be
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """An axis of sequences beside tp.
-
-    Attributes:
-        whole: the program of whole sequences. cp: ranks of the axis.
-        inputs: how inputs that come in parts are dealt over it, by name. outputs: how all tensors that come out are.
-    """
-
-    whole: Capture
-    cp: int
-    inputs: Mapping[str, Layout]
-    outputs: Sequence[Layout]
-
-
-def compare(planned: Planned, sharded: Sharded, values: Values, sequences: Sequences | None = None) -> Report:
+def compare(
+    planned: Planned, sharded: Sharded, values: Values, whole: Capture | None = None, beside: Sequence[Dealt] = ()
+) -> Report:
     """Run the captured graph and the per-rank program on the same values and compare all that they compute.
 
     The loss is one fixed linear functional of all outputs, so that every element of them has a gradient of its own.
@@ -59,16 +49,15 @@ def compare(planned: Planned, sharded: Sharded, values: Values, sequences: Seque
     Args:
         planned, sharded: the decided graph and its program for `planned.tp` ranks.
         values: of the captured graph's leaves; sizes other than the captured ones are allowed where they are symbolic.
-        sequences: the axis over which `planned` is the program of one rank; results and their gradients are compared.
+        whole: the captured graph, where `planned` is that of one rank of axes beside tp; then results and their
+            gradients are compared. beside: these axes, the outermost first.
 
     Returns:
         A `Report` without plan and capture error.
     """
-    whole = planned.program if sequences is None else sequences.whole
+    whole = planned.program if whole is None else whole
     leaf_values, random_state = values.doubled(), torch.get_rng_state()
-    call = CallLayouts(whole, sharded, leaf_values, Simulated(planned.tp))
-    if sequences is not None:
-        call.on, call.inputs, call.outputs = Simulated(planned.tp, sequences.cp), sequences.inputs, sequences.outputs
+    call = CallLayouts(whole, sharded, leaf_values, Simulated(planned.tp, beside))
     with promoted(whole.graph, sharded.graph):
         graded = {leaf.node for leaf, node in call.pairs() if sharded.origin.get(node, (node, 0))[0] in planned.grads}
         expected = expect(whole, {n: own_leaf(v, n in graded) for n, v in leaf_values.items()})
@@ -77,7 +66,7 @@ def compare(planned: Planned, sharded: Sharded, values: Values, sequences: Seque
         difference, inside = proof.run()
     out, compared = proof.output_error, sum(x.compared for x in (proof.values, proof.gradients, proof.leaf_gradients))
     return Report(planned.tp, None, out, proof.gradient_error, 0.0, compared, difference, forward_only=expected.failed,
-                  inside=inside, cp=call.on.cp)  # fmt: skip
+                  inside=inside, beside={x.axis: x.ranks for x in beside})  # fmt: skip
 
 
 @dataclass
@@ -147,7 +136,7 @@ class _Proof:
             self.ours = run(self.sharded, leaves, self.on, watch=True)
         except StepError as error:
             self.ours, failed = error.values, error
-        nodes = self.ours.nodes if self.on.cp == 1 else ()
+        nodes = () if self.on.beside else self.ours.nodes
         gap = differences(*self.call.paired(self.ours, self.expected, nodes), self.values)
         if failed is not None and gap is None:
             return None, self._blame(failed.node, float("inf"), f"it fails: {str(failed).splitlines()[0]}")
@@ -162,21 +151,26 @@ class _Proof:
         return self.call.made_of(self.expected, node) if is_mutation else 0.0
 
     def _outputs(self) -> Difference | None:
-        """Find the first output that differs: each is whole on every rank, but of a state a rank has its part."""
-        wholes, ranks, tp = self.expected.outputs[0], self.ours.outputs, self.on.tp
+        """Find the first output that differs: of each rank over axes beside tp, else of all; of a state a rank has its
+        part."""
+        wholes, ranks = self.expected.outputs[0], self.ours.outputs
         ours, theirs = {}, {}
-        if self.on.cp > 1:
-            for k, i in enumerate(i for i, x in enumerate(wholes) if isinstance(x, Tensor)):
-                for t in range(tp):
-                    ours[i, t] = Parts([r[i] for r in ranks[t::tp]], self.call.spec(self.call.outputs[k]))
-                    theirs[i, t] = wholes[i]
-        else:
-            for i, x in enumerate(wholes):
+        for i, x in enumerate(wholes):
+            if self.on.beside and isinstance(x, Tensor):
+                for rank, part in enumerate(self.call.split(x, self._layouts(i))):
+                    ours[i, rank], theirs[i, rank] = ranks[rank][i], part
+            else:
                 ours[i, 0], theirs[i, 0] = Parts([r[i] for r in ranks], self.call.spec(self.call.output_layout(i))), x
         rounding = Rounding(TOLERANCE, lambda key: self._written_scale(key[0]))
         gap = differences(ours, theirs, rounding)
         self.output_error = rounding.worst
         return gap and self._output(gap)
+
+    def _layouts(self, position: int) -> list[Layout]:
+        """Return how an output lies over each axis: those of axes beside tp are of its tensors alone."""
+        wholes = self.expected.outputs[0]
+        at = sum(isinstance(x, Tensor) for x in wholes[:position])
+        return [*(axis.outputs[at] for axis in self.on.beside), self.call.output_layout(position)]
 
     def _output(self, gap: Gap[tuple[int, int]]) -> Difference:
         """Return what makes an output that differs."""
@@ -191,14 +185,14 @@ class _Proof:
     def _backward(self) -> tuple[Difference | None, Difference | None]:
         """Find the first gradient that differs, from the last value back to the leaves, and the first of a leaf."""
         # One backward for all ranks: a conversion of values sends gradients from each rank to every other.
-        totals = [self._loss(rank) for rank in range(self.on.cp * self.on.tp)]
+        totals = [self._loss(rank) for rank in range(self.on.world)]
         failed: RuntimeError | None = None
         if any(t.requires_grad for t in totals):
             try:
                 torch.stack(totals).sum().backward()
             except RuntimeError as e:
                 failed = e
-        inner = [n for n in reversed(self.ours.nodes) if n not in self.leaves and self.on.cp == 1]
+        inner = [n for n in reversed(self.ours.nodes) if n not in self.leaves and not self.on.beside]
         # Values inside come first, from the last one back, so that what is named is where a fault begins.
         pairs = self.call.paired(self.ours, self.expected, inner, backward=True)
         first = self._gradient_gap(pairs, self.gradients, failed)
@@ -226,28 +220,33 @@ class _Proof:
         return self._difference("backward", gap.key, gap.error, detail)
 
     def _leaf_gradients(self) -> Pairs:
-        """Pair the gradients of leaves: over the axis beside tp they are means, or parts."""
-        tp, cp = self.on.tp, self.on.cp
-        if cp == 1:
+        """Pair the gradients of leaves: over axes beside tp they are means, or parts."""
+        if not self.on.beside:
             return self.call.paired(self.ours, self.expected, list(reversed(self.leaves)), backward=True)
         ours, theirs = {}, {}
         for node, leaf in reversed(self.leaves.items()):
             value = self.expected.whole((leaf.node, 0))
-            if has_grad(value):
-                spec, grads = (
-                    self.call.spec(self.sharded.layouts[node].dual),
-                    [grad_or_zeros(x) for x in self.ours.nodes[node]],
-                )
-                parts, over = [spec.recombine(grads[c * tp : c * tp + tp]) for c in range(cp)], self.call.over(leaf)
-                mean = torch.stack(parts).mean(0) if over is None else self.call.spec(over).recombine(parts) / cp
-                ours[node], theirs[node] = mean, value.grad
+            if not has_grad(value):
+                continue
+            parts = [grad_or_zeros(x) for x in self.ours.nodes[node]]
+            parts = self._joined(parts, self.on.tp, self.call.spec(self.sharded.layouts[node].dual))
+            for at, over in reversed([*enumerate(self.call.over(leaf))]):
+                ranks = self.on.beside[at].ranks
+                # Of a whole leaf every rank has a summand times as many, of a part that part.
+                spec = self.call.spec(over, axis=at) if over.sharded_dim is not None else SUMMANDS
+                parts = [x / ranks for x in self._joined(parts, ranks, spec)]
+            (ours[node],), theirs[node] = parts, value.grad
         return ours, theirs
+
+    def _joined(self, parts: list[Tensor], ranks: int, spec: Spec) -> list[Tensor]:
+        """Put together what each so many ranks that follow each other have."""
+        return [spec.recombine(parts[i : i + ranks]) for i in range(0, len(parts), ranks)]
 
     def _buffer_gap(self) -> Difference | None:
         """Find what buffers have after the backward, which may write to them, where it differs."""
         ours, theirs = {}, {}
         for i, x in self.expected.final.items():
-            if self.whole.becomes(i) is None and not x.requires_grad and self.on.cp == 1:
+            if self.whole.becomes(i) is None and not x.requires_grad and not self.on.beside:
                 ours[i], theirs[i] = Parts([r[i] for r in self.ours.outputs], self.call.spec(I)), x
         gap = differences(ours, theirs, Rounding(TOLERANCE, self._written_scale))
         if gap is None:
@@ -258,22 +257,18 @@ class _Proof:
     def _loss(self, rank: int) -> Tensor:
         """Return what a rank differentiates: of what it has a part of, with that part's weights.
 
-        Gradients are the mean over cp of what each has for its part.
+        Gradients are the mean over axes beside tp of what each of their ranks has for its part.
         """
-        total, layouts, cp = torch.zeros((), dtype=torch.float64), iter(self.call.outputs), self.on.cp
+        total = torch.zeros((), dtype=torch.float64)
         for i, whole in enumerate(self.expected.outputs[0]):
-            if not isinstance(whole, Tensor):
+            if not (isinstance(whole, Tensor) and (whole.is_floating_point() or whole.is_complex())):
                 continue
-            layout = next(layouts) if cp > 1 else self.call.output_layout(i)
-            if not (whole.is_floating_point() or whole.is_complex()):
-                continue
-            value, weight = self.ours.outputs[rank][i], weights(whole)
+            value, layouts = self.ours.outputs[rank][i], self._layouts(i)
             # A part has the weights of its place in the whole: over all ranks that is the loss of the whole.
-            if layout.sharded_dim is not None:
-                size, at = (cp, rank // self.on.tp) if cp > 1 else (self.on.tp, rank)
-                total = total + cp * weighted(value, self.call.spec(layout).split(weight, size)[at])
-            else:
-                total = total + (weighted(value, weight) if cp == 1 or layout == I else 0 * value.sum())
+            weight, over = self.call.split(weights(whole), layouts)[rank], [*zip(self.on.beside, layouts, strict=False)]
+            if any(x.sharded_dim is None and x != I for _, x in over):  # no gradient goes through it
+                weight = 0 * weight
+            total = total + math.prod(a.ranks for a, x in over if x.sharded_dim is not None) * weighted(value, weight)
         return total
 
     def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:

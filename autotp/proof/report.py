@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autotp.plans.plan import Plan
 
@@ -107,7 +108,7 @@ class Report:
     """Findings of `verify`, true where outputs and every gradient agree.
 
     Attributes:
-        tp: number of simulated ranks; `cp`: as many of these, each with a part of every sequence.
+        tp: number of simulated ranks; `beside`: ranks of the axes beside tp by name, over which inputs were dealt.
         plan: the plan that was proved.
         output_error, gradient_error: largest relative differences of the outputs and of all gradients, in float64.
         capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
@@ -135,12 +136,14 @@ class Report:
     unproved: str = ""
     decoded: Decoded | None = None
     certificate: Certificate | None = None
-    cp: int = 1
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> str:
         """Return how many were simulated, in words."""
-        return str(self.tp) if self.cp == 1 else f"{self.cp} x {self.tp} (cp x tp)"
+        axes = {**self.beside, "tp": self.tp}
+        names = f" ({' x '.join(axes)})" if self.beside else ""
+        return " x ".join(map(str, axes.values())) + names
 
     @property
     def ok(self) -> bool:
@@ -168,7 +171,7 @@ class Report:
         none = f"no gradients, for the original has none ({self.forward_only})"
         gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
         inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""
-        over = f"cp={self.cp} x " if self.cp > 1 else ""
+        over = "".join(f"{name}={n} x " for name, n in self.beside.items())
         ranks = (
             f"equal at {over}tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
             f"values compared{inside})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.ir.specs import Spec
+from autotp.passes.shard.deal import Dealt
 from autotp.passes.shard.rewrite import specialise
 
 from .differences import Parts, grad_or_zeros, largest
@@ -38,30 +40,47 @@ class Simulated:
     """All ranks of a mesh in this process, in lockstep: no launcher, no devices, differentiable.
 
     Attributes:
-        tp: ranks of the inner axis. cp: of an axis beside it; those of one place on it follow each other.
+        tp: ranks of the inner axis. beside: the axes beside it, the outermost first; ranks that follow each other are a
+            tp group, and such groups the next axis's.
     """
 
     tp: int
-    cp: int = 1
+    beside: Sequence[Dealt] = ()
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """Ranks of each axis, and how far apart they are."""
+        axes, stride = {"tp": (self.tp, 1)}, self.tp
+        for dealt in reversed(self.beside):
+            axes[dealt.axis] = dealt.ranks, stride
+            stride *= dealt.ranks
+        return axes
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return math.prod(n for n, _ in self.axes.values())
 
     def step(self, node: fx.Node, env: Env) -> list[Any]:
         """Run one node on every rank."""
-        own, tp, cp = mark(node), self.tp, self.cp
+        own = mark(node)
         if own.conversion is not None or own.batch is not None:
             src, dst = _at(node.args[1:3], env, 0)
             values: list[Any] = list(env[node.args[0]])  # type: ignore[index]
-            groups = [slice(c * tp, c * tp + tp) for c in range(cp)]
-            if own.conversion is None:
-                groups = [slice(t, None, tp) for t in range(tp)]
-            for group in groups:
-                values[group] = conversions.simulate(values[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
+            n, stride = self.axes["tp" if own.batch is None or own.conversion is not None else own.batch.axis]
+            for first in range(self.world):
+                if first // stride % n == 0:
+                    group = slice(first, first + n * stride, stride)
+                    values[group] = conversions.simulate(values[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
             return values
         random_state, results = torch.get_rng_state() if draws(node) else None, []
-        for rank in range(cp * tp):
+        for rank in range(self.world):
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
-            places = {None: {}, "tp": {"rank": rank % tp, "tp": tp}}
-            place = places.get(own.axis, {"rank": rank // tp, "tp": cp})
+            place = {}
+            if own.axis is not None:
+                n, stride = self.axes[own.axis]
+                place = {"rank": rank // stride % n, "tp": n}
             results.append(_call(node.target, _at(node.args, env, rank), {**_at(node.kwargs, env, rank), **place}))
         return results
 
@@ -76,7 +95,7 @@ class Here:
 
     places: Mapping[str, MeshPlace]
     tp = 1
-    cp = 1
+    world = 1
 
     def step(self, node: fx.Node, env: Env) -> list[Any]:
         """Run one node."""
@@ -133,33 +152,37 @@ class CallLayouts:
 
     Attributes:
         captured, sharded: a program, unsharded and for all ranks. leaves: the captured one's values, whole.
-        on: the ranks. inputs, outputs: of the axis beside tp, how inputs that come in parts are dealt over it, by name,
-            and all that comes out.
+        on: the ranks.
     """
 
     captured: Capture
     sharded: Sharded
     leaves: Mapping[fx.Node, Any]
     on: Simulated
-    inputs: Mapping[str, Layout] = field(default_factory=dict)
-    outputs: Sequence[Layout] = ()
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """The size of every symbol, by name: a plan that was read has symbols of its own."""
-        return {str(s): self.leaves[node].shape[d] for s, (node, d) in self.captured.symbols.items()}
+    def sizes(self) -> list[dict[str, int]]:
+        """The size of every symbol, by name (a plan that was read has symbols of its own): of the whole, and after each
+        axis beside tp of what is dealt over the next."""
+        sizes = [{str(s): self.leaves[node].shape[d] for s, (node, d) in self.captured.symbols.items()}]
+        for axis in self.on.beside:
+            name = str(axis.symbol)
+            sizes.append({**sizes[-1], name: sizes[-1][name] // axis.ranks})
+        return sizes
 
-    def spec(self, layout: Layout, ends: Any = None) -> Spec:
+    def spec(self, layout: Layout, ends: Any = None, axis: int = -1) -> Spec:
         """Return a layout with numbers.
 
         Args:
-            layout: of a value. ends: of its groups of rows, where it lies by these.
+            layout: of a value. ends: of its groups of rows, where it lies by these. axis: that it is over, by its place
+                among those beside tp; by default tp.
         """
+        sizes = self.sizes[axis]
 
         def number(size: Size | Groups) -> Any:
             if isinstance(size, int | Groups):
                 return size if isinstance(size, int) else ends
-            return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
+            return int(size.subs({s: sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
 
         return layout.to_runtime(number)
 
@@ -172,9 +195,23 @@ class CallLayouts:
         """Return every leaf with its placeholder in the program of the ranks."""
         return list(zip(self.captured.leaves, self.sharded.graph.find_nodes(op="placeholder"), strict=True))
 
-    def over(self, leaf: Leaf) -> Layout | None:
-        """Return how an input is dealt over the axis beside tp; None where every rank has it whole."""
-        return self.inputs.get(leaf.name) if leaf.kind.passed else None
+    def over(self, leaf: Leaf) -> list[Layout]:
+        """Return how a leaf lies over each axis beside tp."""
+        if not leaf.kind.passed:
+            return [R] * len(self.on.beside)
+        return [axis.inputs.get(leaf.name, R) for axis in self.on.beside]
+
+    def split(self, value: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+        """Return what ranks have of a whole value, in their order.
+
+        Args:
+            layouts: over each axis beside tp, and after them over tp.
+        """
+        parts, ranks = [value], [*(axis.ranks for axis in self.on.beside), self.on.tp]
+        for axis, layout in enumerate(layouts):
+            spec = self.spec(layout, axis=axis)
+            parts = [x for part in parts for x in spec.split(part, ranks[axis])]
+        return parts
 
     def paired(
         self, ours: Values, theirs: Values, nodes: Iterable[fx.Node], backward: bool = False, place: Any = None
@@ -213,12 +250,10 @@ class CallLayouts:
 
     def dealt(self, leaf: Leaf, node: fx.Node) -> list[Any]:
         """Return a leaf's value on every rank."""
-        value, over = self.leaves[leaf.node], self.over(leaf)
+        value = self.leaves[leaf.node]
         if not isinstance(value, Tensor):
-            return [value] * (self.on.cp * self.on.tp)
-        parts = [value] * self.on.cp if over is None else self.spec(over).split(value, self.on.cp)
-        spec = self.spec(self.sharded.layouts.get(node, R))
-        return [x for part in parts for x in spec.split(part, self.on.tp)]
+            return [value] * self.on.world
+        return self.split(value, [*self.over(leaf), self.sharded.layouts.get(node, R)])
 
 
 class StepError(RuntimeError):
@@ -254,7 +289,7 @@ def run(
     values, env = Values(), dict[fx.Node, list[Any]]()
     for node, step in zip(program.graph.nodes, graph.nodes, strict=True):
         if node.op == "output":
-            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(on.cp * on.tp)]
+            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(on.world)]
             break
         try:
             env[step] = list(leaves[node]) if node.op == "placeholder" else on.step(step, env)

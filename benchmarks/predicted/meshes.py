@@ -139,7 +139,7 @@ def priced(case: Case, drawing: str, send: Send) -> None:
     choice = choose(case)
     record: Record = {"cpu": time.process_time() - began, "considered": choice.considered, "fitting": choice.fitting}
     record |= {"meshes": len(choice.ranked), "best": figures(choice.rows[0], case)}
-    if case.mesh is not None:
+    if case.mesh in {row.mesh.degrees for row in choice.ranked}:  # published ones beyond these autotp does not run
         place, row = choice.place(*case.mesh)
         whole = [x for x in choice.ranked if x.mesh.cp == 1]
         record |= {"place": place, "published": figures(row, case), "whole": len(whole)}
@@ -154,7 +154,12 @@ def priced(case: Case, drawing: str, send: Send) -> None:
 def figures(row: MeshRow, case: Case) -> Record:
     """What the tables hold of a row; operations a second and device as the publication counts them."""
     more = row.share("again") * row.seconds / row.times["compute"] if case.again and row.mesh.keep == "inputs" else 0.0
-    how = {"chunks": row.mesh.chunks, "batch": row.mesh.batch, "shard": row.mesh.shard, "keep": row.mesh.keep}
+    how = {
+        "chunks": row.mesh.chunks,
+        "batch": row.mesh.batch,
+        "shard": "weights" if row.mesh.fully_shard else "",
+        "keep": row.mesh.keep,
+    }
     shares = {name: row.share(name) for name in row.times}
     return {
         "mesh": list(row.mesh.degrees), **how, "seconds": row.seconds, "memory": row.memory, "fits": row.fits,
@@ -180,7 +185,7 @@ def rows(section: str, found: Mapping[str, Record]) -> list[list[str]]:
     out = []
     for case in CASES:
         record = found.get(case.name)
-        if case.section != section or case.mesh is None or record is None:
+        if case.section != section or case.mesh is None or "published" not in (record or {}):
             continue
         own, best, whole = record["published"], record["best"], record["best_whole"]
         slower = own["seconds"] / best["seconds"] - 1

@@ -32,11 +32,11 @@ def seeds(count: int, place: int = 0, base: int | None = None) -> Tensor:
     """A seed for each of `count` operators, from one number.
 
     Args:
-        place: on the data-parallel axis: slices of a batch are drawn for independently.
+        place: on the axes beside tp: parts of a batch are drawn for independently.
         base: that number, the same on all tp ranks; by default one of torch's default generator.
     """
     start = torch.tensor(base_seed() if base is None else base)
-    return mixed(torch.arange(count) + mixed(start + place * GOLDEN))
+    return mixed(torch.arange(count) + mixed(start + torch.tensor(place) * GOLDEN))  # which wraps around
 
 
 @dataclass(frozen=True)

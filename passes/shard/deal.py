@@ -42,9 +42,13 @@ class Dealt:
     """Layouts over an axis of what a call passes and gives, with the sizes of the whole.
 
     Attributes:
+        axis: its name. ranks: on it. symbol: of the size that is dealt.
         inputs: those that come in parts. outputs: all tensors, in order. notes: of it, in words.
     """
 
+    axis: str
+    ranks: int
+    symbol: sympy.Symbol
     inputs: Mapping[str, Layout]
     outputs: tuple[Layout, ...]
     notes: list[str]
@@ -94,7 +98,8 @@ class DealAxis(Pass[Capture]):
         layouts = dict(zip(map(resolve, outputs_of(program)), goals, strict=True))
         sharded = Rewriter(planned, builder.prices.convert, BatchWriter(symbol, self.ranks, layouts)).run()
         Localised(program, sharded.graph, self, symbol).run()
-        return Dealt(inputs, goals, rules.settle(program, planned, inputs))
+        notes = rules.settle(program, planned, inputs)
+        return Dealt(self.policy.axis, self.ranks, symbol, inputs, goals, notes)
 
 
 def own_copy(program: Capture) -> Capture:

@@ -23,9 +23,7 @@ def unit(seconds: float = 1.0) -> UnitCost:
 
 
 def pricer(count: int = 8, tied: tuple[tuple[float, tuple[int, ...]], ...] = ()) -> Pricer:
-    return Pricer(
-        Terms(tp=1, units=tuple(unit() for _ in range(count)), tied=tied, exposed_share=1.0, flops=1.0), H100, 1
-    )
+    return Pricer(Terms(units=tuple(unit() for _ in range(count)), tied=tied, exposed_share=1.0, flops=1.0), H100, 1)
 
 
 def test_a_pipeline_takes_its_micro_batches_and_those_that_fill_it():
@@ -60,8 +58,7 @@ def test_memory_by_hand():
     few = pricer().price(Mesh(2, 1, 1, 1, microbatches=1)).memory
     assert few == 4 * 16 + 4 * 100 + 7, "there is only one"
     split = Mesh(1, 4, 1, 1)
-    assert pricer().price(replace(split, shard="states")).memory == 8 * (4 + 12 / 4) + 800 + 7
-    assert pricer().price(replace(split, shard="weights")).memory == 8 * 16 / 4 + 800 + 7 + 2, "and one is gathered"
+    assert pricer().price(replace(split, fully_shard=True)).memory == 8 * 16 / 4 + 800 + 7 + 2, "and one is gathered"
     again = pricer().price(Mesh(1, 1, 1, 1, keep="inputs")).memory
     assert again == 8 * 16 + 8 * 10 + 7 + 100, "one block at a time is whole again"
 
@@ -83,25 +80,24 @@ def test_dp_waits_for_what_the_backward_does_not_hide():
     slow = replace(H100, inter_bandwidth=1.0, intra_bandwidth=1.0, inter_latency=1e-9, intra_latency=1e-9,
                    collective_overhead=1e-9)  # fmt: skip
     own = Pricer(pricer().terms, slow, 1)
-    mesh = Mesh(1, 16, 1, 1, shard="weights", microbatches=3)
+    mesh = Mesh(1, 16, 1, 1, fully_shard=True, microbatches=3)
     sends = 8 * weight_sends(mesh, 2.0, slow).seconds
     assert sends > 16 and own.price(mesh).times["dp"] == pytest.approx(3 * (sends - 16.0)), "every micro-batch"
-    once = replace(mesh, shard="")
+    once = replace(mesh, fully_shard=False)
     sends = 8 * weight_sends(once, 2.0, slow).seconds
     assert own.price(once).times["dp"] == pytest.approx(max(sends - 16.0, 0)), "gradients are summed once"
     assert own.price(mesh).times["optimizer"] == pytest.approx(8 * 0.5 / 16)
     assert own.price(once).times["optimizer"] == pytest.approx(8 * 0.5)
 
 
-def test_cp_halves_kernels_and_what_is_sent_over_tp():
-    calls = Counter({Call("all_reduce", 1e6): 2})
-    block = Load(Direction(1.0, calls=calls), Direction(2.0), seconds=3.0, kept_bytes=100.0)
+def test_collectives_over_both_axes_are_sent_for_the_examples_of_a_micro_batch():
+    calls, across = Counter({Call("all_reduce", 1e6): 2}), Counter({Call("all_to_all", 1e6): 3})
+    block = Load(Direction(1.0, calls=calls, across=across), Direction(2.0), seconds=3.0, kept_bytes=100.0)
     units = tuple(replace(unit(), block=block) for _ in range(4))
-    own = Pricer(Terms(2, units, (), 0.5, 1.0), H100, 1)
-    one, two = own.price(Mesh(1, 1, 1, 2)), own.price(Mesh(1, 1, 2, 2))
-    assert two.times["compute"] == one.times["compute"] / 2
+    own, mesh = Pricer(Terms(units, (), 0.5, 1.0), H100, 1), Mesh(1, 1, 2, 2)
+    one, double = own.price(mesh), own.price(replace(mesh, batch=2))
     assert one.times["tp"] == pytest.approx(0.5 * 4 * 2 * call_seconds("all_reduce", 1e6, 2, H100)), "half is hidden"
-    assert two.times["tp"] == pytest.approx(0.5 * 4 * 2 * call_seconds("all_reduce", 5e5, 2, H100))
-    assert two.sends["tp"] == one.sends["tp"] / 2 and two.memory < one.memory
-    double = own.price(Mesh(1, 1, 2, 2, batch=2))
-    assert double.times["compute"] == one.times["compute"], "twice the examples, half of each"
+    assert one.times["cp"] == pytest.approx(4 * 3 * call_seconds("all_to_all", 1e6, 2, H100, 2)), "tp ranks lie between"
+    assert double.times["compute"] == 2 * one.times["compute"] and double.sends["cp"] == 2 * one.sends["cp"]
+    again = own.price(replace(mesh, keep="inputs"))
+    assert again.times["cp"] == pytest.approx(2 * one.times["cp"]), "the forward is computed again with what it sends"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from benchmarks.helpers.lists.certified import outputs, programs, tried
 from benchmarks.helpers.lists.mutants import copied, mutants
 from benchmarks.lists.certificate import PAGE, load, render
 from tests.helpers.models import planned
+from tests.helpers.modules.two_axes import model_of
 
 spmd = pytest.importorskip("spmd_types")
 PROGRAMS = [
@@ -46,6 +48,20 @@ def test_right_programs_are_accepted(name, sequence_parallel, tp):
     converted = sum(mark(n).conversion is not None for n in sharded.graph.nodes)
     assert found.conversions == converted > 0 and found.leaves and found.outputs
     assert found.partials == sum(x.partial and mark(n).conversion is None for n, x in sharded.layouts.items())
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"cp": 2}, {"dp": 2, "cp": 2}], ids=str)
+def test_the_program_of_a_rank_beside_tp_is_accepted_and_a_wrong_one_is_not(axes):
+    """The certificate is of the plan's own program, in which no conversion over tp may be another one."""
+    model, inputs = model_of("decoder")
+    plan = autotp.plan(model, 2, example_inputs=inputs, check_capture=False, **axes)
+    with patch("autotp.driver.verify.certificate", lambda *given: given):
+        program, sharded, degrees = autotp.certify(model, plan, inputs)  # type: ignore[misc]
+    found = certificate(program, sharded, degrees)
+    assert program.program.digest() == plan.digest and degrees == axes
+    assert found and found.conversions, str(found)
+    refused = [m for m in mutants(program, sharded) if not certificate(program, m.program, degrees)]
+    assert len({m.node for m in refused}) == found.conversions
 
 
 @pytest.mark.parametrize("tp", [2, 4])

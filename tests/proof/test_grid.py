@@ -1,4 +1,4 @@
-"""Sequences dealt over cp beside tp, on simulated ranks: results and gradients are those of one device."""
+"""Examples dealt over dp and sequences over cp beside tp, on simulated ranks: results are those of one device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 import autotp
 from autotp.capture.request import CaptureRequest
 from autotp.driver.options import Options, Steering, read_axis
-from autotp.driver.verify import program_of_sequences
+from autotp.driver.verify import programs_on
 from autotp.errors import InputError
 from autotp.inputs import normalise
 from autotp.kernels import attention as attention_kernel
 from autotp.passes.shard import batch_axis
 from autotp.proof.differences import own_leaf
 from autotp.proof.run import CallLayouts, Simulated, Values, run
+from tests.helpers.modules.two_axes import Contrastive
 
 
 class Causal(nn.Module):
@@ -68,6 +69,31 @@ def test_heads_are_dealt_where_they_divide_and_keys_are_gathered_where_they_do_n
         assert (few == 8) == any("all-to-all" in note for note in gathered.notes), gathered.notes
 
 
+def more() -> tuple[Tensor, ...]:
+    """Four examples, of which two are shorter: slices of a batch count differently."""
+    return tuple(torch.cat([x, x.flip(0)]) for x in inputs())
+
+
+@pytest.mark.parametrize("few", [8, 2])
+def test_examples_and_sequences_are_dealt_together(few):
+    plan = autotp.plan(Causal(few), 2, dp=2, cp=2, example_inputs=inputs())
+    report = autotp.verify(Causal(few), 2, more(), plan=plan)
+    assert report and report.plan is plan and report.ranks == "2 x 2 x 2 (dp x cp x tp)", report
+    assert max(report.output_error, report.gradient_error) < 1e-12
+    assert "dp=2 x cp=2 x tp=2" in str(report)
+    with patch.object(batch_axis, "scale_gradient", lambda x, factor: x):
+        quartered = autotp.verify(Causal(few), 2, more(), dp=2, cp=2)
+    assert not quartered and quartered.gradient_error > 1e-2, "a loss of all ranks counts once on each"
+
+
+def test_what_mixes_examples_is_proved_over_dp():
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    for model, given in ((norm, torch.randn(8, 8)), (Contrastive(), (torch.randn(4, 16), torch.randn(4, 16)))):
+        report = autotp.verify(model, 2, given, dp=2)
+        assert report and max(report.output_error, report.gradient_error) < 1e-9, report
+
+
 def test_what_a_rank_gets_wrong_shows():
     """Negative controls: queries without their places, and a loss of all ranks that counts once on each."""
     with patch.object(attention_kernel, "attention_mask", lambda *_: None):
@@ -84,8 +110,9 @@ def test_what_cannot_be_dealt_is_refused():
         autotp.plan(Causal(), 2, cp=2, example_inputs=(ids[:, 1:], seen[:, 1:], targets[:, 1:]))
     with pytest.raises(InputError, match="must be a multiple of 6"):
         autotp.Inputs(ids).part(0, 3)
-    with pytest.raises(InputError, match="draws random numbers"):
-        autotp.verify(Causal(drop=0.5), 2, (ids, seen, targets), cp=2)
+    for axes in ({"cp": 2}, {"dp": 2}):
+        with pytest.raises(InputError, match="draws random numbers"):
+            autotp.verify(Causal(drop=0.5), 2, (ids, seen, targets), **axes)
     parts = [autotp.Inputs(ids, flag=True).part(rank, 2) for rank in range(2)]
     assert torch.equal(parts[0].args[0], ids[:, [0, 1, 6, 7]]) and torch.equal(parts[1].args[0], ids[:, 2:6])
     assert parts[0].kwargs == {"flag": True}
@@ -106,9 +133,9 @@ def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
     made, given = Causal(few).double(), normalise(inputs(length))
     plan = autotp.plan(made, 1, cp=cp, example_inputs=given)
     options = Options.read(1, Steering(), read_axis(1, False, 1, cp))
-    axis, planned, sharded, _ = program_of_sequences(made, given, options, CaptureRequest())
-    leaves, ranks = Values.of(axis.whole, made, given).doubled(), Simulated(1, cp)
-    call, found = CallLayouts(axis.whole, sharded, leaves, ranks, axis.inputs), {}
+    whole, beside, planned, sharded, _ = programs_on(made, given, options, CaptureRequest())
+    leaves, ranks = Values.of(whole, made, given).doubled(), Simulated(1, beside)
+    call, found = CallLayouts(whole, sharded, leaves, ranks), {}
     held = {}
     for leaf, node in call.pairs():
         wanted = sharded.origin.get(node, (node, 0))[0] in planned.grads

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from autotp.comm.conversions import primitive
 from autotp.cost.collective_costs import collective_bytes
 from autotp.cost.meshes import Mesh, Sends, weight_sends
 from autotp.cost.objective import Objective
@@ -38,7 +37,7 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
         return plan
     prices, training = builder.prices, builder.objective.training
     trained = {x.name for x in planned.program.leaves if x.node in planned.grads and training}
-    mesh = Mesh(1, axis.size, 1, plan.tp, shard="weights" if axis.fully_shard else "")
+    mesh = Mesh(1, axis.size, 1, plan.tp, fully_shard=axis.fully_shard)
     groups: dict[str, list[Parameter]] = defaultdict(list)
     for p in plan.parameters:
         groups[block_of(p.name)].append(p)
@@ -51,10 +50,8 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     values = 0.0
     for op in planned.ops.values():
         if (over := mark(op.node).batch) is not None:
-            src, dst, n = over[:3]
-            size = max(prices.bytes(op.slots[0].meta["val"]), prices.bytes(op.node.meta["val"]))
-            ways = [(src, dst), (dst.dual, src.dual)] if op.node in planned.grads and training else [(src, dst)]
-            values += sum(collective_bytes(primitive(a, b) or "none", size, n) for a, b in ways)
+            ways = prices.across(op, over, prices.share(planned.decisions[op.node].outs[0]))
+            values += sum(collective_bytes(name or "none", size, over.ranks) for _, name, size in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
     backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
     priced = replace(axis, sent=sends.bytes, seconds=sends.seconds, values=values, backward=backward)
