@@ -1,4 +1,4 @@
-"""Logging: `AUTOTP_LOG=debug` shows stages and passes with their times; `AUTOTP_LOG=some/folder` dumps graphs too."""
+"""Logging: `AUTOTP_LOG=debug` shows stages and passes with their times, `info` long stages, a folder dumps graphs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 log = logging.getLogger("autotp")
+LATE = 2.0  # seconds after which a stage says that it goes on, and then after twice as many
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -46,7 +48,20 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Log the CPU seconds of a stage."""
-    start = time.process_time()
-    yield
+    """Log the CPU seconds of a stage; of one that takes longer than two seconds meanwhile, that it goes on."""
+    start, done = time.process_time(), threading.Event()
+    if log.isEnabledFor(logging.INFO):
+        threading.Thread(target=_tell, args=(name, done), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
     log.debug("%s: %.2f s CPU", name, time.process_time() - start)
+
+
+def _tell(name: str, done: threading.Event) -> None:
+    """Say that a stage goes on, ever less often, until it is done."""
+    began, pause = time.monotonic(), LATE
+    while not done.wait(pause):
+        log.info("%s: %.0f s so far", name, time.monotonic() - began)
+        pause *= 2

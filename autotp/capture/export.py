@@ -7,9 +7,10 @@ import io
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -166,10 +167,17 @@ class Attempt:
         objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
         return [*tensors, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
 
+    def _state_lengths(self) -> set[int]:
+        """The sizes that the states of objects have beside their batch and heads, but for those that stay."""
+        objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
+        pairs = [pair for x in objects for pair in zip(x.tensors, x.shape.names, strict=True)]
+        sizes = [(name, d, t.shape[d]) for t, name in pairs for d in range(2, t.ndim)]
+        return {size for name, d, size in sizes if not is_number(name, d, size)}
+
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        dims = _dims_of_short if self.short else _dims
+        dims = partial(_dims_of_short if self.short else _dims, self._state_lengths())
         args, kwargs = compat.tree_map(dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
         signature = inspect.signature(self.bare.forward)
         arguments = signature.bind(*self.args, **self.kwargs).arguments
@@ -178,22 +186,26 @@ class Attempt:
         return dict(signature.bind(*args, **kwargs).arguments) | grown
 
 
-def _dims(value: Any) -> Any:
+def _dims(lengths: Collection[int], value: Any) -> Any:
+    """The dimensions that are free; `lengths`: sizes of states, which a mask over what these hold has too."""
     if isinstance(value, Carried):  # which dimensions grow is not known, but for some
         return _varying(value, [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors])
     if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
-        return [compat.tree_map(_dims, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
+        return [
+            compat.tree_map(partial(_dims, lengths), x, is_leaf=compat.is_user_node) for x in compat.children(value)
+        ]
     if not isinstance(value, Tensor):
         return None
-    free = 2 if value.ndim <= 3 else 1
-    return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
+    if value.ndim <= 3:
+        return dict.fromkeys(range(min(value.ndim, 2)), Dim.AUTO)
+    return dict.fromkeys((0, *(d for d in range(2, value.ndim) if value.shape[d] in lengths)), Dim.AUTO)
 
 
-def _dims_of_short(value: Any) -> Any:
+def _dims_of_short(lengths: Collection[int], value: Any) -> Any:
     """Free the dimensions where a state's length is 1, but for all other sizes of 1, and of 0."""
     if isinstance(value, Carried):
         return _varying(value, [_lengths_of_short(t) for t in value.tensors])
-    dims = _dims(value)
+    dims = _dims(lengths, value)
     if not isinstance(value, Tensor):
         return dims
     return {d: dim for d, dim in dims.items() if value.shape[d] > 1}

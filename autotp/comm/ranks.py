@@ -297,6 +297,17 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     return result
 
 
+def of_first(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
+    """Rank 0's `fn()` on every rank; where it fails, all fail, as in `together`. A collective call.
+
+    Args:
+        ranks: None in one plain process: just `fn()`. what: `fn` does.
+        fn: local work of one rank, whose result pickles.
+    """
+    first = together(ranks, what, lambda: fn() if leads(ranks) else None)
+    return broadcast(ranks, first)  # type: ignore[return-value]
+
+
 def broadcast(ranks: Ranks | None, obj: T) -> T:
     """tp rank 0's `obj` (anything that pickles) on every rank. A collective call."""
     if ranks is None:

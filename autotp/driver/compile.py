@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autotp.capture.capture import aliases, capture, skeleton
 from autotp.capture.capture_errors import refuse_unsaid
@@ -22,20 +22,20 @@ from autotp.capture.rank0 import Untold, capture_once, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
-from autotp.comm.ranks import Ranks, agree, broadcast, leads, together, versions
+from autotp.comm.ranks import Ranks, agree, of_first, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import Capture, draws, short_name
+from autotp.ir.graph import Capture, draws
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import check_names, name_states
 from autotp.ir.precision import DELAYED
-from autotp.ir.program import Decision, Planned, Sharded
+from autotp.ir.program import Decided, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_axis import two_examples
-from autotp.passes.shard.decide import decide
+from autotp.passes.shard.decide import decide, take
 from autotp.passes.shard.past import CacheParts, cache_parts
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import ShardedProgram
@@ -119,8 +119,7 @@ class Compilation:
         if self.plan is not None:
             return self.plan
         solve = partial(solve_plan, captured, notes, self.options, type(self.model).__name__)
-        solved = together(ranks, "planning", lambda: solve() if leads(ranks) else None)
-        return broadcast(ranks, solved)  # type: ignore[return-value]
+        return of_first(ranks, "planning", solve)
 
     def source(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:
         """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
@@ -130,10 +129,12 @@ class Compilation:
         agree(self.every, "the plan", facts)
         self.compare_weights()
         # Of no part of `self`: the module lives on with this, and would keep the original's weights.
-        make = partial(_program, plan=plan, options=self.options)
+        of_plan: dict[str, Any] = {"plan": plan, "options": self.options}
+        make = partial(_program, **of_plan)
         source = Source(
-            bare=skeleton(self.model, _device(self.ranks)), make=make, capture=further, ranks=self.ranks, tp=plan.tp,
-            agreed=schedule(ranks=self.ranks).agreed, aliases=aliases(self.model), want=self.request,
+            bare=skeleton(self.model, _device(self.ranks)), decide=partial(decided_for, **of_plan), make=make,
+            capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, tp=plan.tp,
+            aliases=aliases(self.model), want=self.request,
             lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
             check=bool(self.check), sample=self.check is not False,
         )  # fmt: skip
@@ -168,9 +169,12 @@ def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None =
     return with_histories(plain_weights(model), precision)
 
 
-def _program(captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options) -> Sharded:
+def _program(
+    captured: Capture, states: Mapping[str, Layout], outputs: str, decided: Decided | None = None, *, plan: Plan,
+    options: Options,
+) -> Sharded:  # fmt: skip
     """The program of all ranks."""
-    return apply_plan(captured, plan, options, outputs, states)[1]
+    return applied(captured, plan, options, outputs, states, decided)[1]
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:
@@ -384,35 +388,48 @@ def apply_plan(
 
 
 def applied(
-    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
-) -> tuple[Planned, Sharded, Builder]:
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full",
+    states: Mapping[str, Layout] | None = None, decided: Decided | None = None,
+) -> tuple[Planned, Sharded, Builder]:  # fmt: skip
     """Return what `apply_plan` gives, and what prices it.
 
     Args:
         captured, plan, options, outputs, states: see `apply_plan`.
+        decided: what `decided_for` gave for the same; None to decide here.
     """
+    builder = _under(captured, plan, options, states)
+    planned = _planned(builder, plan, decided)
+    with stage("rewrite"):
+        sharded = _sharded(planned, builder, outputs)
+    dump("sharded", sharded.graph)
+    return planned, sharded, builder
+
+
+def decided_for(captured: Capture, states: Mapping[str, Layout], *, plan: Plan, options: Options) -> Decided:
+    """Decisions of a capture under a plan, for every rank to take; arguments as of `apply_plan`."""
+    planned = _planned(_under(captured, plan, options, states), plan)
+    return Decided({n.name: how for n, how in planned.decisions.items()}, planned.states)
+
+
+def _under(captured: Capture, plan: Plan, options: Options, states: Mapping[str, Layout] | None) -> Builder:
+    """Builder of a capture's problem, with weights and states where a plan and the programs since have them."""
     captured = _ready(captured, plan.tp)
     if odd := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
             f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
             "it is called in here."
         )
-    layouts = {**plan.states, **(states or {})}
-    builder = _builder(captured, options, plan.placements, layouts)
-    if captured.digest() == plan.digest:
-        decisions = _decisions(plan, builder)
-        planned = Planned(
-            captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
-            states={name: layouts[name] for names in builder.states.groups for name in names},
-            ends=builder.ends,
-        )  # fmt: skip
-        _check_rules(planned)
-    else:
-        planned = decide(builder)
-    with stage("rewrite"):
-        sharded = _sharded(planned, builder, outputs)
-    dump("sharded", sharded.graph)
-    return planned, sharded, builder
+    return _builder(captured, options, plan.placements, {**plan.states, **(states or {})})
+
+
+def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Planned:
+    """A capture with its decisions: those that are given, the plan's where it was made for this graph, or solved."""
+    if decided is None and builder.program.digest() != plan.digest:
+        with stage("decide"):
+            return decide(builder)
+    if decided is None:
+        decided = Decided(plan.decisions, {n: builder.carried[n] for names in builder.states.groups for n in names})
+    return take(builder, decided)
 
 
 def _ready(captured: Capture, tp: int) -> Capture:
@@ -434,35 +451,6 @@ def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Shard
     return program.sharded
 
 
-def _decisions(plan: Plan, builder: Builder) -> dict[fx.Node, Decision]:
-    """The plan's decisions by node; refused where they are not those that its graph needs."""
-    nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
-    output = builder.program.graph.output_node()  # decided where it is pinned
-    odd = (set(plan.decisions) ^ set(nodes)) - {output.name}
-    for name in set(plan.decisions) & set(nodes):
-        decision, op = plan.decisions[name], builder.ops.get(nodes[name])
-        if (len(decision.ins), len(decision.outs)) != ((len(op.slots), len(op.outs)) if op is not None else (0, 1)):
-            odd.add(name)
-    nodes[output.name] = output
-    if odd:
-        raise PlanError(
-            f"the plan's decisions are not those that its graph needs, such as for {min(odd)}: it was changed after it "
-            "was made. Plan again."
-        )
-    return {nodes[name]: decision for name, decision in plan.decisions.items()}
-
-
-def _check_rules(planned: Planned) -> None:
-    """Refuse a plan whose operators are split by rules that are not there: a user's, which he has yet to register."""
-    for node, op in planned.ops.items():
-        index, rule = planned.decisions[node].factor, planned.rules[node]
-        if index is not None and (rule is None or index >= len(rule.factors)):
-            raise PlanError(
-                f"the plan splits {short_name(op.target)} by a rule that is not known here. Register the rules that it "
-                "was made with (autotp.register_rule) on every rank before you use it, or plan again."
-            )
-
-
 def _builder(
     captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
     states: Mapping[str, Layout] | None = None, parts: CacheParts | None = None,
@@ -479,7 +467,7 @@ def _builder(
         memory,
         states or {},
         band=options.band,
-        seconds=float("inf") if placements else options.seconds,  # every rank decides a further program for itself
+        seconds=options.seconds,
         cache_parts=parts,
     )
 

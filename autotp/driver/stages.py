@@ -20,7 +20,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.ir.layouts import Layout
-from autotp.ir.program import Planned, Sharded
+from autotp.ir.program import Decided, Planned, Sharded
 from autotp.passes.decompose.loss_sums import with_loss
 from autotp.passes.shard.planner import Builder
 from autotp.passes.stages.balance import Staging, stage_starts, units_of
@@ -33,7 +33,7 @@ from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.pipeline import Pipeline
 from autotp.runtime.stages.relay import Grid
 
-from .compile import Compilation, applied, further, plain
+from .compile import Compilation, applied, decided_for, further, plain
 from .options import Options, StageKeywords, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
 from .schedule import schedule
 from .staging import staging
@@ -129,6 +129,7 @@ def _staged_pipe(
         elsewhere.append(frozenset(n for n, f in first.items() if f not in own))
     source = Source(
         bare=skeleton(model, ranks.device),
+        decide=partial(decided_for, plan=plan, options=options),
         make=partial(_cut, plan=plan, options=options, division=division, absent=[elsewhere[i] for i in grid.places]),
         capture=further, agreed=schedule(ranks=grid.world).agreed, ranks=ranks, tp=plan.tp, aliases=first,
         want=compilation.request, sample=compilation.check is not False,
@@ -150,16 +151,16 @@ def _division(
 
 
 def _cut(
-    captured: Capture, states: Mapping[str, Layout], outputs: str, *, plan: Plan, options: Options, division: Staging,
-    absent: Sequence[frozenset[str]],
+    captured: Capture, states: Mapping[str, Layout], outputs: str, decided: Decided, *, plan: Plan, options: Options,
+    division: Staging, absent: Sequence[frozenset[str]],
 ) -> Sharded:  # fmt: skip
     """The program of the ranks for a further call, cut at the division's blocks.
 
     Args:
-        captured, states, outputs, plan, options: see `apply_plan`. division: of the blocks.
+        captured, states, outputs, decided, plan, options: see `applied`. division: of the blocks.
         absent: names of the parameters and buffers that the rank of each stage does not hold.
     """
-    planned, sharded, _ = _applied(captured, plan, options, outputs, states)
+    planned, sharded, _ = _applied(captured, plan, options, outputs, states, decided)
     sharded = _pieces(planned, sharded, division, plan)
     for stage, (piece, names) in enumerate(zip(sharded.pieces, absent, strict=True)):
         if missing := piece.names & names:

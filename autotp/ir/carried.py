@@ -12,7 +12,7 @@ import enum
 import itertools
 import sys
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pickle import PicklingError
@@ -432,6 +432,27 @@ def changed_numbers(before: Any, after: Any, owner: Any = None, name: str = "") 
         return set()
     was = dict(before.items) if isinstance(before, Compound) and before.kind is after.kind else {}
     return set().union(*(changed_numbers(was.get(key), x, after.kind, str(key)) for key, x in after.items))
+
+
+def asked_sizes(before: Shape, after: Shape, sizes: Mapping[str, Sequence[Any]]) -> set[tuple[type, str]]:
+    """Attributes whose numbers an object brings to a call that begins a state of this size, as (class, attribute).
+
+    Args:
+        before, after: descriptions of the object. sizes: of the states after the call, by name.
+    """
+
+    def attributes(old: Any, new: Any) -> Iterator[tuple[type, str]]:
+        if not isinstance(old, Compound) or not isinstance(new, Compound):
+            return
+        was = dict(old.items)
+        numbers = {x.value: key for key, x in old.items if isinstance(x, Fixed) and type(x.value) is int}
+        for key, x in new.items:
+            yield from attributes(was.get(key), x)
+            if isinstance(x, TensorSlot) and not isinstance(was.get(key), TensorSlot):
+                lengths = [n for n in sizes.get(after.names[x.index], ())[1:] if isinstance(n, int) and n > 1]
+                yield from ((new.kind, str(numbers[n])) for n in lengths if n in numbers)
+
+    return set(attributes(before.tree, after.tree))
 
 
 def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:

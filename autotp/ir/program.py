@@ -63,6 +63,13 @@ class Planned:
         return None if rule is None or decision is None or decision.factor is None else rule.factors[decision.factor]
 
 
+class Decided(NamedTuple):
+    """Decisions of a program by the names of its nodes, and layouts of its states: for a rank that has the graph."""
+
+    decisions: Mapping[str, Decision]
+    states: Mapping[str, Layout]
+
+
 class MeshPlace(NamedTuple):
     """A rank's place on a mesh axis: its rank there, the axis's size, and the name of the process group."""
 

@@ -27,6 +27,7 @@ from autotp.runtime.checkpoint.saving import save_into
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate
+from autotp.runtime.generation.warming import warmup
 from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
@@ -57,6 +58,7 @@ class ShardedModule(Part):
 
     __jit_ignored_attributes__ = Refused(JIT)
     _initialize_hook = Refused(COMPILE)
+    warmup = warmup
     is_distributed_loading_by_transformers = Refused(TRAINER)
     _generation: Generation | None = None
 
@@ -386,13 +388,12 @@ class ShardedModule(Part):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
 
-        Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done, by the
-        option `synced_gpus` of transformers. The cache is this rank's part. Random numbers are rank 0's.
+        Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done (the option
+        `synced_gpus`). The cache is this rank's part. Random numbers are rank 0's.
 
         Raises:
             RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
-            StateError: the original's class has no `generate`; sequences are dealt over cp, and a cache is not; or an
-                option is one that ranks cannot follow.
+            StateError: the class has no `generate`; there is cp; or an option is one that ranks cannot follow.
         """
         return generate(self, args, kwargs)
 
@@ -422,8 +423,7 @@ class ShardedModule(Part):
         Returns: the program; it shares its weights with this module until it is saved.
 
         Raises:
-            InputError: the inputs do not fit `forward`, hold a cache, or the module is in the other mode; or the plan
-                has a data-parallel axis.
+            InputError: the inputs do not fit `forward`, or hold a cache; the module is in another mode; or with dp.
             CaptureError: torch cannot export the program.
             RankError: that is so on another rank.
         """

@@ -15,7 +15,7 @@ from autotp.capture.capture import skeleton
 from autotp.capture.rank0 import capture_once
 from autotp.capture.request import CaptureRequest, Mode
 from autotp.capture.state_objects import entering, sizes_of_states
-from autotp.comm.ranks import agree, from_all, together
+from autotp.comm.ranks import agree, from_all, of_first, together
 from autotp.comm.turn import holding
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import CONSTANT, Capture, draws
@@ -82,7 +82,8 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
         # Graphs that differ would hang in their collectives, so they are compared before the program exists.
         agree(ranks, "the model for this call", {"graph": captured.digest()})
         layouts, outputs = module._carriers.layouts, request_of(module, call).outputs
-        sharded = together(ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs))
+        decided = of_first(ranks, "planning this call", lambda: source.decide(captured, layouts))
+        sharded = together(ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs, decided))
         install(module, captured, sharded, module._changes.key(), call.entry)
         match = match_of(module, call)
     if match is None:

@@ -22,7 +22,7 @@ from autotp.inputs import Inputs, bind, without_cache
 from autotp.ir.graph import SEEDS, Capture, SizeBounds
 from autotp.ir.layouts import Layout
 from autotp.ir.precision import LATEST
-from autotp.ir.program import MeshPlace, Sharded
+from autotp.ir.program import Decided, MeshPlace, Sharded
 from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
@@ -359,8 +359,8 @@ class Source:
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
-        make: the program of a capture, under the module's plan, with states where programs before have them, and with
-            such outputs as are wanted.
+        decide: how the operators of a capture run under the module's plan, with states where programs before have
+            them; `make`: the program of a capture that is so decided, with such outputs as are wanted.
         capture: the capture of a skeleton for inputs on a device, in a mode, by a request.
         agreed: passes of a capture that every rank has made for itself.
         ranks: None in one plain process.
@@ -374,7 +374,8 @@ class Source:
     """
 
     bare: nn.Module
-    make: Callable[[Capture, Mapping[str, Layout], str], Sharded]
+    decide: Callable[[Capture, Mapping[str, Layout]], Decided]
+    make: Callable[[Capture, Mapping[str, Layout], str, Decided], Sharded]
     capture: Callable[[nn.Module, Inputs, torch.device, Mode, CaptureRequest], Capture]
     agreed: Sequence[Pass[Capture]]
     ranks: Ranks | None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import autotp
+from autotp import log
 from autotp.capture.request import CaptureRequest
 from autotp.driver.schedule import schedule
 from autotp.ir.graph import Capture
@@ -136,3 +140,12 @@ def test_the_debug_log_shows_the_order(caplog):
     ]
     assert lines == [f"pass {name}" for name in names]
     assert any("counted-random: 1 changes (operators draw by counters)" in line for line in caplog.messages)
+
+
+def test_of_a_long_stage_is_said_that_it_goes_on(caplog):
+    with patch.object(log, "LATE", 1e-3), caplog.at_level(logging.INFO, "autotp"), log.stage("capture"):
+        while not caplog.records:
+            time.sleep(1e-3)
+    assert caplog.records[0].getMessage() == "capture: 0 s so far"
+    with patch.object(threading, "Thread", side_effect=AssertionError), log.stage("capture"):
+        pass  # nobody asked

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.capture.request import CaptureRequest
-from autotp.driver.compile import apply_plan, capture_model, plan_stages
+from autotp.driver.compile import applied, apply_plan, capture_model, decided_for, plan_stages
 from autotp.driver.options import Options
 from autotp.driver.verify import compare
 from autotp.errors import InputError, PlanError
@@ -134,6 +134,11 @@ def test_a_state_is_not_split_by_batch_or_length_and_never_gathered():
     split: dict[str, Layout] = dict.fromkeys(("row", "odd"), Shard(1, Partition.plain(8, 2)))
     planned, sharded = apply_plan(found, replace(staged.plan, digest=""), Options.read(2), states=split)
     assert planned.states == {"flat": R, **split} and compare(planned, sharded, values)
+    # A rank that is told so has the same program: what it was not to move it moves by these decisions.
+    of_plan: dict[str, Any] = {"plan": replace(staged.plan, digest=""), "options": Options.read(2)}
+    decided = decided_for(found, split, **of_plan)
+    planned, sharded, _ = applied(found, **of_plan, states=split, decided=decided)
+    assert planned.solution is None and compare(planned, sharded, values)
 
 
 def test_a_state_that_another_program_split_by_what_grows_here_is_refused(decoding):

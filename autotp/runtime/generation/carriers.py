@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.ir.carried import Carried, Returned, Shape, Skim, Writes, changed_numbers, describe, writes_between
+from autotp.ir.carried import (
+    Carried,
+    Returned,
+    Shape,
+    Skim,
+    Writes,
+    asked_sizes,
+    changed_numbers,
+    describe,
+    writes_between,
+)
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
@@ -144,9 +154,11 @@ class Carriers:
         returned = compat.tree_unflatten([None] * captured.out_spec.num_leaves, captured.out_spec)
         if not isinstance(returned, Returned):
             return False
-        self._measure(captured)
-        pairs = list(zip(before, returned.after, strict=True))
-        counters = set().union(*(changed_numbers(x.shape.tree, y.shape.tree) for x, y in pairs))
+        state_sizes = self._measure(captured)
+        pairs = [(x.shape, y.shape) for x, y in zip(before, returned.after, strict=True)]
+        counters = set().union(*(changed_numbers(x.tree, y.tree) for x, y in pairs))
+        # The length of a static cache is a number of the caller's, and another in the next call.
+        counters |= {(*each, True) for x, y in pairs for each in asked_sizes(x, y, state_sizes)}
         new = {(owner, name) for owner, name, _ in counters} - self.moving
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in counters)
@@ -156,19 +168,24 @@ class Carriers:
         self.layouts |= states
         self.readings.clear()
 
-    def _measure(self, captured: Capture) -> None:
-        """Take note of the sizes that states are left with, where some size of the state is not a number."""
+    def _measure(self, captured: Capture) -> dict[str, Sequence[Any]]:
+        """Take note of the sizes that states are left with, where some size of the state is not a number.
+
+        Returns: the sizes of all, by name.
+        """
+        state_sizes: dict[str, Sequence[Any]] = {}
         for position, node in placed_outputs(captured):
             name = captured.becomes(position)
             if name is None:
                 continue
             maker, index = resolve(node)
-            shape = sizes(tensors(maker)[index])
+            state_sizes[name] = shape = sizes(tensors(maker)[index])
             if any(not isinstance(n, int) for n in shape):
                 for d, n in enumerate(shape):
                     number = n if d and isinstance(n, int) and n > 1 else None  # of 0 and 1 torch makes numbers
                     before = self.sizes.setdefault((name, d), number)
                     self.sizes[name, d] = number if before == number else None
+        return state_sizes
 
     def cut(self, name: str) -> Cut | None:
         """Return how a state is split; None where it is whole. Remembered, as every step asks for every state."""

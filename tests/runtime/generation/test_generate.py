@@ -16,6 +16,7 @@ from transformers.pipelines import base
 
 import autotp
 from autotp.driver import compile as driver
+from autotp.passes.shard import decide
 from benchmarks.helpers.lists.doubled import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
@@ -43,7 +44,12 @@ def padded() -> dict[str, Tensor]:
 
 
 def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
-    with doubled(), torch.no_grad(), patch.object(driver, "prepare", wraps=driver.prepare) as captures:
+    with (
+        doubled(),
+        torch.no_grad(),
+        patch.object(driver, "prepare", wraps=driver.prepare) as captures,
+        patch.object(decide, "solve", wraps=decide.solve) as solved,
+    ):
         model, batch = llama(), padded()
         sharded: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group))
         options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
@@ -58,7 +64,7 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
 
         found: dict[str, Any] = {}
         *found["greedy"], got = both()
-        found["captures"] = captures.call_count
+        found["captures"], found["solved"] = captures.call_count, solved.call_count
         found["heads"] = got.past_key_values.layers[0].keys.shape[1]
         found["more"] = both(max_new_tokens=30)[:2]
         found["sampled"] = both(seed=rank, do_sample=True, temperature=2.0)[:2]
@@ -106,7 +112,10 @@ def control(sharded: Any, model: Any) -> tuple[float, float]:
 
 @pytest.mark.ranks
 def test_llama_generates_the_same_tokens_on_two_ranks(pool):
-    for found in pool.run(generating, world=2):
+    on_ranks = pool.run(generating, world=2)
+    # The plan, and the program of a call with a past under it: on one rank for all.
+    assert [found["solved"] for found in on_ranks] == [2, 0]
+    for found in on_ranks:
         for name in ("greedy", "more", "sampled"):
             same, gap = found[name]
             assert same and gap < EXACT, (name, found[name])

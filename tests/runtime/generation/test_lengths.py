@@ -6,12 +6,35 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.driver import compile as pipeline
 
 TOKENS = 512
+
+
+def test_one_pair_of_programs_is_for_static_caches_of_every_length():
+    """How long it is is a number of the caller's: it was a constant of both programs, which were captured anew."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=None)
+    model: Any = LlamaForCausalLM(config).double().eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    ids = torch.randint(3, 30, (3, 9))
+    sharded: Any = autotp.compile(model, tp=1, example_inputs={"input_ids": ids}, check_capture=False)
+    made: list[int] = []
+    with torch.no_grad(), patch.object(pipeline, "prepare", wraps=pipeline.prepare) as captures:
+        for batch, prompt, tokens in ((2, 6, 4), (2, 6, 12), (3, 9, 5)):
+            call = {"input_ids": ids[:batch, :prompt], "attention_mask": torch.ones(batch, prompt, dtype=torch.int64)}
+            options = {"max_new_tokens": tokens, "cache_implementation": "static"}
+            got = sharded.generate(**call, **options)
+            made.append(captures.call_count)
+            assert torch.equal(got, model.generate(**call, max_new_tokens=tokens))
+    # The first capture shows that the cache was asked to be so long; with that as a size there are two.
+    assert made == [3, 3, 3] and len(sharded._programs_made) == 3
+    assert not any(isinstance(x.node.meta["val"].shape[2], int) for x in sharded._programs_made[-1].capture.inputs[1:3])
 
 
 def test_512_tokens_after_one_capture_two_programs():
