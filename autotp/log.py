@@ -49,19 +49,19 @@ def uncollected() -> Iterator[None]:
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
     """Log the CPU seconds of a stage; of one that takes longer than two seconds meanwhile, that it goes on."""
-    start, done = time.process_time(), threading.Event()
+    start, over = time.process_time(), threading.Event()
     if log.isEnabledFor(logging.INFO):
-        threading.Thread(target=_tell, args=(name, done), daemon=True).start()
+        threading.Thread(target=_tell, args=(name, over), daemon=True).start()
     try:
         yield
     finally:
-        done.set()
+        over.set()
     log.debug("%s: %.2f s CPU", name, time.process_time() - start)
 
 
-def _tell(name: str, done: threading.Event) -> None:
-    """Say that a stage goes on, ever less often, until it is done."""
+def _tell(name: str, over: threading.Event) -> None:
+    """Say that a stage goes on, ever less often, until it is over."""
     began, pause = time.monotonic(), LATE
-    while not done.wait(pause):
+    while not over.wait(pause):
         log.info("%s: %.0f s so far", name, time.monotonic() - began)
         pause *= 2

@@ -45,7 +45,7 @@ def warmup(
     """
     before = module._programs_made.total
     # Read before the ranks are compared, and refused after: a rank that asks for something else is named as such.
-    examples = [call if isinstance(call, str) else normalise(call) for call in calls]
+    examples = [_read(call) for call in calls]
     with module._calls.turn("warmup()"):
         words = {f"call {i}": _words(x) for i, x in enumerate(examples)}
         module._calls.agree("warmup()", words | {"prompt": f"{batch} x {length}"})
@@ -71,11 +71,15 @@ def _generate(module: Any, options: Mapping[str, Any], batch: int, length: int) 
         )  # fmt: skip
 
 
+def _read(call: Any) -> str | Inputs:
+    return call if isinstance(call, str) else normalise(call)
+
+
 def _words(call: str | Inputs) -> str:
     """A call in words that are the same in every process."""
     if isinstance(call, str):
         return call
-    return str([_of_value(x) for x in call.args] + [(k, _of_value(x)) for k, x in sorted(call.kwargs.items())])
+    return str({key: _of_value(x) for key, x in [*enumerate(call.args), *sorted(call.kwargs.items())]})
 
 
 def _of_value(x: Any) -> str:

@@ -7,16 +7,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.driver import compile as driver
 from autotp.errors import InputError, StateError
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
-from tests.runtime.generation.test_generate import llama
 
 IDS = torch.arange(3, 15).view(2, 6)
 LABELLED = {"input_ids": IDS, "labels": IDS}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=None)
+    return LlamaForCausalLM(config).eval()
 
 
 def test_named_kinds_and_examples_are_captured_ahead_and_nothing_afterwards():
