@@ -4,7 +4,7 @@
     python -m benchmarks.growth --only loop    # one family
     python -m benchmarks.growth --write        # and the section of docs/performance.md
 
-Each family (`FAMILIES`) has one thing n times, n from 1 to 64. Two gloo ranks for each point; the seconds are rank 0's.
+Each family (`FAMILIES`) has one thing n times, n from 1 to 64. Two gloo ranks; the seconds are rank 0's.
 An exponent is that of the last step, from 16 to 64: what a stage takes whatever the model would hide the growth of the
 smaller ones. A stage that takes less than `LEAST` at 64 has none.
 """
@@ -26,8 +26,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 import autotp
@@ -176,11 +174,18 @@ def exponent(few: float, many: float) -> float | None:
     return math.log(many / max(few, 1e-3)) / math.log(TIMES[-1] / TIMES[-2]) if many >= LEAST else None
 
 
-def measured(family: str) -> Record:
-    """CPU seconds of each stage at each of `TIMES`, and its exponent."""
-    points = [on_ranks(functools.partial(point, family, n), RANKS)[0] for n in TIMES]
-    stages = {key: [round(one.get(key, 0.0), 3) for one in points] for key in points[-1]}
-    return {key: {"seconds": all_, "exponent": exponent(*all_[-2:])} for key, all_ in stages.items()}
+def points(families: Sequence[str]) -> dict[str, list[Record]]:
+    """By family: CPU seconds of this rank at each of `TIMES`."""
+    return {family: [point(family, n) for n in TIMES] for family in families}
+
+
+def measured(families: Sequence[str]) -> dict[str, Record]:
+    """By family: CPU seconds of each stage at each of `TIMES`, and its exponent."""
+    rows = {}
+    for family, records in on_ranks(functools.partial(points, families), RANKS)[0].items():
+        stages = {key: [round(one.get(key, 0.0), 3) for one in records] for key in records[-1]}
+        rows[family] = {key: {"seconds": all_, "exponent": exponent(*all_[-2:])} for key, all_ in stages.items()}
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -189,8 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="these families")
     given = parser.parse_args(arguments)
-    before, console = os.getloadavg()[0], Console(stderr=True)
-    rows = {name: measured(name) for name in track(given.only, "measuring", console=console, transient=True)}
+    before, rows = os.getloadavg()[0], measured(given.only)
     record = {"benchmark": "growth", **made("benchmarks.growth", arguments), "load_before": round(before, 1)}
     record |= {"ranks": RANKS, "times": TIMES, "rows": rows}
     shown = page(record)
