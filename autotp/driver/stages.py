@@ -184,7 +184,7 @@ def _applied(captured: Capture, plan: Plan, *more: Any) -> tuple[Planned, Sharde
 
 def _pieces(planned: Planned, sharded: Sharded, division: Staging, plan: Plan) -> Sharded:
     """A program with one piece for each stage."""
-    units = units_of(sharded.graph.nodes)
+    units = units_of(planned, sharded)
     if tuple(u.name for u in units) != division.units:
         raise InputError(
             f"this call runs other blocks than {division.units[0]} to {division.units[-1]}, between which {plan.model} "
