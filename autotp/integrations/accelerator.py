@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from autotp.comm.lockstep import meet_everywhere
+from autotp.comm.lockstep import meet, meet_everywhere
+from autotp.compat import tree_leaves
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
 from autotp.runtime.interop.tool_refusals import LOADED
@@ -30,23 +31,23 @@ DP = (
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """The degrees of tensor and data parallelism.
+    """Number of ranks that share a batch, those of tp, of cp and of all stages, and the degree of data parallelism.
 
     Raises:
-        InputError: it is no sharded module, or one that is not sharded before its first call.
+        InputError: it is no sharded module, one that is not sharded before its first call, or one of stages with dp.
     """
     if not isinstance(model, ShardedModule):
         raise InputError(
             f"{type(model).__name__} is no sharded module: give what autotp.compile(model, ...) returned, itself and "
             "not inside another module. One without autotp goes to the library's own class."
         )
-    shards = model._shards
-    if shards.axis.cp > 1:
+    shards, pipeline = model._shards, model._source.pipeline
+    if pipeline is not None and shards.axis.dp > 1:
         raise InputError(
-            "The module deals sequences out over cp, and accelerate and transformers' Trainer deal out batches alone. "
-            "Compile it with dp, or write the loop yourself, passing whole sequences on every rank."
+            "accelerate and transformers' Trainer count ranks that share a batch one after another, and those of a "
+            "pipeline's stages have those of dp between them. Leave out dp, or write the loop yourself with pipe.step."
         )
-    return shards.tp, shards.axis.dp
+    return shards.tp * shards.axis.cp * (pipeline.grid.size if pipeline is not None else 1), shards.axis.dp
 
 
 def each_once(values: Any, tp: int, dp: int) -> Any:
@@ -106,6 +107,20 @@ class GroupAccelerator(Accelerator):
         prepared.split_batches = True
         return prepared
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip as accelerate does; of a module in stages the norm is over all of them, and `parameters` are its own.
+
+        Args:
+            parameters, max_norm, norm_type: see `accelerate.Accelerator.clip_grad_norm_`.
+        """
+        for model in self._models:
+            pipeline = model._source.pipeline if isinstance(model, ShardedModule) else None
+            if pipeline is not None:
+                self.unscale_gradients()
+                meet(pipeline.grid.world.channel, f"clip_grad_norm_ of accelerate to {max_norm}")
+                return model._sums.clip(max_norm, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
     # ---- what is gathered ------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
@@ -129,6 +144,12 @@ class GroupAccelerator(Accelerator):
         Args:
             input_data, use_gather_object: see `accelerate.Accelerator.gather_for_metrics`.
         """
+        config: Any = self.parallelism_config
+        if config.sequences_in_parts and any(isinstance(x, Tensor) and x.ndim > 1 for x in tree_leaves(input_data)):
+            raise InputError(
+                "gather_for_metrics: over cp a rank has its part of what lies along a sequence, in its own order. "
+                "Gather one number for each row, such as its loss; with Trainer set prediction_loss_only=True."
+            )
         rows, remainder = each_once(input_data, *self._degrees), self.gradient_state.remainder
         if not self.gradient_state.end_of_dataloader or remainder <= 0:
             return rows
@@ -224,12 +245,17 @@ class Parallelism(ParallelismConfig):
     def __init__(self, model: ShardedModule) -> None:
         tp, dp = sizes_of(model)
         super().__init__(tp_size=tp, dp_shard_size=dp)
+        self.sequences_in_parts = model._shards.axis.cp > 1
         ranks = model._shards.ranks
         world = dist.get_world_size() if ranks is not None else 1
         place = own = (0, 0)
         if ranks is not None:
             place = divmod(dist.get_rank(), tp)
-            own = (ranks.batch.rank if ranks.batch is not None else 0, ranks.rank)
+            axes, pipeline = ranks.beside, model._source.pipeline
+            stage = pipeline.grid.rank if pipeline is not None else 0
+            # Ranks that share a batch: of all stages those of cp, and of these those of tp.
+            shared = stage * model._shards.axis.cp + (axes["cp"].rank if "cp" in axes else 0)
+            own = (axes["dp"].rank if "dp" in axes else 0, shared * ranks.tp + ranks.rank)
         if world != tp * dp or place != own:
             raise InputError(
                 f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "

@@ -130,13 +130,13 @@ def grad_or_zeros(value: Tensor) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
-    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, integers or non-finite values differ.
+    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, kinds, integers or non-finite values differ.
 
     Args:
         a: what is judged. b: what it should be, of the same shape.
         scale: the largest of what `b` is made of: a sum of large numbers may be zero but for their rounding.
     """
-    if a.shape != b.shape:
+    if a.shape != b.shape or (a.dtype == torch.bool) != (b.dtype == torch.bool):
         return float("inf")
     a, b = _dense(a), _dense(b)
     if not (b.is_floating_point() or b.is_complex()):

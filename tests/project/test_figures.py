@@ -16,7 +16,7 @@ from benchmarks.helpers.performance import PAGE, RESULTS, result_of
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = tomllib.loads((RESULTS.parent / "figures.toml").read_text(encoding="utf-8"))
 UNMEASURED = FIGURES.pop("unmeasured")
-GENERATED = {"performance.md", "models.md", "rules.md"}
+GENERATED = {"performance.md", "models.md", "rules.md", "composition.md"}
 PAGES = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 BY_HAND = {name: text for name, text in PAGES.items() if Path(name).name not in GENERATED}
 MADE_WITH = {"commit", "date", "command", "torch", "python", "machine", "load"}

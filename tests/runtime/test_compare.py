@@ -224,6 +224,20 @@ def test_models_of_transformers(pool, name, options):
         assert len(said) == 2 and all(int(line.split(" values")[0].split()[-1]) > 50 for line in said)
 
 
+class Chosen(nn.Module):
+    """A module that computes a truth value of the shape of what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, -2 * x)
+
+
+def test_a_truth_value_of_the_same_shape_is_another_value():
+    x = torch.randn(4, 8)
+    model: Any = autotp.compile(nn.Sequential(Chosen(), nn.Linear(8, 8)), 1, example_inputs=x, compare="first")
+    model(x)
+    assert "equal" in model.compared[0]
+
+
 def test_what_cannot_be_compared_is_refused():
     x = torch.randn(4, 8)
     for wrong in ("always", True, 1, []):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,7 +108,9 @@ def measure(module: Any, batch: Any) -> Profile:
                     marks.switch("backward", "")
     wire = json.dumps(_seconds(trace.events() or [])).encode()
     ranks = [json.loads(other) for other in meet(module._calls.channel, "profile", wire)]
-    rows = {name: tuple(map(itemgetter(name), ranks)) for name in ranks[0]}
+    rows = {}
+    for name in dict.fromkeys(chain.from_iterable(ranks)):  # stages have blocks and collectives of their own
+        rows[name] = tuple(other.get(name, 0.0) for other in ranks)
     # The plan's figures are of one block, the rows of all equal ones together.
     predicted = {"step": plan.totals.passes}
     for direction in ("forward", "backward"):
