@@ -13,6 +13,11 @@ from .errors import InputError
 BESIDE = ("dp", "cp")  # names of a mesh's axes beside tp, the outermost first
 
 
+def counts(number: Any) -> bool:
+    """Say whether it is a whole number of at least 1, as of ranks or calls; a flag is no number."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
 def amount(nbytes: float) -> str:
     """Bytes with a binary unit."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -24,8 +29,11 @@ def amount(nbytes: float) -> str:
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def read_bytes(size: float | str) -> float:
+def read_bytes(size: float | str, name: str = "memory", of: str = "bytes per rank") -> float:
     """A number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
+
+    Args:
+        size: as the user gives it. name: of the argument. of: what is counted.
 
     Raises:
         InputError: it is neither, or not greater than 0.
@@ -37,7 +45,7 @@ def read_bytes(size: float | str) -> float:
     except (KeyError, TypeError, ValueError):
         nbytes = math.nan
     if isinstance(size, bool) or not (math.isfinite(nbytes) and nbytes > 0):
-        raise InputError(f"memory={size!r}: give a number of bytes per rank, or text such as '80GB' or '74.5GiB'.")
+        raise InputError(f"{name}={size!r}: give a number of {of}, or text such as '80GB' or '74.5GiB'.")
     return nbytes
 
 

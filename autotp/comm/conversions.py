@@ -61,24 +61,13 @@ def trim(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     return dst.trim(x, rank, tp)
 
 
-def pad_deal(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's `src` slice cut into everybody's `dst` slices."""
-    return dst.deal(src.pad(x, rank, tp), tp)
+def then(first: LocalFunction, second: LocalFunction) -> LocalFunction:
+    """One of these after the other."""
 
+    def both(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+        return second(first(x, src, dst, rank, tp), src, dst, rank, tp)
 
-def place_deal(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """Everybody's `dst` slices of the rank's part in its places."""
-    return dst.deal(src.place(x, rank, tp), tp)
-
-
-def collect_trim(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's `dst` slice from the parts that everybody had of it."""
-    return dst.trim(src.collect(x, tp), rank, tp)
-
-
-def collect_take(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's `dst` part of the whole from everybody's `src` slices."""
-    return dst.take(src.collect(x, tp), rank, tp)
+    return both
 
 
 @dataclass(frozen=True)
@@ -107,8 +96,8 @@ KINDS: dict[tuple[str, str], ConversionKind] = {
     ("P", "S"): ConversionKind("g_star", deal, "reduce_scatter", trim),
     ("S", "I"): ConversionKind("gather", pad, "all_gather", collect),
     ("I", "S"): ConversionKind("shard", take),
-    ("S", "S"): ConversionKind("reshard", pad_deal, "all_to_all", collect_trim),
-    ("S", "S'"): ConversionKind("repartition", pad, "all_gather", collect_take),
+    ("S", "S"): ConversionKind("reshard", then(pad, deal), "all_to_all", then(collect, trim)),
+    ("S", "S'"): ConversionKind("repartition", pad, "all_gather", then(collect, take)),
     ("P", "R"): ConversionKind("all_reduce", nothing, "all_reduce"),
     ("R", "I"): ConversionKind("as_invariant"),
     ("I", "P"): ConversionKind("keep_first_i", take),
@@ -118,8 +107,8 @@ KINDS: dict[tuple[str, str], ConversionKind] = {
     ("I", "G"): ConversionKind("group_i", take),
     ("R", "G"): ConversionKind("group_r", take),
     ("P", "G"): ConversionKind("group_p", nothing, "all_reduce", take),
-    ("S", "G"): ConversionKind("group_s", pad, "all_gather", collect_take),
-    ("G", "S"): ConversionKind("ungroup_s", place_deal, "reduce_scatter", trim),
+    ("S", "G"): ConversionKind("group_s", pad, "all_gather", then(collect, take)),
+    ("G", "S"): ConversionKind("ungroup_s", then(place, deal), "reduce_scatter", trim),
     ("G", "I"): ConversionKind("ungroup_i", place, "all_reduce"),
     ("G", "R"): ConversionKind("ungroup_r", place, "all_reduce"),
     ("G", "P"): ConversionKind("ungroup_p", place),

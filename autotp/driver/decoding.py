@@ -41,6 +41,7 @@ from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generate_methods import calling
 from autotp.runtime.programs import Program, Programs, form
+from autotp.text import counts
 
 from .compile import apply_plan, further
 from .options import Options
@@ -129,7 +130,7 @@ def check_count(model: nn.Module, count: Any, names: Names, axes: Axes) -> None:
     Raises:
         InputError: it says which.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not counts(count):
         raise InputError(f"generate={count!r}: give how many tokens to decode after the example inputs, such as 16.")
     if axes.size > 1:
         raise InputError(f"generate= with {axes.name}: a cache is not dealt over that. Leave out one of them.")

@@ -14,7 +14,7 @@ from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
-from autotp.text import listed
+from autotp.text import counts, listed
 
 from .compile import Staged, plan_stages
 from .mesh_prices import Priced, Pricer, terms_of
@@ -32,7 +32,7 @@ def refuse_beside_devices(devices: Any, examples: Any, tp: Any, others: bool) ->
         others: whether one is given that says how devices are used.
     """
     for name, value in (("devices", devices), ("global_batch", examples)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not counts(value):
             raise InputError(f"{name}={value!r}: it is a count, so an int of at least 1.")
     if devices is None and tp is None:
         raise InputError("give tp, over how many ranks a copy of the model is split, or devices, how many there are.")

@@ -26,7 +26,7 @@ from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
-from autotp.text import BESIDE, read_bytes
+from autotp.text import BESIDE, counts, read_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -272,7 +272,7 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
     sizes = {"dp": dp, "cp": cp}
     sizes = {name: n for name, n in sizes.items() if n is not None}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not counts(size):
             raise InputError(
                 f"{name}={size!r}: the {DEGREES[name]} degree counts ranks, so it is an int of at least 1."
             )

@@ -32,6 +32,7 @@ from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.pipeline import Pipeline
 from autotp.runtime.stages.relay import Grid
+from autotp.text import counts
 
 from .compile import Compilation, applied, decided_for, further, plain
 from .options import Options, StageKeywords, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
@@ -195,7 +196,7 @@ def _pieces(planned: Planned, sharded: Sharded, division: Staging, plan: Plan) -
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
     for name, value in (("pp", pp), ("chunks", chunks)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not counts(value):
             raise InputError(
                 f"{name}={value!r}: it counts {'ranks' if name == 'pp' else 'stages'}, so it is at least 1."
             )

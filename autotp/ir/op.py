@@ -144,9 +144,9 @@ class Op:
         """Slot of the (first) tensor given for the schema argument `name`."""
         return self.names.index(name) if name in self.names else None
 
-    def dim(self, name: str = "dim", slot: int = 0) -> int:
-        """The dimension argument `name`, counted from the front."""
-        return self.args[name] % max(len(self.ins[slot]), 1)
+    def dim(self) -> int:
+        """The argument `dim`, a dimension of the first operand, counted from the front."""
+        return self.args["dim"] % max(len(self.ins[0]), 1)
 
 
 def is_tensor(item: Any) -> bool:

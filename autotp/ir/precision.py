@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autotp.errors import InputError
+from autotp.text import counts
 
 TENSORWISE, ROWWISE, DELAYED = "tensorwise", "rowwise", "delayed"
 ROWWISE_HP = "rowwise_with_gw_hp"  # torchao's name: gradients of weights in high precision
@@ -73,16 +74,12 @@ def _patterns(choice: Any) -> tuple[str, ...]:
 def _checked(precision: Precision) -> Precision:
     if precision.recipe not in RECIPES:
         raise InputError(f"precision: the recipe {precision.recipe!r} is not known: give {_either(RECIPES)}.")
-    if precision.smallest is not None and not _counts(precision.smallest):
+    if precision.smallest is not None and not counts(precision.smallest):
         fault = f"precision: smallest={precision.smallest!r}"
         raise InputError(f"{fault}: give a number of elements, or None for torchao's sizes.")
-    if not _counts(precision.history):
+    if not counts(precision.history):
         raise InputError(f"precision: history={precision.history!r}: give a number of calls, such as 16.")
     return precision
-
-
-def _counts(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def _either(names: Iterable[str]) -> str:

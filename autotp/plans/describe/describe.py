@@ -15,7 +15,7 @@ from autotp.cost.collective_costs import call_seconds, collective_bytes
 from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.overlap import hidden_seconds
-from autotp.cost.prices import lengths
+from autotp.cost.prices import lengths, sizer
 from autotp.cost.terms import Cost
 from autotp.cost.units import Call, Work, Works
 from autotp.ir.graph import TABLE, resolve, shape_of, short_name, size_hint
@@ -146,11 +146,7 @@ def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
     layout = planned.decisions[node].ins[slot]
     if layout.sharded_dim not in dims or not isinstance(count, int):
         return count
-    return math.ceil(count * layout.share(planned.tp, _hint(planned)))
-
-
-def _hint(planned: Planned) -> Any:
-    return lambda size: size if isinstance(size, int) else int(size.subs(planned.program.hints))
+    return math.ceil(count * layout.share(planned.tp, sizer(planned.program.hints)))
 
 
 @dataclass
@@ -316,7 +312,7 @@ def _totals(
         decision, whole = planned.decisions[node], builder.prices.flops(node)
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
-        local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
+        local += whole * min((x.share(planned.tp, sizer(planned.program.hints)) for x in layouts), default=1.0)
     solution = planned.solution
     hand = solution.rival if solution is not None else None
     return Totals(

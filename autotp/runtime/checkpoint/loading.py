@@ -227,10 +227,10 @@ def _leaving(state_after: str, read: Callable[[], None]) -> None:
         raise StateError(f"{error} {state_after}") from error
 
 
-def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def materialise(empty: Tensor, device: torch.device) -> Tensor:
     """Memory for a tensor like this one, of which this rank holds the same part."""
     if not isinstance(empty, DTensor):
-        return torch.empty(empty.shape, dtype=dtype or empty.dtype, device=device)
+        return torch.empty(empty.shape, dtype=empty.dtype, device=device)
     shape = empty.detach().to_local().shape  # type: ignore[attr-defined]
-    local = torch.empty(shape, dtype=dtype or empty.dtype, device=device)
+    local = torch.empty(shape, dtype=empty.dtype, device=device)
     return as_dtensor(local, empty)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,13 +22,13 @@ from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
+from autotp.text import read_bytes
 
 from . import folders, huggingface, optimizers
 from .dcpfiles import Planner, Tensors, Writer
 
 FORMATS = ("dcp", "huggingface")
 NOT_NEEDED = ("state_dict", "is_main_process", "save_function", "safe_serialization")
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 OLD_FILES = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 NOTE_CHARACTERS = 80  # of a note in a message
 _thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
@@ -234,10 +233,7 @@ def _size(limit: int | str, options: Mapping[str, Any]) -> int:
             f"save_pretrained({(odd or ['safe_serialization=False'])[0]}): a sharded module writes safetensors files "
             "and the config, nothing else. Do the rest on rank 0 afterwards."
         )
-    match = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", str(limit).strip().upper())
-    if match is None or match[2] not in UNITS:
-        raise InputError(f"max_shard_size={limit!r}: give bytes, or a text such as '5GB'.")
-    return int(float(match[1]) * UNITS[match[2]])
+    return int(read_bytes(limit, "max_shard_size", "bytes"))
 
 
 def _move(draft: Path, into: Path) -> None:
