@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
 RELATIVE_SECONDS = 1e-6  # of the step: less is printed as equal
-TERMS_IN_A_LINE = 4
+WORDS_IN_A_LINE = 4
 WHOLE_SHARE = 0.99  # of the arithmetic, or of the weights where there is none: more splits nothing
 
 
@@ -112,38 +112,37 @@ def _by_place(collectives: Iterable[Collective]) -> list[list[Collective]]:
     return list(groups.values())
 
 
-def totals(plan: Plan) -> list[tuple[str, str]]:
-    """The totals of a plan: a name and a value; an empty name goes on with the row before."""
+def totals(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
+    """The totals of a plan: a name, and lines of what it comes to."""
     t, m = plan.totals, plan.memory
-    rows = [
-        ("parameters per rank", of(t.local_parameters, t.parameters)),
-        ("forward flops per rank", of(t.local_flops, t.flops)),
-        ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
-    ]
+    yield "parameters per rank", [of(t.local_parameters, t.parameters)]
+    yield "forward flops per rank", [of(t.local_flops, t.flops)]
+    sent = [f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"]
     if again := t.terms.get("regathered_bytes"):
-        rows.append(("", f"{amount(again)} gathered again backward, for it does not fit"))
+        sent.append(f"{amount(again)} gathered again backward, for it does not fit")
+    yield "sent per rank and step", sent
     if t.seconds:
         least, proved, behind = optimality(plan)
         short = f"the least is {seconds(least)}, " if behind else ""
         best = "optimal" if proved else f"bound = {seconds(t.bound)}, gap = {1 - t.bound / least:.1%}"
         best += f": {short}band {t.band:.3g}" if t.band else ""
-        rows.append(("predicted step", f"{seconds(t.seconds)} ({best})"))
         terms = [x for x in TERMS if t.terms.get(x) and TERMS[x].step]
         sign = {True: "less ", False: ""}
         words = [f"{sign[TERMS[x].step < 0]}{x} {seconds(t.terms[x])}" for x in terms]
-        rows += _lines(words, TERMS_IN_A_LINE)
+        yield "predicted step", [f"{seconds(t.seconds)} ({best})", *_lines(words)]
     if t.megatron_step:
         megatron = f"{of_megatron(plan, 'its')} ({seconds(t.megatron_step)}, {amount(t.megatron_bytes)} sent)"
-        rows.append(("against Megatron's plan", megatron))
+        yield "against Megatron's plan", [megatron]
     if states := cache(plan):
-        rows.append(("cache", states))
-    rows += [*_batch_axis(plan.batch), ("memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}")]
-    return rows + _lines([f"{name} {amount(size)}" for name, size in memory_parts(m)], 4)
+        yield "cache", [states]
+    yield from _batch_axis(plan.batch)
+    held = [f"{name} {amount(size)}" for name, size in memory_parts(m)]
+    yield "memory per rank", [f"{amount(m.peak)} at the peak, {m.phase} of {m.at}", *_lines(held)]
 
 
-def _lines(words: Sequence[str], count: int) -> list[tuple[str, str]]:
-    """So many words in a line that goes on with the row before."""
-    return [("", ", ".join(words[i : i + count])) for i in range(0, len(words), count)]
+def _lines(words: Sequence[str]) -> list[str]:
+    """So many words in a line."""
+    return [", ".join(words[i : i + WORDS_IN_A_LINE]) for i in range(0, len(words), WORDS_IN_A_LINE)]
 
 
 def optimality(plan: Plan) -> tuple[float, bool, bool]:
@@ -174,16 +173,17 @@ def over(plan: Plan) -> str:
     return f"{' x '.join(map(str, beside.values()))} x {ranks} ({' x '.join(beside)} x tp)" if beside else ranks
 
 
-def _batch_axis(axis: Axes) -> Iterator[tuple[str, str]]:
+def _batch_axis(axis: Axes) -> Iterator[tuple[str, Sequence[str]]]:
     """The traffic over the data-parallel axis."""
     if axis.size == 1:
         return
     what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
     beside = f", beside a backward of {seconds(axis.backward)}" if axis.backward else ""
-    yield f"over {axis.text}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
+    lines = [f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"]
     if axis.values:
         other = "a loss" if axis.cp == 1 else "keys and values, or heads"
-        yield "", f"other values, such as {other}: {amount(axis.values)} sent"
+        lines.append(f"other values, such as {other}: {amount(axis.values)} sent")
+    yield f"over {axis.text}", lines
 
 
 def all_whole(plan: Plan) -> View:
@@ -280,11 +280,11 @@ def report(plan: Plan) -> View:
     yield from (Line(), *_labelled(totals(plan)))
     if rows := sublayers(plan):
         assert plan.layer is not None
-        yield from (Line(), *_labelled([(f"one of {plan.layer.count} blocks", plan.layer.module)]))
+        yield from (Line(), *_labelled([(f"one of {plan.layer.count} blocks", [plan.layer.module])]))
         for name, compute, communication, share in rows:
             label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
             sends = f", communication {communication} ({share})" if communication else ""
-            yield from _labelled([(label, f"compute {compute}{sends}")])
+            yield from _labelled([(label, [f"compute {compute}{sends}"])])
     reasons = left_whole(plan)
     yield from (Line(), Line("Left whole, and why", style="bold")) if reasons else ()
     for reason, names in reasons.items():
@@ -307,8 +307,9 @@ def table_of_degrees(plan: Plan) -> View:
     return (Line(), Line("Degrees", style="bold"), degrees(plan.degrees)) if plan.degrees else ()
 
 
-def _labelled(pairs: Iterable[tuple[str, str]]) -> View:
-    return (Line(value, f"{name:24} ", " " * 25) for name, value in pairs)
+def _labelled(rows: Iterable[tuple[str, Sequence[str]]]) -> View:
+    for name, lines in rows:
+        yield from (Line(text, f"{'' if i else name:24} ", " " * 25) for i, text in enumerate(lines))
 
 
 # words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def html(plan: Plan) -> str:
         plan=plan,
         over=document.over(plan),
         figures=list(_figures(plan)),
-        totals=_joined(document.totals(plan)),
+        totals=document.totals(plan),
         memory=[(name, amount(size), 100 * size / m.peak) for name, size in document.memory_parts(m)],
         timeline=_timeline(plan) if plan.layer is not None else None,
         sublayers=document.sublayers(plan),
@@ -61,16 +61,6 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "parameters per rank", number(t.local_parameters), share
     verdict = "FITS" if peak <= most else "does NOT fit"
     yield "memory per rank", amount(peak), f"{verdict} into the {amount(most)} of a device" if most else "at the peak"
-
-
-def _joined(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Rows with those that go on with the row before joined to it."""
-    out: list[tuple[str, list[str]]] = []
-    for name, value in pairs:
-        if name or not out:
-            out.append((name, []))
-        out[-1][1].append(value)
-    return out
 
 
 def glyph(p: Parameter, tp: int, size: tuple[float, float] = GLYPH) -> dict[str, Any]:
