@@ -309,7 +309,8 @@ def table_of_degrees(plan: Plan) -> View:
 
 def _labelled(rows: Iterable[tuple[str, Sequence[str]]]) -> View:
     for name, lines in rows:
-        yield from (Line(text, f"{'' if i else name:24} ", " " * 25) for i, text in enumerate(lines))
+        labels = [name, *[""] * (len(lines) - 1)]
+        yield from (Line(text, f"{label:24} ", " " * 25) for label, text in zip(labels, lines, strict=True))
 
 
 # words
