@@ -117,10 +117,10 @@ def totals(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
     t, m = plan.totals, plan.memory
     yield "parameters per rank", [of(t.local_parameters, t.parameters)]
     yield "forward flops per rank", [of(t.local_flops, t.flops)]
-    sent = [f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"]
+    traffic = [f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"]
     if again := t.terms.get("regathered_bytes"):
-        sent.append(f"{amount(again)} gathered again backward, for it does not fit")
-    yield "sent per rank and step", sent
+        traffic.append(f"{amount(again)} gathered again backward, for it does not fit")
+    yield "sent per rank and step", traffic
     if t.seconds:
         least, proved, behind = optimality(plan)
         short = f"the least is {seconds(least)}, " if behind else ""
@@ -136,8 +136,8 @@ def totals(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
     if states := cache(plan):
         yield "cache", [states]
     yield from _batch_axis(plan.batch)
-    held = [f"{name} {amount(size)}" for name, size in memory_parts(m)]
-    yield "memory per rank", [f"{amount(m.peak)} at the peak, {m.phase} of {m.at}", *_lines(held)]
+    bytes_by_part = [f"{name} {amount(size)}" for name, size in memory_parts(m)]
+    yield "memory per rank", [f"{amount(m.peak)} at the peak, {m.phase} of {m.at}", *_lines(bytes_by_part)]
 
 
 def _lines(words: Sequence[str]) -> list[str]:
