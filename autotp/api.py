@@ -28,9 +28,11 @@ from autotp.driver.options import (
     degrees_of,
     example,
     pick,
+    read_invariant,
     refuse_beside,
     refuse_late,
     refuse_unknown,
+    refuse_unlike,
     required_inputs,
     with_keywords,
 )  # fmt: skip
@@ -195,6 +197,7 @@ def compile(
         precision: "float8", "float8-rowwise", "float8-delayed": large products in that (docs/precision.md).
         reduce_dtype: torch.float32: gradients of narrower parameters are added up in it, over ranks and backwards.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
+        tp_invariant: 8: the bits of 8 ranks at every tp that divides it, by its plan (docs/invariance.md).
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
@@ -211,13 +214,13 @@ def compile(
     request = _request(keywords, axes)
     if degree == "auto":
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
-    ranks, options = _ranks(plan, degree, mesh, axes, keywords)
+    ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
     inputs = _examples(model, example_inputs, axes, ranks)
     refuse_late(axes, inputs)
     request = request.within(options.tp, options.cluster)
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
     model = plain(model, request, lowering)
-    compilation = Compilation(model, ranks, options, request, lowering, plan, check, check_capture, captured)
+    compilation = Compilation(model, ranks, options, request, lowering, plan, check, check_capture, captured, hosts)
     return kind(*compilation(inputs)) if inputs is not None else LazyModule(model, compilation, kind)
 
 
@@ -253,6 +256,8 @@ def _refuse(plan: Any, keywords: Mapping[str, Any], tp: Any, mesh: DeviceMesh | 
     if plan is not None:
         _refuse_other(plan)
     refuse_beside(plan, keywords)
+    if keywords.get("tp_invariant") is not None:
+        refuse_unlike({**keywords, "tp": "auto" if tp == "auto" else None})
     if tp == "auto" and (mesh is not None or plan is not None):
         raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
 
@@ -278,11 +283,17 @@ def _automatic(
 
 def _ranks(
     plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axes: Axes, keywords: Mapping[str, Any]
-) -> tuple[Ranks | None, Options]:
-    """The ranks that are there, and what planning for them is to do, or did where a plan is given."""
-    degree = plan.tp if plan is not None and tp is None else tp
-    ranks = Ranks.find(degree, mesh, axes.dp, axes.cp)
-    degree = ranks.tp if ranks is not None else degree or 1
+) -> tuple[Ranks | None, Options, int]:
+    """The ranks that are there, what planning for them is to do, or did where a plan is given, and among how many
+    processes the plan's ranks are shared; 0 where each is one."""
+    virtual = read_invariant(keywords.get("tp_invariant"))
+    if virtual is not None:
+        refuse_unlike(axes.degrees)
+    hosts = plan.tp if plan is not None and tp is None and virtual is None else tp
+    ranks = Ranks.find(hosts, mesh, axes.dp, axes.cp)
+    hosts = ranks.tp if ranks is not None else hosts or 1
+    degree = read_invariant(virtual, hosts) or hosts
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    return ranks, Options.of_plan(plan) if plan else Options.read(degree, keywords, axes)
+    options = Options.of_plan(plan) if plan else Options.read(degree, keywords, axes)
+    return ranks, options, hosts if virtual is not None else 0

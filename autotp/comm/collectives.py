@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -92,24 +91,18 @@ def _finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor
     return out.squeeze(0) if primitive == "reduce_scatter" else out
 
 
-def simulated(primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
-    """All ranks' results of the same collective, in one process.
+def simulated(primitive: Primitive, xs: Sequence[Tensor]) -> list[Tensor]:
+    """All ranks' results of a gather or an exchange, in one process; sums are `virtual.AllHosts`'.
 
     Args:
         primitive: of the collective. xs: each rank's operand, in order; all of one shape.
-        reduction: "sum", or "max"; what a gather or an exchange does not ask for.
     """
     if primitive == "all_gather":
         return [torch.stack(list(xs)) for _ in xs]
-    if primitive == "all_to_all":
-        stacks = []
-        for rank in range(len(xs)):
-            stacks.append(torch.stack([x[rank] for x in xs]))
-        return stacks
-    total = reduce(torch.add if reduction == "sum" else torch.maximum, xs)
-    if primitive == "all_reduce":
-        return [total.clone() for _ in xs]
-    return [total[rank].clone() for rank in range(len(xs))]
+    stacks = []
+    for rank in range(len(xs)):
+        stacks.append(torch.stack([x[rank] for x in xs]))
+    return stacks
 
 
 def _encode(x: Tensor) -> Tensor:

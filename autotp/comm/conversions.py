@@ -22,6 +22,7 @@ from autotp.ir.specs import INVARIANT, REPLICATED, Runs, Spec
 
 from . import collectives
 from .collectives import Exchange, Primitive
+from .virtual import AllHosts, Host
 
 LocalFunction = Callable[[Tensor, Any, Any, int, int], Tensor]  # (x, src, dst, rank, tp), with the methods of the kinds
 
@@ -137,17 +138,54 @@ def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
     return kind
 
 
-def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec, wire: torch.dtype | None = None) -> list[Tensor]:
+def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec, wire: torch.dtype | None = None, own: int = 1) -> list[Tensor]:
     """The conversion on all ranks at once, in one process, differentiable (twice too).
 
     Args:
         xs: what each rank holds under `src`, in rank order; their number is tp.
         src, dst: run-time layouts. wire: see the functions of the table.
+        own: ranks of one process, as of a `virtual.Host`.
 
     Returns:
         What each rank holds under `dst`.
     """
-    return list(_Simulated.apply(src, dst, wire, *xs))  # type: ignore[arg-type]
+    return on_hosts(xs, src, dst, AllHosts(len(xs), own), wire)
+
+
+def on_hosts(
+    xs: Sequence[Tensor], src: Spec, dst: Spec, hosts: Host | AllHosts, wire: torch.dtype | None = None,
+    reduces: torch.dtype | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The conversion for all virtual ranks of one process, or of all, differentiable (twice too).
+
+    Args:
+        xs: what each virtual rank here holds under `src`; of an invariant value those of a process hold one tensor.
+        src, dst, wire, reduces: see the functions of the table. hosts: who runs which.
+
+    Returns:
+        What each virtual rank here holds under `dst`, likewise.
+    """
+    operands = xs[:: hosts.own] if src.mark == INVARIANT.mark else xs
+    if torch.is_grad_enabled():
+        results = _OnHosts.apply(src, dst, hosts, wire, reduces, *operands)
+    else:
+        results = _at_hosts(operands, src, dst, hosts, wire)
+    return _of_each(results, dst, hosts.own)  # type: ignore[arg-type]
+
+
+def _of_each(xs: Sequence[Tensor], spec: Spec, own: int) -> list[Tensor]:
+    """Values of each virtual rank, where those of a process have one tensor of an invariant value."""
+    if spec.mark != INVARIANT.mark:
+        return list(xs)
+    return [x for x in xs for _ in range(own)]
+
+
+def _at_hosts(
+    xs: Sequence[Tensor], src: Spec, dst: Spec, hosts: Host | AllHosts, wire: torch.dtype | None
+) -> list[Tensor]:
+    everyone = _of_each(xs, src, hosts.own)
+    ys = _run(everyone, src, dst, hosts.here, hosts.tp, hosts.exchange, wire)
+    return ys[:: hosts.own] if dst.mark == INVARIANT.mark else ys
 
 
 def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
@@ -175,19 +213,30 @@ def _run(
     if kind.primitive is not None:
         results = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction)
         ys = [unpacked(y, wire, xs[0].dtype) for y in results]
+    if kind.primitive is not None and dst.whole:  # what all ranks make alike
+        return [kind.post(ys[0], src, dst, ranks[0], tp)] * len(ys)
     return [kind.post(y, src, dst, rank, tp) for y, rank in zip(ys, ranks, strict=True)]
 
 
-class _Simulated(torch.autograd.Function):
+class _OnHosts(torch.autograd.Function):
+    # What virtual ranks of a process make of one value is added up here, along the tree, and not by autograd.
     @staticmethod
-    def forward(ctx: Any, src: Spec, dst: Spec, wire: torch.dtype | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.layouts = src, dst
-        return tuple(_run(list(xs), src, dst, range(len(xs)), len(xs), collectives.simulated, wire))
+    def forward(
+        ctx: Any, src: Spec, dst: Spec, hosts: Host | AllHosts, wire: torch.dtype | None, reduces: torch.dtype | None,
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.conversion, ctx.reduces = (src, dst, hosts), reduces
+        return tuple([y.detach() for y in _at_hosts(xs, src, dst, hosts, wire)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        src, dst = ctx.layouts
-        return None, None, None, *simulate(grads, dst.dual, src.dual)
+        (src, dst, hosts), reduces = ctx.conversion, ctx.reduces
+        wide = grads
+        if reduces is not None:
+            wide = tuple([grad.to(reduces) for grad in grads])
+        back = dst.dual, src.dual, hosts, None
+        gradients: Any = _OnHosts.apply(*back, None, *wide) if torch.is_grad_enabled() else _at_hosts(wide, *back)
+        return None, None, None, None, None, *[x.to(grads[0].dtype) for x in gradients]
 
 
 class _Real(torch.autograd.Function):

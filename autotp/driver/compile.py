@@ -76,6 +76,7 @@ class Compilation:
         plan: None to solve one for the inputs.
         check: compare values between the ranks; `check_capture`: compare the captured graph with the model.
         captured: the model's graph for the inputs and its notes, where they exist already.
+        hosts: processes that share the ranks of the plan, which are virtual; 0 where each is a process.
     """
 
     model: nn.Module
@@ -87,6 +88,7 @@ class Compilation:
     check: bool | None = None
     check_capture: bool | None = None
     captured: tuple[Capture, list[str]] | None = None
+    hosts: int = 0
 
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
         captured, notes = self.captured or self.capture(inputs)
@@ -126,6 +128,8 @@ class Compilation:
         together(self.every, "fitting the plan to the model", lambda: _fits(self.model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(self.model, None)}
+        if self.hosts:
+            facts |= {"threads": str(torch.get_num_threads()), "processor": torch.backends.cpu.get_cpu_capability()}
         agree(self.every, "the plan", facts)
         self.compare_weights()
         # Of no part of `self`: the module lives on with this, and would keep the original's weights.
@@ -133,8 +137,8 @@ class Compilation:
         make = partial(_program, **of_plan)
         source = Source(
             bare=skeleton(self.model, _device(self.ranks)), decide=partial(decided_for, **of_plan), make=make,
-            capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, tp=plan.tp,
-            aliases=aliases(self.model), want=self.request,
+            capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, tp=self.hosts or plan.tp,
+            virtual=plan.tp if self.hosts else 0, aliases=aliases(self.model), want=self.request,
             lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
             check=bool(self.check), sample=self.check is not False,
         )  # fmt: skip

@@ -45,6 +45,12 @@ class Steering(TypedDict, total=False):
     seconds: float
 
 
+class InvarianceKeywords(TypedDict, total=False):
+    """Keywords that ask for equal bits at several degrees; `autotp.compile` documents each."""
+
+    tp_invariant: int | None
+
+
 class CaptureKeywords(TypedDict, total=False):
     """Keywords that say what captures are to be; `autotp.compile` documents each."""
 
@@ -69,7 +75,7 @@ class StageKeywords(Steering, RunKeywords, total=False):
     check_capture: bool | None
 
 
-class VerifyKeywords(Steering, total=False):
+class VerifyKeywords(Steering, InvarianceKeywords, total=False):
     """Keywords of `autotp.verify`."""
 
     dp: int | None
@@ -92,8 +98,25 @@ class ModuleKeywords(CaptureKeywords, RunKeywords, total=False):
     reduce_dtype: torch.dtype | str | None
 
 
-class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
+class CompileKeywords(PlanKeywords, ModuleKeywords, InvarianceKeywords, total=False):
     """Keywords of `autotp.compile`."""
+
+
+# What has bits that depend on the number of ranks, or is not known not to: the keyword, what it may be, and why.
+UNLIKE: dict[str, tuple[Any, str]] = {
+    "tp": ((), "the degree is picked by its own plan, and there is one"),
+    "dp": (1, "sums over dp are torch's own, in an order that depends on how many ranks there are"),
+    "cp": (1, "sums over cp are in an order that depends on how many ranks there are"),
+    "fully_shard": (False, "torch sums the gradients of split weights in an order of its own"),
+    "backend": ("eager", "kernels that a compiler writes may depend on more than shapes"),
+    "outputs": (("full", "loss"), "what a rank has of an output depends on the number of ranks"),
+    "random": ("counter", "torch's numbers depend on how often a rank draws"),
+    "carried": ((), "what is carried from call to call is of as many ranks as there are"),
+    "precision": ((), "scales of float8 are largest values over the ranks"),
+    "reduce_dtype": ((), "gradients of slices are not added up in another type yet"),
+    "compare": ((), "autotp.verify(model, tp_invariant=8) compares the ranks"),
+    "optimise": (False, "rewrites of a rank's program change what it sums"),
+}
 
 
 # Of keywords that are left out; None of all others.
@@ -213,6 +236,45 @@ class Options:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)
         return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band)
+
+
+def read_invariant(tp_invariant: Any, tp: int | None = None) -> int | None:
+    """Read the number of virtual ranks that a public function's argument asks for, checked.
+
+    Args:
+        tp_invariant: the argument. tp: ranks that are to share them; None where all that can are meant.
+
+    Raises:
+        InputError: it is no degree, or `tp` does not divide it.
+    """
+    if tp_invariant is None:
+        return None
+    if isinstance(tp_invariant, bool) or not isinstance(tp_invariant, int) or tp_invariant < 1:
+        raise InputError(
+            f"tp_invariant={tp_invariant!r}: give the largest number of ranks that is to have the same bits as every "
+            "divisor of it, such as tp_invariant=8."
+        )
+    if tp is not None and tp_invariant % tp:
+        divisors = [n for n in range(1, tp_invariant + 1) if tp_invariant % n == 0]
+        raise InputError(f"tp={tp} does not divide tp_invariant={tp_invariant}: take tp from {divisors}.")
+    return tp_invariant
+
+
+def refuse_unlike(keywords: Mapping[str, Any]) -> None:
+    """Refuse what does not go with equal bits at several degrees, by name.
+
+    Args:
+        keywords: of a public function, with `tp_invariant`.
+    """
+    for name, (allowed, why) in UNLIKE.items():
+        value = keywords.get(name)
+        if value is not None and value != allowed and not (isinstance(allowed, tuple) and value in allowed):
+            raise InputError(f"{name}={value!r} with tp_invariant: {why}. Leave out one of them.")
+    if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
+        raise InputError(
+            "tp_invariant asks for kernels that give the same bits at every run: call "
+            "torch.use_deterministic_algorithms(True), by which torch refuses by name what has no such kernel."
+        )
 
 
 PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}

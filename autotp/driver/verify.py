@@ -22,6 +22,7 @@ from autotp.passes.shard.sequence_axis import SequenceRules
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
+from autotp.proof.bits import same_bits
 from autotp.proof.certificate import certificate
 from autotp.proof.equality import compare
 from autotp.proof.report import Certificate, Difference, Report
@@ -34,6 +35,7 @@ from .options import (
     VerifyKeywords,
     axes_beside,
     degrees_of,
+    read_invariant,
     refuse_beside,
     refuse_undealt,
     refuse_unknown,
@@ -47,7 +49,7 @@ __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call",
 @with_keywords
 def verify(
     model: nn.Module,
-    tp: int | DeviceMesh,
+    tp: int | DeviceMesh | None = None,
     example_inputs: Any = None,
     *,
     plan: Plan | None = None,
@@ -78,20 +80,27 @@ def verify(
         dp, cp: ranks of axes beside tp, simulated too, to which examples and sequences are dealt; results and gradients
             are compared, and not the values inside.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
+        tp_invariant: in place of `tp`: compare every number of processes that divides it with the others, to the bit.
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs, or why the captured graph
         could not be compared with the model, as where that fails on the example inputs.
 
     Raises:
-        InputError, CaptureError, PlanError. With `generate` an InputError also where nothing is carried from call to
-            call.
+        InputError, CaptureError, PlanError; with `generate` an InputError also where nothing is carried on.
     """
     refuse_unknown("verify", keywords, VerifyKeywords)
-    degree, beside = degrees_of(tp, keywords)
+    invariant = read_invariant(keywords.pop("tp_invariant", None))
+    if (tp is None) == (invariant is None):
+        raise InputError("give the number of ranks to simulate, tp=4, or tp_invariant=8 for all that divide that.")
+    degree, beside = degrees_of(invariant or tp, keywords)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
+    if invariant is not None:
+        if generate is not None or certify or axes.size > 1:
+            raise InputError("tp_invariant compares calls over tp alone: leave out generate=, certify=, dp= and cp=.")
+        return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:
         check_count(model, generate, request.carried, axes)
     report, options = prove_call(model, inputs, degree, plan, keywords, request, certify, axes)
@@ -109,13 +118,14 @@ def prove_call(
     request: CaptureRequest,
     certify: bool = False,
     axes: Axes = ALONE,
+    bits: bool = False,
 ) -> tuple[Report, Options]:
     """Prove one call of a model on simulated ranks: every value and every gradient, over axes beside tp results alone.
 
     Args:
         inputs: of the whole batch. plan: prove this one; None makes one. keywords: those that steer that.
         certify: also ask spmd_types.
-        axes: beside tp.
+        axes: beside tp. bits: compare numbers of processes with each other, in place of the original.
 
     Returns: the report, with the plan, and what that was made for.
     """
@@ -141,7 +151,9 @@ def prove_call(
         raise InputError(
             f"the model draws random numbers, which every rank of {axes.name} does for itself: prove it in eval()."
         )
-    compared = compare(planned, sharded, Values.of(captured, model, inputs), captured, beside)
+    values = Values.of(captured, model, inputs)
+    ours = planned, sharded, values
+    compared = same_bits(*ours) if bits else compare(*ours, captured, beside)
     certified = certificate(planned, sharded, axes.degrees) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
     return replace(proof, certificate=certified), options

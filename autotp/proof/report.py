@@ -121,6 +121,7 @@ class Report:
         unproved: why the captured graph was not compared with the model; the report is then false. Empty where it was.
         decoded: what came of decoding with a cache; None where that was not asked for.
         certificate: what spmd_types says of the program; None where it was not asked.
+        degrees: numbers of processes that were compared to the bit, in place of the original; empty where none were.
     """
 
     tp: int
@@ -137,6 +138,7 @@ class Report:
     decoded: Decoded | None = None
     certificate: Certificate | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
+    degrees: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> str:
@@ -170,6 +172,10 @@ class Report:
     def _call(self) -> str:
         none = f"no gradients, for the original has none ({self.forward_only})"
         gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
+        if self.degrees:
+            what = f"no gradients ({self.forward_only})" if self.forward_only else "gradients"
+            equal = f"equal bits at tp={', '.join(map(str, self.degrees))}: outputs, {what} and all between"
+            return f"{equal} ({self.values} values compared)"
         inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""
         over = "".join(f"{name}={n} x " for name, n in self.beside.items())
         ranks = (

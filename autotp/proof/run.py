@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from autotp import compat
 from autotp.comm import conversions
+from autotp.comm.virtual import Host, Virtual, at_rank, each, values_of
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import SEEDS, Capture, Leaf, Value, draws, resolve
 from autotp.ir.layouts import Groups, I, Layout, R, Size
 from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Sharded
-from autotp.ir.specs import Spec
+from autotp.ir.specs import INVARIANT, Spec
 from autotp.passes.shard.deal import Dealt
 from autotp.passes.shard.rewrite import specialise
 
@@ -42,10 +43,12 @@ class Simulated:
     Attributes:
         tp: ranks of the inner axis. beside: the axes beside it, the outermost first; ranks that follow each other are a
             tp group, and such groups the next axis's.
+        own: tp ranks of one process, whose program is that of all of them (`autotp.comm.virtual`).
     """
 
     tp: int
     beside: Sequence[Dealt] = ()
+    own: int = 1
 
     @cached_property
     def axes(self) -> dict[str, tuple[int, int]]:
@@ -61,28 +64,44 @@ class Simulated:
         """All ranks."""
         return math.prod(n for n, _ in self.axes.values())
 
+    @cached_property
+    def hosts(self) -> list[Host]:
+        """The processes, in the order of their ranks."""
+        return [Host(first % self.tp, self.own, self.tp) for first in range(0, self.world, self.own)]
+
     def step(self, node: fx.Node, env: Env) -> list[Any]:
-        """Run one node on every rank."""
+        """Run one node in every process."""
         own = mark(node)
         if own.conversion is not None or own.batch is not None:
-            src, dst = _at(node.args[1:3], env, 0)
-            values: list[Any] = list(env[node.args[0]])  # type: ignore[index]
+            src, dst = at_rank(_at(node.args[1:3], env, 0), 0)
+            values = self.each_rank(env[node.args[0]])  # type: ignore[index]
             n, stride = self.axes["tp" if own.batch is None or own.conversion is not None else own.batch.axis]
             for first in range(self.world):
                 if first // stride % n == 0:
                     group = slice(first, first + n * stride, stride)
-                    values[group] = conversions.simulate(values[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
-            return values
+                    values[group] = conversions.simulate(values[group], src, dst, node.kwargs.get("wire"), self.own)  # type: ignore[arg-type]
+            return self.of_hosts(values, dst.mark == INVARIANT.mark)
         random_state, results = torch.get_rng_state() if draws(node) else None, []
-        for rank in range(self.world):
+        for place, host in enumerate(self.hosts):
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
-            place = {}
-            if own.axis is not None:
+            args, kwargs = _at(node.args, env, place), _at(node.kwargs, env, place)
+            if own.axis not in (None, "tp"):
                 n, stride = self.axes[own.axis]
-                place = {"rank": rank // stride % n, "tp": n}
-            results.append(_call(node.target, _at(node.args, env, rank), {**_at(node.kwargs, env, rank), **place}))
+                kwargs = {**kwargs, "rank": place // stride % n, "tp": n}
+            call, ranked = partial(_call, node.target), own.axis == "tp"
+            results.append(each(call, args, kwargs, host, ranked, random_state is not None))
         return results
+
+    def of_hosts(self, values: Sequence[Any], whole: bool) -> list[Any]:
+        """Return what every process has of a value that the ranks have, one tensor where it is `whole`."""
+        if whole or self.own == 1:
+            return list(values[:: self.own])
+        return [Virtual(values[at : at + self.own]) for at in range(0, len(values), self.own)]
+
+    def each_rank(self, values: Sequence[Any]) -> list[Any]:
+        """Return what every rank has of a value that the processes have."""
+        return [x for value in values for x in values_of(value, self.own)]
 
 
 @dataclass(frozen=True)
@@ -96,10 +115,15 @@ class Here:
     places: Mapping[str, MeshPlace]
     tp = 1
     world = 1
+    own = 1
 
     def step(self, node: fx.Node, env: Env) -> list[Any]:
         """Run one node."""
-        return [_call(node.target, _at(node.args, env, 0), _at(node.kwargs, env, 0))]
+        return [_call(node.target, *_at(node.args, env, 0), **_at(node.kwargs, env, 0))]
+
+    def each_rank(self, values: Sequence[Any]) -> list[Any]:
+        """Return what this rank has of a value."""
+        return list(values)
 
 
 WHOLE = Simulated(1)  # a captured program, which has no conversions
@@ -289,14 +313,14 @@ def run(
     values, env = Values(), dict[fx.Node, list[Any]]()
     for node, step in zip(program.graph.nodes, graph.nodes, strict=True):
         if node.op == "output":
-            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(on.world)]
+            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(on.world // on.own)]
             break
         try:
             env[step] = list(leaves[node]) if node.op == "placeholder" else on.step(step, env)
         except Exception as error:
             raise StepError(node, error, values) from error
         values.nodes[node] = env[step]
-        for value in env[step] if watch else ():
+        for value in on.each_rank(env[step]) if watch else ():
             if isinstance(value, Tensor) and value.requires_grad:
                 value.retain_grad()
     return values
@@ -314,7 +338,7 @@ DERIVABLE: dict[Any, Callable[..., Tensor]] = {
 UNINITIALISED = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_permuted, aten.empty_strided)
 
 
-def _call(target: Any, args: Any, kwargs: Any) -> Any:
+def _call(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The operator's result, comparable: memory that it left as it was is zero, and an operand that it returns is an
     alias, so that every value has a gradient of its own."""
     function: Any = DERIVABLE.get(target, target)

@@ -25,9 +25,10 @@ from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
 from autotp.comm.ranks import agree, from_all
 from autotp.comm.turn import Turn, hold
-from autotp.errors import RankError
+from autotp.errors import RankError, StateError
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.interop.tool_refusals import know_virtual
 
 from . import state
 from .call_message import (
@@ -55,6 +56,10 @@ from .programs import MAX_KINDS, CallKind, Program, short
 from .revision import Inventory, WriteCount
 from .storage import ShardState
 
+BACKWARD_HOOKS = (
+    "backward hooks on modules, with tp_invariant: what flows there is of several ranks in one process, and torch "
+    "calls no hook of it. Hook tensors, in a forward hook on the module."
+)
 COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
@@ -92,6 +97,8 @@ class Calls:
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.order)
         self.shards.counter = self
+        if self.shards.host is not None:
+            know_virtual(self.shards.root)
         # There from now on, as the other: to make one is a collective that no turn comes before.
         _ = self.own, self.joint
         if self.channel is not None:
@@ -165,6 +172,8 @@ class Calls:
         Returns: whether the call is of a new kind to any rank, and rank 0's seed, if the program is known.
         """
         channel = self.channel
+        if self.shards.host is not None and self.inventory.hooked[1]:
+            raise StateError(BACKWARD_HOOKS)
         self.number += 1
         what = f"{step}, {self.what}" if step else self.what
         if channel is None:

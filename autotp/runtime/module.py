@@ -74,14 +74,9 @@ class ShardedModule(Part):
         self.__dict__["config"] = getattr(source.bare, "config", None)  # which may be a property of the class
         self._source = source
         self._shards = ShardState(
-            source.bare,
-            source.ranks,
-            source.tp,
-            source.aliases,
-            plan.batch,
-            elsewhere=source.elsewhere,
-            staged=source.pipeline is not None,
-        )
+            source.bare, source.ranks, source.tp, source.aliases, plan.batch, elsewhere=source.elsewhere,
+            staged=source.pipeline is not None, host=source.host,
+        )  # fmt: skip
         self._programs_made = Programs()
         ranks = source.ranks
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
@@ -244,6 +239,10 @@ class ShardedModule(Part):
         """Drop gradients as torch does; with dp also those of backwards in `no_sync` that are not summed yet."""
         super().zero_grad(set_to_none)
         data_parallel.drop_gradients(self._shards)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients to a norm of at most this; return the norm before. A collective call."""
+        return state.clip(self._shards, max_norm)
 
     def full_state_dict(self, live: bool = False) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, under the original's names, as copies (collective).

@@ -21,10 +21,12 @@ from autotp.comm.conversions import function_for
 from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import Ranks
 from autotp.comm.turn import call_hook
+from autotp.comm.virtual import Host, values_of
 from autotp.errors import RankError, StateError
 from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
 from autotp.passes.analysis.flows import Flow
+from autotp.runtime.lower.hosted import convert
 
 from .call_message import differ
 
@@ -39,12 +41,14 @@ class Boundary:
 
     Attributes:
         path: of the module. ranks: over which the values lie; None in one plain process.
+        host: of virtual ranks, those of this process.
     """
 
     path: str
     takes: Sequence[Flow]
     gives: Sequence[Flow]
     ranks: Ranks | None
+    host: Host | None = None
 
     @property
     def ways(self) -> Any:
@@ -123,12 +127,15 @@ class Boundary:
 
     def _convert(self, value: Tensor, source: Spec, target: Spec) -> Tensor:
         r = self.ranks
+        if self.host is not None:
+            return convert(value, source, target, self.host)
         assert r is not None
         return function_for(source, target)(value, source, target, rank=r.rank, tp=r.tp, group=r.group_name)
 
     def _spec(self, value: Any, flow: Flow, graded: bool) -> Spec:
         """Return how the value of a flow, or its gradient, lies now."""
-        if not isinstance(value, Tensor) or flow.layout == I or self.ranks is None:
+        first = values_of(value, 1)[0]
+        if not isinstance(first, Tensor) or flow.layout == I or (self.ranks is None and self.host is None):
             return INVARIANT
         if flow.layout.mark not in "RPS":
             raise StateError(
@@ -148,8 +155,9 @@ class Boundary:
             raise StateError(
                 f"a hook on {self.path}: its values are split in pieces whose sizes change. Hook the module around it."
             )
-        assert self.ranks is not None
-        lengths = meet(self.ranks.channel, f"hook on {self.path}", LENGTH.pack(value.shape[layout.dim]))
+        length = sum(x.shape[layout.dim] for x in values_of(value, 1))
+        channel = self.ranks.channel if self.ranks is not None else None
+        lengths = meet(channel, f"hook on {self.path}", LENGTH.pack(length))
         total = sum(LENGTH.unpack(x)[0] for x in lengths)
         return ShardSpec(layout.dim, 1, ((total // unit, unit),))
 
@@ -222,8 +230,9 @@ def _grade(values: Sequence[Any], flows: Sequence[Flow], wholes: Sequence[Any]) 
     """Let values need gradients where a hook said so of what it saw."""
     locals_ = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
     for value, whole in zip(locals_, wholes, strict=True):
-        if isinstance(whole, Tensor) and whole.requires_grad and not value.requires_grad:
-            value.requires_grad_()
+        for x in values_of(value, 1) if isinstance(whole, Tensor) and whole.requires_grad else ():
+            if not x.requires_grad:
+                x.requires_grad_()
 
 
 def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:

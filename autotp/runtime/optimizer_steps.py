@@ -25,7 +25,7 @@ from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import agree
 from autotp.comm.turn import Turn
 from autotp.errors import RankError
-from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_unknown
+from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_sums, refuse_unknown
 from autotp.runtime.interop.ownership import begin_step, end_step, outside_of_steps
 
 from .call_message import NOTHING, SAMPLES, alike, differ, sampled
@@ -54,6 +54,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     for calls in list(_calls_by_id.values()):
         # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
         updated, first = _of(optimizer, calls)
+        if updated and first and calls.shards.host is not None:
+            refuse_sums(optimizer)
         if updated and calls.channel is not None:
             with Turn(f"a step of {type(optimizer).__name__}", calls.channel):  # other stages hear of an error too
                 _compare(optimizer, calls, updated)

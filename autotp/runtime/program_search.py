@@ -22,6 +22,7 @@ from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
+from autotp.runtime.lower.hosted import host_program
 from autotp.runtime.lower.lower import accumulate_in
 
 from . import data_parallel, state
@@ -31,6 +32,11 @@ from .tree import Assembler
 WITHIN = (
     "{entry} is called within a call of {name}, by a hook: where not all ranks did so they would wait for each other. "
     "Keep what the hook sees, and call {entry} after that call."
+)
+ALONG = "{} of the plan's ranks in each of {} processes, every sum along one tree over {}, no rewrite for speed"
+STATES = (
+    "with tp_invariant a call takes and gives no state, such as a cache: what a rank has of it depends on how many "
+    "there are. Pass use_cache=False, also to generate(), or compile without tp_invariant."
 )
 
 
@@ -81,6 +87,8 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
         captured = _capture_once(module, call)
         # Graphs that differ would hang in their collectives, so they are compared before the program exists.
         agree(ranks, "the model for this call", {"graph": captured.digest()})
+        if source.virtual and captured.has_states:
+            raise StateError(STATES)
         layouts, outputs = module._carriers.layouts, request_of(module, call).outputs
         decided = of_first(ranks, "planning this call", lambda: source.decide(captured, layouts))
         sharded = together(ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs, decided))
@@ -181,9 +189,12 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     compiler = source.lowering.compiler()
     write_in_place(captured, graph)
     steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
-    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks)
-    assembler.build(inputs, one=steps)
     random = any(map(draws, graph.nodes))
+    if source.host is not None:
+        host_program(graph, source.host)
+        fired = (("tp_invariant", ALONG.format(source.host.own, source.tp, source.host.tp)), *fired)
+    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks, source.host)
+    assembler.build(inputs, one=steps)
     return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler)
 
 

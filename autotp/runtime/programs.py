@@ -17,6 +17,7 @@ from autotp import compat
 from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
+from autotp.comm.virtual import Host
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, bind, without_cache
 from autotp.ir.graph import SEEDS, Capture, SizeBounds
@@ -371,6 +372,7 @@ class Source:
         ready: captures that exist already.
         pipeline: the ranks of its stages, and sums over them; None where it is not cut.
         elsewhere: names of the parameters and buffers that other stages hold.
+        virtual: ranks that the plan is of, where each of the `tp` runs several of these; 0 where it runs one.
     """
 
     bare: nn.Module
@@ -388,6 +390,16 @@ class Source:
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
     pipeline: Any = None
     elsewhere: frozenset[str] = frozenset()
+    virtual: int = 0
+
+    @cached_property
+    def host(self) -> Host | None:
+        """The virtual ranks of this process; None where there are none."""
+        if not self.virtual:
+            return None
+        rank, group = (self.ranks.rank, self.ranks.group_name) if self.ranks is not None else (0, "")
+        own = self.virtual // self.tp
+        return Host(rank * own, own, self.virtual, group)
 
     @cached_property
     def key(self) -> str | None:
@@ -406,6 +418,8 @@ class Source:
 
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
+        if self.host is not None:
+            return {"tp": MeshPlace(self.host.first, self.host.tp, self.host.group)}
         if self.ranks is None:
             return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
         axes = {"tp": self.ranks, **self.ranks.beside}
@@ -427,7 +441,9 @@ def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[li
             inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
         elif node.users:
             name = shards.aliases.get(leaf.name, leaf.name)
-            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind.trained else None))
+            reads.append(
+                Read(node, name, shards.storages.get(name) if leaf.kind.trained else None, shards.tables.get(name))
+            )
     return inputs, reads, count
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.comm.virtual import values_of
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
 from autotp.runtime.interop import dtensor_operators, ownership
@@ -19,6 +20,7 @@ from autotp.runtime.interop import dtensor_operators, ownership
 from . import data_parallel
 from .part import part_of
 from .storage import Box, ShardState, Storage
+from .weight_reads import Slices
 
 
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
@@ -61,9 +63,7 @@ def _place_parameters(
         if first in shards.elsewhere:
             shards.parts[owner].register_parameter(leaf, None)
             continue
-        storage = shards.storages.setdefault(
-            first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
-        )
+        storage = shards.storages.setdefault(first, shards.storage(parameter.shape, placements.get(first, I)))
         # Tied parameters are cut once, so that they stay one tensor and train together.
         if id(parameter) not in parts:
             cut = _cut(shards, storage, parameter)
@@ -105,7 +105,7 @@ def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mappin
     first = shards.aliases[name]
     if not isinstance(placements.get(first), Shard):
         return whole if whole.is_meta else whole.to(shards.device, copy=True)
-    shards.tables[first] = Storage(tuple(whole.shape), placements[first], shards.tp)
+    shards.tables[first] = shards.storage(whole.shape, placements[first])
     return _cut(shards, shards.tables[first], whole)[0]
 
 
@@ -199,6 +199,34 @@ def full_gradients(shards: ShardState, live: bool) -> dict[str, Tensor]:
                 grads.append(p.grad if p.grad is not None else torch.zeros_like(p))
             out[name] = storage.full(grads) if live else _apart(storage.full(grads), grads)
     return out
+
+
+@torch.no_grad()
+def clip(shards: ShardState, max_norm: float) -> Tensor:
+    """Scale gradients to a norm of at most this; the norm before, of which each virtual rank adds up its slices.
+
+    Args:
+        shards: of the module; without virtual ranks torch's norm is taken.
+    """
+    host, parameters = shards.host, list(nn.Module.parameters(shards.root))
+    if host is None:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    squares = dict[bool, list[Any]]()
+    for name, storage in shards.storages.items():
+        grads = [p.grad for p in pieces(shards, name)]
+        if all(g is not None for g in grads):
+            values = values_of(Slices(storage, host).read([*map(compat.part_of, grads)]), host.own)
+            split = storage.layout.sharded_dim is not None
+            squares.setdefault(split, []).append([x.float().square().sum() for x in values])
+    total = torch.zeros((), device=shards.device)
+    for split, rows in squares.items():
+        own = [torch.stack(each).sum() for each in zip(*rows, strict=True)]
+        if split:
+            with shards.counter.together("clip_grad_norm_"):
+                own = host.exchange("all_reduce", own, "sum")
+        total = total + own[0]
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.sqrt())
+    return total.sqrt()
 
 
 def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
+from autotp.comm.virtual import Host
 from autotp.compat import like_dtensor, local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard, chunk
@@ -72,18 +73,23 @@ class Box:
 
 @dataclass(frozen=True)
 class Storage:
-    """The pieces of one parameter of this shape under this layout on `tp` ranks."""
+    """The pieces of one parameter of this shape under this layout on `tp` ranks.
+
+    Attributes:
+        virtual: ranks that the layout is of, where each of the `tp` has the parts of several of these.
+    """
 
     shape: tuple[int, ...]
     layout: Layout
     tp: int
+    virtual: int = 0
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The tensors that hold it: one whole piece where it is not split, and for a bias of uneven heads."""
         whole = (Piece(0, 0, self.shape, None),)
         d, (segments, times) = self.layout.sharded_dim, self._run
-        if d is None or not segments:
+        if d is None or not segments or not self._aligned:
             return whole
         out, at = [], 0
         for s in segments:
@@ -98,6 +104,20 @@ class Storage:
         # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
         matrices = [x for x in out if len(x.shape) > 1]
         return whole if len(self.shape) == 1 and matrices else tuple(out)
+
+    @property
+    def _aligned(self) -> bool:
+        """Return whether the parts of the virtual ranks of each rank are what DTensor gives that rank."""
+        if not self.virtual or (partition := self.layout.stored) is None:
+            return True
+        own = self.virtual // self.tp
+        for s in partition.segments:
+            for v in range(self.virtual):
+                count: Any = s.count
+                start, here = chunk(count, v // own, self.tp)
+                if start + chunk(here, v % own, own)[0] != chunk(count, v, self.virtual)[0]:
+                    return False
+        return True
 
     @property
     def _run(self) -> tuple[tuple[Segment, ...], int]:
@@ -382,6 +402,7 @@ class ShardState:
         elsewhere: names of the parameters and buffers that other stages of a pipeline hold alone.
         counter: of the module's calls, counts writes to the weights.
         staged: whether this is the part of one rank of a pipeline.
+        host: of virtual ranks, those of this process; None where a rank is a process.
     """
 
     bare: nn.Module
@@ -398,6 +419,11 @@ class ShardState:
     elsewhere: frozenset[str] = frozenset()
     counter: Any = None
     staged: bool = False
+    host: Host | None = None
+
+    def storage(self, shape: Sequence[int], layout: Layout) -> Storage:
+        """Return how a tensor of this shape is held under a layout."""
+        return Storage(tuple(shape), layout, self.tp, self.host.tp if self.host is not None else 0)
 
     @property
     def device(self) -> torch.device:
@@ -424,7 +450,7 @@ class ShardState:
         if (storage := self.storages.get(first) or self.tables.get(first)) is not None:
             return storage
         owner, _, leaf = first.rpartition(".")
-        return Storage(tuple(getattr(self.parts[owner], leaf).shape), I, self.tp)
+        return self.storage(getattr(self.parts[owner], leaf).shape, I)
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, bool]]:
         """Iterate over the parameters that the parts have now, and whether each is whole on every tp rank."""

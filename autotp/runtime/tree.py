@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.comm.ranks import Ranks
+from autotp.comm.virtual import Host
 from autotp.ir.graph import copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
@@ -24,7 +25,7 @@ from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 from .module_hooks import Boundary
 from .part import Part, standing_for
 from .storage import Storage
-from .weight_reads import Place, Read, places, reader
+from .weight_reads import Place, Read, Slices, places, reader
 
 CALL = nn.Module.__call__  # a part's own asks first whether a program calls it
 
@@ -96,9 +97,10 @@ class Assembler:
     def __init__(
         self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
         constants: Mapping[str, Tensor], compiler: Compiler | None = None, ranks: Ranks | None = None,
+        host: Host | None = None,
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
-        self.ranks = ranks
+        self.ranks, self.host = ranks, host
         self.own = {r.node for r in reads}
         self.whole = scopes(graph)
         self.calls = 0
@@ -201,10 +203,11 @@ class Assembler:
                 module, first = self.parts[read.owner], len(parameters)
                 parameters += places(read.storage, module, read.name, self.ranks)
                 locals_.append((read.storage, slice(first, len(parameters))))
-        buffers = [self._buffer(r.name) for r in reads if r.storage is None]
-        whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
+        buffers = [self._buffer(r) for r in reads if r.storage is None]
+        whole = self.host is None and all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
 
         read_all = reader(parameters)
+        slices = [(self._slices(storage), at) for storage, at in locals_]
 
         def fetch() -> Sequence[Tensor]:
             if buffers:
@@ -212,17 +215,25 @@ class Assembler:
             local = read_all()
             if whole:
                 return local
-            return [storage.mine(local[at], self.ranks) for storage, at in locals_]
+            return [read(local[at]) for read, at in slices]
 
         fetch.__name__ = "parameters"
         return fetch
 
-    def _buffer(self, name: str) -> Callable[[], Tensor]:
+    def _slices(self, storage: Storage) -> Callable[[Sequence[Tensor]], Any]:
+        """Return what makes of the pieces of a parameter what the program takes."""
+        return partial(storage.mine, ranks=self.ranks) if self.host is None else Slices(storage, self.host).read
+
+    def _buffer(self, buffer: Read) -> Callable[[], Any]:
+        name, table = buffer.name, buffer.table
         if name in self.constants:
             constant = self.constants[name]
             return lambda: constant
         owner, _, leaf = name.rpartition(".")
         module = self.parts[owner]
+        if table is not None and self.host is not None:
+            slices = self._slices(table)
+            return lambda: slices([compat.part_of(getattr(module, leaf))])
         if isinstance(getattr(module, leaf), DTensor):
             return lambda: compat.local_of(getattr(module, leaf))
 
@@ -283,7 +294,9 @@ class Assembler:
         program = (self.key, self.calls)
         part._programs[program] = self._function(scope, takes, gives)
         # What hooks on the part are shown: how each value that flows in or out lies over the ranks.
-        part._boundaries[program] = Boundary(path, flows(takes, self.own), flows(gives, self.own), self.ranks)
+        part._boundaries[program] = Boundary(
+            path, flows(takes, self.own), flows(gives, self.own), self.ranks, self.host
+        )
         standing: list[nn.Module] = [part]
 
         def call(*args: Any) -> Any:

@@ -13,10 +13,14 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autotp.comm.conversions import on_hosts
 from autotp.comm.ranks import Ranks
+from autotp.comm.virtual import Host, Virtual
 from autotp.compat import local_of
 from autotp.errors import StateError
+from autotp.ir.layouts import chunk
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
+from autotp.ir.specs import INVARIANT, ShardSpec
 
 from .revision import Revision
 from .storage import Storage, unwrap
@@ -25,6 +29,7 @@ MADE = (
     "{name} is no parameter any more: a hook, pruning or a parametrization makes it before its layer's forward, and "
     "programs read weights before that. Put it into the original model, and compile that."
 )
+ALIGNED = 64  # bytes that the address of a tensor of its own is a multiple of
 SHAPE, LOCAL, TRAINED = attrgetter("shape"), attrgetter("_local_tensor"), attrgetter("requires_grad")
 
 
@@ -38,6 +43,7 @@ class Read:
     node: fx.Node
     name: str
     storage: Storage | None  # None for a buffer or constant
+    table: Storage | None = None  # of a buffer that is split
 
     @property
     def owner(self) -> str:
@@ -138,6 +144,38 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
         return local if plain else unwrap(tensors)
 
     return read
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A parameter as the virtual ranks of a process have it: each its slice, laid out in memory as a rank's own.
+
+    Attributes:
+        storage: how it is held. host: the process.
+    """
+
+    storage: Storage
+    host: Host
+
+    def read(self, pieces: Sequence[Tensor]) -> Any:
+        """Return one tensor where it is whole, else a `Virtual`, differentiable.
+
+        Args:
+            pieces: what this process holds of it.
+        """
+        storage, host = self.storage, self.host
+        if storage.layout.sharded_dim is None:
+            return pieces[0]
+        spec: Any = storage.layout.to_runtime()
+        whole = pieces[0] if storage.held_whole else storage.local(pieces)
+        if not storage.held_whole:  # of what is here they have a part each
+            place, hosts = host.first // host.own, host.tp // host.own
+            here = tuple((chunk(count, place, hosts)[1], unit) for count, unit in spec.segments)
+            spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.own, host.own)
+        slices: list[Tensor] = []
+        for x in on_hosts([whole] * host.own, INVARIANT, spec, host):
+            slices.append(x if x.data_ptr() % ALIGNED == 0 else x.clone())  # kernels may go by it
+        return Virtual(slices) if host.own > 1 else slices[0]
 
 
 def _fits(tensor: Tensor, place: Place) -> bool:

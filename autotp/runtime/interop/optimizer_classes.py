@@ -38,6 +38,9 @@ BY_PARAMETER = (
     "Adafactor", "Muon", "AdaShift", "AdaTAM", "Amos", "Conda", "FlashAdamW", "Fromage", "LARS", "SCION", "SCIONLight",
     "SGDSaI", "TAM",
 )  # fmt: skip
+BY_ELEMENT = (  # of torch
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
 FREE = ("lr", "weight_decay", "warmup_steps", "maximize")  # options that change no step's kind, whatever they are
 
 
@@ -64,6 +67,22 @@ def refuse_unknown(optimizer: Optimizer, shards: ShardState) -> None:
         "One that updates each element by itself, or computes with DTensors throughout and keeps no plain tensors, is "
         f"right too: say so by optimizer.{TOLD} = True, or in its class."
     )
+
+
+def refuse_sums(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that may sum over elements, whose bits then depend on who holds them.
+
+    Raises:
+        StateError: it names those that do not.
+    """
+    name = type(optimizer).__name__
+    by_element = type(optimizer).__module__.partition(".")[0] == "torch" and name in BY_ELEMENT
+    if not by_element and not getattr(optimizer, TOLD, False):
+        raise StateError(
+            f"{name} is not among the optimizers that update each element by itself, as tp_invariant asks for: "
+            f"{', '.join(BY_ELEMENT)} of torch.optim. Nothing was changed. One that does says so by "
+            f"optimizer.{TOLD} = True."
+        )
 
 
 def refuse_states(optimizer: Optimizer, shards: ShardState) -> None:

@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 
 from autotp import compat
 from autotp.comm.ranks import together
-from autotp.errors import CaptureError, InputError
+from autotp.errors import CaptureError, InputError, StateError
 from autotp.inputs import Inputs, normalise
 from autotp.ir.graph import CONSTANT, SEEDS, Leaf, copy_node
 from autotp.ir.op import aten
@@ -62,6 +62,8 @@ class Reader(fx.Tracer):
 def program(module: Any, example_inputs: Any, training: bool, group: str) -> ExportedProgram | fx.GraphModule:
     """Write a sharded module's program of this rank; see `ShardedModule.program`. A collective call."""
     ranks = module._source.ranks
+    if module._source.virtual:
+        raise StateError("program() is of one rank, and with tp_invariant a process runs several. Compile without it.")
     with module._calls.together("program"):
         call = together(ranks, "reading the inputs", lambda: _call_of(module, example_inputs, training, group))
         with torch.set_grad_enabled(training):

@@ -51,6 +51,10 @@ CLIPPING = (
     "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a norm of "
     "its own. pipe.clip_grad_norm_(max_norm) is over all stages."
 )
+NORMS = (
+    "torch.nn.utils.clip_grad_norm_ adds up norms in an order that depends on the number of ranks, and tp_invariant "
+    "asks for the same bits at any. module.clip_grad_norm_(max_norm) adds them up along the tree."
+)
 DRAWING = (
     "numbers are drawn into a weight of one rank's stages alone: each stage would draw the same ones for its own. "
     "pipe.module.apply(fn) draws as on the whole model, or initialise the model before autotp.stages."
@@ -101,7 +105,13 @@ def refuse_transforms(values: Sequence[Any]) -> None:
 
 
 _of_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_of_virtual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _drawing: list[bool] = []  # draws under way for all stages together
+
+
+def know_virtual(module: nn.Module) -> None:
+    """From now on torch's `clip_grad_norm_` is refused for this module, whose ranks run several virtual ones."""
+    _of_virtual.add(module)
 
 
 def know_stages(module: nn.Module) -> None:
@@ -139,7 +149,9 @@ def refuse_clipping(norms: Sequence[Any]) -> None:
     Args:
         norms: tensors that are about to be stacked.
     """
-    if _of_stages and not stepping() and all(ours(norm) and not norm.ndim for norm in norms):
-        parameters = [p for module in _of_stages for p in nn.Module.parameters(module)]
+    if stepping() or not all(ours(norm) and not norm.ndim for norm in norms):
+        return
+    for modules, text in ((_of_stages, CLIPPING), (_of_virtual, NORMS)):
+        parameters = [p for module in modules for p in nn.Module.parameters(module)]
         if any(isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh for p in parameters):
-            raise StateError(CLIPPING)
+            raise StateError(text)

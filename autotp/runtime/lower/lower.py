@@ -59,7 +59,8 @@ class Lowering:
             names = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
             raise InputError(f"backend={backend!r} is not known to torch.compile; choose {names}, or pass a function.")
         reduces = read_reduce_dtype(keywords.get("reduce_dtype"))
-        return cls(backend, options, read_switches(keywords.get("optimise")), reduces=reduces)
+        switches = keywords.get("optimise") if keywords.get("tp_invariant") is None else False
+        return cls(backend, options, read_switches(switches), reduces=reduces)
 
     def compiler(self) -> Compiler | None:
         """Make what compiles one program; None where it runs as it is."""

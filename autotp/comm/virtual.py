@@ -1,0 +1,217 @@
+"""Virtual ranks: a process runs the programs of several ranks in step, and sums over all are taken along one tree.
+
+A value that is the same on all virtual ranks of a process (an invariant one, and a replicated one without gradient) is
+one tensor, and what is computed of such values alone is computed once. Any other is a `Virtual`. So a sum over ranks
+adds the same numbers in the same order however many processes there are: a process sums the largest whole subtrees that
+it has and sends these, and every process adds what it gets along the rest of the tree.
+
+| primitive      | what is sent              | by                                    |
+| -------------- | ------------------------- | ------------------------------------- |
+| all_reduce     | sums of whole subtrees    | all-gather                            |
+| reduce_scatter | slices of these           | all-to-all                            |
+| all_gather     | what each virtual rank has | all-gather                           |
+| all_to_all     | what each virtual rank has | all-to-all                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.node import map_aggregate
+
+from . import collectives
+from .collectives import Primitive
+
+Subtree = tuple[int, int]  # the first of its leaves, and the one after its last
+SENT: dict[Primitive, Primitive] = {
+    "all_reduce": "all_gather",
+    "reduce_scatter": "all_to_all",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+}
+ADDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
+
+
+class Virtual:
+    """A value that virtual ranks of this process have each for itself, in their order."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+
+def values_of(x: Any, count: int) -> list[Any]:
+    """Return what each of `count` virtual ranks has of a value."""
+    return list(x.values) if isinstance(x, Virtual) else [x] * count
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+def middle(tree: Subtree) -> int:
+    """Return where a tree of more than one leaf parts: after as many leaves as the largest power of two below all."""
+    first, last = tree
+    return first + (1 << (last - first - 1).bit_length() - 1)
+
+
+def subtrees(first: int, last: int, tree: Subtree) -> list[Subtree]:
+    """Return the largest parts of a tree all of whose leaves are among those from `first` to before `last`."""
+    if last <= tree[0] or tree[1] <= first:
+        return []
+    if first <= tree[0] and tree[1] <= last:
+        return [tree]
+    at = middle(tree)
+    return subtrees(first, last, (tree[0], at)) + subtrees(first, last, (at, tree[1]))
+
+
+def total(parts: Mapping[Subtree, Tensor], tree: Subtree, reduction: str) -> Tensor:
+    """Add up along a tree.
+
+    Args:
+        parts: sums of subtrees that make it up. tree: the whole. reduction: "sum" or "max".
+    """
+    if tree in parts:
+        return parts[tree]
+    at = middle(tree)
+    return ADDS[reduction](total(parts, (tree[0], at), reduction), total(parts, (at, tree[1]), reduction))
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """A process and the virtual ranks that it runs.
+
+    Attributes:
+        first: of its virtual ranks, and `own` how many follow each other from there. tp: how many there are in all.
+        group: name of the process group of those that share them; nothing where there is one.
+    """
+
+    first: int
+    own: int
+    tp: int
+    group: str = ""
+
+    @property
+    def here(self) -> range:
+        """The virtual ranks that run here."""
+        return range(self.first, self.first + self.own)
+
+    @property
+    def subtrees(self) -> list[list[Subtree]]:
+        """The sums that each process sends."""
+        firsts = range(0, self.tp, self.own)
+        return [subtrees(first, first + self.own, (0, self.tp)) for first in firsts]
+
+    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
+        """Return what a primitive gives each virtual rank here, of what each has."""
+        y, kind, hosts = self.send(primitive, xs, reduction), SENT[primitive], self.tp // self.own
+        if hosts > 1:
+            y = collectives.real(kind, y, reduction, tp=hosts, group=self.group)
+        elif kind == "all_gather":
+            y = y.unsqueeze(0)
+        return self.receive(primitive, y, reduction)
+
+    def send(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> Tensor:
+        """Return what this process sends.
+
+        Args:
+            primitive: of the collective. xs: each virtual rank's operand. reduction: "sum" or "max".
+
+        Returns: [parts, ...] for a gather, [hosts, parts, own, ...] for an exchange.
+        """
+        parts = list(xs)
+        if primitive in ("all_reduce", "reduce_scatter"):
+            leaves = {(v, v + 1): x for v, x in zip(self.here, xs, strict=True)}
+            everyone = self.subtrees
+            parts = [total(leaves, tree, reduction) for tree in everyone[self.first // self.own]]
+            parts += [torch.zeros_like(parts[0])] * (max(map(len, everyone)) - len(parts))  # all send as many
+        stack = torch.stack(parts)
+        if SENT[primitive] == "all_gather":
+            return stack
+        return stack.unflatten(1, (-1, self.own)).movedim(1, 0).contiguous()
+
+    def receive(self, primitive: Primitive, y: Tensor, reduction: str) -> list[Tensor]:
+        """Return what each virtual rank here gets: of parts from every process, [hosts, parts, ...]."""
+        if primitive == "all_gather":
+            return [y.flatten(0, 1)] * self.own
+        if primitive == "all_to_all":
+            return [x.contiguous() for x in y.flatten(0, 1).unbind(1)]
+        sums = {tree: y[i, j] for i, trees in enumerate(self.subtrees) for j, tree in enumerate(trees)}
+        result = total(sums, (0, self.tp), reduction)
+        return [result] * self.own if primitive == "all_reduce" else list(result.unbind(0))
+
+
+@dataclass(frozen=True)
+class AllHosts:
+    """All processes at once, simulated in one.
+
+    Attributes:
+        tp, own: as of each `Host`.
+    """
+
+    tp: int
+    own: int = 1
+
+    @property
+    def here(self) -> range:
+        """All virtual ranks."""
+        return range(self.tp)
+
+    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
+        """Return what a primitive gives every virtual rank."""
+        hosts = [Host(first, self.own, self.tp) for first in range(0, self.tp, self.own)]
+        operands = [host.send(primitive, xs[host.first : host.first + self.own], reduction) for host in hosts]
+        results: list[Tensor] = []
+        for host, y in zip(hosts, collectives.simulated(SENT[primitive], operands), strict=True):
+            results += host.receive(primitive, y, reduction)
+        return results
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def each(
+    call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], host: Host, ranked: bool, draws: bool = False
+) -> Any:
+    """Run one operator for the virtual ranks of a process.
+
+    Args:
+        call: the operator; args, kwargs: what it takes, with a `Virtual` for what these have each for itself.
+        host: the process. ranked: the operator depends on the rank, which it is told with how many there are.
+        draws: it draws random numbers, for all the same.
+
+    Returns: one result where all have the same operands, else a `Virtual`.
+    """
+    if not ranked and not _differs(args, kwargs):
+        return call(*args, **kwargs)
+    state, results = torch.get_rng_state() if draws else None, []
+    for at, rank in enumerate(host.here):
+        if state is not None:  # the generators of all ranks are in the same state
+            torch.set_rng_state(state)
+        place = {"rank": rank, "tp": host.tp} if ranked else {}
+        results.append(call(*at_rank(args, at), **at_rank(dict(kwargs), at), **place))
+    return Virtual(results) if host.own > 1 else results[0]
+
+
+def at_rank(args: Any, at: int) -> Any:
+    """Return arguments as the virtual rank in this place of its process has them."""
+    return map_aggregate(args, lambda x: x.values[at] if isinstance(x, Virtual) else x)
+
+
+def _differs(args: Any, kwargs: Any) -> bool:
+    """Return whether virtual ranks have something each for itself among these arguments."""
+    todo = [*args, *kwargs.values()]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Virtual):
+            return True
+        if isinstance(x, list | tuple):
+            todo += x
+    return False

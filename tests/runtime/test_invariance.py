@@ -1,0 +1,213 @@
+"""Equal bits on any number of ranks: outputs, losses, gradients, trained weights and checkpoints, by `torch.equal`."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.comm.virtual import Host
+from autotp.errors import InputError, StateError
+from tests.helpers.compare import mesh_of
+from tests.helpers.models import redrawn, transformer
+
+IDS = torch.randint(1, 250, (2, 16), generator=torch.Generator().manual_seed(3))
+TOKENS = {"input_ids": IDS, "labels": IDS}
+IMAGES = {
+    "pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)),
+    "labels": IDS[0, :2] % 4,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Dropped(nn.Module):
+    """Dropout on slices of columns and on whole values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 67), nn.Linear(67, 32), nn.LayerNorm(32)
+        self.inner, self.outer = nn.Dropout(0.3), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.norm(x + self.down(self.inner(torch.relu(self.up(x))))))
+
+
+def call_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model in training, and what it is called with."""
+    torch.manual_seed(0)
+    if name == "dropout":
+        return Dropped(), {"x": torch.randn(4, 8, 32)}
+    if name == "kv2":
+        return transformer("llama-short", num_key_value_heads=2), TOKENS
+    if name == "lora":
+        peft = pytest.importorskip("peft")
+        warnings.filterwarnings(
+            "ignore", ".*is_gradient_checkpointing", FutureWarning
+        )  # read by peft (transformers 5.23)
+        options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        return redrawn(peft.get_peft_model(transformer("llama-short"), options)), TOKENS
+    return transformer(name), IMAGES if name.startswith("vit") else TOKENS
+
+
+def trained(group: Any, name: str, dtype: str, virtual: int, steps: int = 2, **options: Any) -> dict[str, Tensor]:
+    """Outputs, losses, first gradients, norms and weights of a few steps with clipping, each of two backwards."""
+    torch.set_num_threads(1)
+    model, inputs = call_of(name)
+    inputs = {k: v.to(DTYPES[dtype]) if v.is_floating_point() else v for k, v in inputs.items()}
+    mesh = mesh_of(group) if group is not None else None
+    module = autotp.compile(
+        model.to(DTYPES[dtype]), mesh=mesh, example_inputs=inputs, tp_invariant=virtual, check_capture=False, **options
+    ).train()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(5)
+    values: dict[str, Tensor] = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        for half in range(2):
+            outputs = module(**inputs)
+            out = outputs if isinstance(outputs, Tensor) else outputs.logits
+            loss = out.square().mean() if isinstance(outputs, Tensor) else outputs.loss
+            values |= {f"output {step} {half}": out.detach().clone(), f"loss {step} {half}": loss.detach().clone()}
+            loss.backward()
+        if step == 0:
+            values |= {f"gradient of {k}": v for k, v in module.full_grad_dict().items()}
+        values[f"norm {step}"] = module.clip_grad_norm_(0.5)
+        optimizer.step()
+    return values | module.full_state_dict()
+
+
+def compare(pool: Any, name: str, dtype: str, virtual: int, worlds: tuple[int, ...], **options: Any) -> None:
+    """Hold runs on so many ranks against that of one process."""
+    alone = trained(None, name, dtype, virtual, **options)
+    for world in worlds:
+        for values in pool.run(on_ranks, name, dtype, virtual, options, world=world):
+            assert values.keys() == alone.keys()
+            odd = [key for key in alone if not torch.equal(values[key], alone[key])]
+            assert not odd, (world, odd)
+
+
+def on_ranks(
+    rank: int, world: int, group: Any, name: str, dtype: str, virtual: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    return trained(group, name, dtype, virtual, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["kv2", "llama-uneven-short", "llama-tied-short"])
+def test_language_models_train_to_the_same_bits(pool, name: str, dtype: str):
+    compare(pool, name, dtype, 4, (4,) if dtype == "float32" else (2,))
+
+
+@pytest.mark.parametrize("name", ["t5-short", "vit-short", "gpt2-short", "dropout", "lora"])
+def test_other_models_train_to_the_same_bits(pool, name: str):
+    compare(pool, name, "float32", 4, (2,))
+
+
+def test_of_six_ranks_two_and_three_send_what_they_cannot_sum(pool):
+    compare(pool, "dropout", "float32", 6, (2, 3))
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_slices_of_the_sequence_are_a_choice_of_the_one_plan(pool, split: bool):
+    compare(pool, "llama-short", "float32", 4, (4,), sequence_parallel=split)
+
+
+def test_another_order_of_one_sum_shows(pool, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    send = Host.send
+    swap = [0, 2, 1, 3]
+    monkeypatch.setattr(Host, "send", lambda self, p, xs, r: send(self, p, [xs[i] for i in swap], r))
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(pool, "llama-short", "float32", 4, (4,), sequence_parallel=False)
+
+
+def saved(rank: int, world: int, group: Any, folder: str, steps: int, load: bool) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    model, inputs = call_of("dropout")
+    mesh = mesh_of(group) if group is not None else None
+    module = autotp.compile(model, mesh=mesh, example_inputs=inputs, tp_invariant=4, check_capture=False).eval()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    if load:
+        module.load_checkpoint(folder, optimizer=optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(**inputs).square().mean().backward()
+        module.clip_grad_norm_(1.0)
+        optimizer.step()
+    module.save_checkpoint(folder, optimizer=optimizer)
+    return module.full_state_dict()
+
+
+def test_a_run_goes_from_four_ranks_to_two_to_one_and_back(pool, tmp_path: Path):
+    whole = saved(0, 1, None, str(tmp_path / "whole"), 8, load=False)
+    folder = str(tmp_path / "moved")
+    pool.run(saved, folder, 2, False, world=4)
+    pool.run(saved, folder, 2, True, world=2)
+    saved(0, 1, None, folder, 2, load=True)
+    for values in pool.run(saved, folder, 2, True, world=4):
+        assert all(torch.equal(values[name], whole[name]) for name in whole)
+
+
+def test_hooks_see_whole_values_and_backward_hooks_are_refused():
+    model, inputs = call_of("llama-short")
+    module = autotp.compile(model, example_inputs=inputs, tp_invariant=4, check_capture=False)
+    shapes: dict[str, torch.Size] = {}
+    for name in ("gate_proj", "down_proj"):
+        layer = module.get_submodule(f"model.layers.0.mlp.{name}")
+        layer.register_forward_hook(lambda _, args, out, name=name: shapes.update({name: out.shape}))
+    module(**inputs)
+    assert shapes == {"gate_proj": (2, 16, 128), "down_proj": (2, 16, 64)}
+    module.model.layers[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(StateError, match="backward hooks on modules, with tp_invariant"):
+        module(**inputs)
+
+
+def torchs_norm(rank: int, world: int, group: Any) -> str:
+    model, inputs = call_of("llama-short")
+    module = autotp.compile(model, mesh=mesh_of(group), example_inputs=inputs, tp_invariant=4, check_capture=False)
+    module(**inputs).loss.backward()
+    with pytest.raises(StateError, match="module.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    return ""
+
+
+def test_torchs_own_norm_is_refused(pool):
+    pool.run(torchs_norm, world=2)
+
+
+def test_states_and_optimizers_that_sum_are_refused():
+    module = autotp.compile(Dropped(), example_inputs={"x": torch.randn(4, 8, 32)}, tp_invariant=4)
+    module(x=torch.randn(4, 8, 32)).sum().backward()
+    optimizer = torch.optim.Adafactor(module.parameters())
+    with pytest.raises(StateError, match="Adafactor is not among the optimizers that update each element by itself"):
+        optimizer.step()
+    model, inputs = call_of("llama-cache-short")
+    module = autotp.compile(model, example_inputs=inputs, tp_invariant=4, check_capture=False).eval()
+    with pytest.raises(StateError, match="a call takes and gives no state, such as a cache"):
+        module.generate(IDS, max_new_tokens=2)
+    tokens = module.generate(IDS, max_new_tokens=4, use_cache=False, do_sample=False)
+    wide = autotp.compile(model.double(), example_inputs=inputs, tp_invariant=2, check_capture=False).eval()
+    assert torch.equal(tokens, wide.generate(IDS, max_new_tokens=4, use_cache=False, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tp": 3}, r"tp=3 does not divide tp_invariant=4: take tp from \[1, 2, 4\]"),
+        ({"tp_invariant": True}, "tp_invariant=True: give the largest number of ranks"),
+        ({"dp": 2}, "dp=2 with tp_invariant: sums over dp"),
+        ({"backend": "inductor"}, "backend='inductor' with tp_invariant: kernels that a compiler writes"),
+        ({"precision": "float8"}, "precision='float8' with tp_invariant: scales of float8"),
+        ({"optimise": {"overlap": True}}, "rewrites of a rank's program"),
+        ({"outputs": "sharded"}, "outputs='sharded' with tp_invariant"),
+        ({"compare": "first"}, "autotp.verify"),
+        ({"tp": "auto"}, "tp='auto' with tp_invariant: the degree is picked"),
+    ],
+)
+def test_what_has_other_bits_is_refused_by_name(options: dict[str, Any], text: str):
+    model, inputs = call_of("llama-short")
+    with pytest.raises(InputError, match=text):
+        autotp.compile(model, **{"example_inputs": inputs, "tp_invariant": 4, **options})
