@@ -19,7 +19,7 @@ from autotp.ir.graph import short_name
 from autotp.ir.marks import inherit, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace
-from autotp.passes.optimise import expressions, kernel_patterns, kernels
+from autotp.passes.optimise import expressions, kernels
 from autotp.passes.optimise.judged import Rewrite
 from autotp.passes.optimise.optimisation import RankProgram, Setting
 from tests.helpers.compare import difference, gradients_differ, mesh_of
@@ -237,16 +237,16 @@ ROWS = layouts.Partition.plain(8, 2)
 )
 def test_only_whole_rows_that_may_be_read(layout, dtype, found):
     graph, node = expression(layout, dtype)
-    rewrite = kernel_patterns.norm(node)
+    rewrite = kernels.norm(node)
     assert (rewrite is not None and rewrite.put(*rewrite.arguments) is not None) == found
     graph.lint()
 
 
 def test_rows_that_no_program_holds_stay():
     _, node = expression(layouts.R)
-    assert kernel_patterns.norm(node) is not None
-    with patch.object(kernel_patterns, "MAX_COLUMNS", 7):
-        assert kernel_patterns.norm(node) is None
+    assert kernels.norm(node) is not None
+    with patch.object(kernels, "MAX_COLUMNS", 7):
+        assert kernels.norm(node) is None
 
 
 def test_products_in_either_order():
@@ -268,7 +268,7 @@ def test_products_in_either_order():
 
 def written_wrong(node: fx.Node) -> Rewrite | None:
     """The pattern of norms with another eps."""
-    rewrite = kernel_patterns.norm(node)
+    rewrite = kernels.norm(node)
     if rewrite is None:
         return None
     target, args, *rest = rewrite.arguments
