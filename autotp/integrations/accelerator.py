@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from autotp.comm.lockstep import meet, meet_everywhere
+from autotp.comm.lockstep import meet_everywhere
 from autotp.compat import tree_leaves
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
@@ -31,10 +31,10 @@ DP = (
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """Number of ranks that share a batch, those of tp, of cp and of all stages, and the degree of data parallelism.
+    """Number of ranks that share a batch, those of tp and of cp, and the degree of data parallelism.
 
     Raises:
-        InputError: it is no sharded module, one that is not sharded before its first call, or one of stages with dp.
+        InputError: it is no sharded module, one that is not sharded before its first call, or one in stages.
     """
     if not isinstance(model, ShardedModule):
         raise InputError(
@@ -42,12 +42,12 @@ def sizes_of(model: Any) -> tuple[int, int]:
             "not inside another module. One without autotp goes to the library's own class."
         )
     shards, pipeline = model._shards, model._source.pipeline
-    if pipeline is not None and shards.axis.dp > 1:
+    if pipeline is not None:
         raise InputError(
-            "accelerate and transformers' Trainer count ranks that share a batch one after another, and those of a "
-            "pipeline's stages have those of dp between them. Leave out dp, or write the loop yourself with pipe.step."
+            "The module is in stages: accelerate and transformers' Trainer call a module and its backward, in which no "
+            "stages overlap, and clip by one rank's norm. Write the loop yourself with pipe.step and pipe.clip_grad_norm_."
         )
-    return shards.tp * shards.axis.cp * (pipeline.grid.size if pipeline is not None else 1), shards.axis.dp
+    return shards.tp * shards.axis.cp, shards.axis.dp
 
 
 def each_once(values: Any, tp: int, dp: int) -> Any:
@@ -106,20 +106,6 @@ class GroupAccelerator(Accelerator):
         prepared: Any = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
         return prepared
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip as accelerate does; of a module in stages the norm is over all of them, and `parameters` are its own.
-
-        Args:
-            parameters, max_norm, norm_type: see `accelerate.Accelerator.clip_grad_norm_`.
-        """
-        for model in self._models:
-            pipeline = model._source.pipeline if isinstance(model, ShardedModule) else None
-            if pipeline is not None:
-                self.unscale_gradients()
-                meet(pipeline.grid.world.channel, f"clip_grad_norm_ of accelerate to {max_norm}")
-                return model._sums.clip(max_norm, norm_type)
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     # ---- what is gathered ------------------------------------------------------------------------------------------
 
@@ -251,11 +237,9 @@ class Parallelism(ParallelismConfig):
         place = own = (0, 0)
         if ranks is not None:
             place = divmod(dist.get_rank(), tp)
-            axes, pipeline = ranks.beside, model._source.pipeline
-            stage = pipeline.grid.rank if pipeline is not None else 0
-            # Ranks that share a batch: of all stages those of cp, and of these those of tp.
-            shared = stage * model._shards.axis.cp + (axes["cp"].rank if "cp" in axes else 0)
-            own = (axes["dp"].rank if "dp" in axes else 0, shared * ranks.tp + ranks.rank)
+            axes = ranks.beside
+            shared = (axes["cp"].rank if "cp" in axes else 0) * ranks.tp + ranks.rank
+            own = (axes["dp"].rank if "dp" in axes else 0, shared)
         if world != tp * dp or place != own:
             raise InputError(
                 f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "
