@@ -45,7 +45,7 @@ def sizes_of(model: Any) -> tuple[int, int]:
     if pipeline is not None:
         raise InputError(
             "The module is in stages: accelerate and transformers' Trainer call a module and its backward, in which no "
-            "stages overlap, and clip by one rank's norm. Write the loop yourself with pipe.step and pipe.clip_grad_norm_."
+            "stages overlap, and clip by one rank's norm. Write the loop with pipe.step and pipe.clip_grad_norm_."
         )
     return shards.tp * shards.axis.cp, shards.axis.dp
 
