@@ -17,7 +17,7 @@ from autotp.ir.specs import Runs
 from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
 from autotp.passes.decompose.loss_sums import DecomposeLosses
-from autotp.passes.optimise import vocabulary
+from autotp.passes.optimise import kernels as vocabulary
 from autotp.rules.lookup import vocabulary_embedding
 from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
