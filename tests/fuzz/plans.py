@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from autotp.ir.program import Solution
 from autotp.passes.shard import decide
 
 
-def any_solution(problem: Problem, seed: int, band: float | None = None) -> Solution:
+def any_solution(problem: Problem, seed: int, band: float | None = None, seconds: float = math.inf) -> Solution:
     """One of the legal solutions: the cheapest by prices that are drawn, whatever it sends (no `band`)."""
     draw, drawn = random.Random(seed), dict[Any, float]()
 
@@ -30,7 +31,7 @@ def any_solution(problem: Problem, seed: int, band: float | None = None) -> Solu
         return drawn.setdefault(asked, draw.random() * 2e-4)
 
     items: list[Item] = [replace(item, choices=[*map(free, item.choices)]) for item in problem.items]
-    return solve(replace(problem, items=items, convert=price))
+    return solve(replace(problem, items=items, convert=price), seconds=seconds)
 
 
 @contextmanager
