@@ -96,6 +96,7 @@ class DegreeOptions:
         tp: Ranks that share the model, or auto. Default: auto; verify: 2.
         mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
         cp: Ranks that deal out each sequence, beside tp.
+        pp: Pipeline stages (verify alone; plan --devices chooses them).
         fully_shard: Split weights over dp or cp too.
         within_node: Refuse a degree that leaves the node.
     """
@@ -103,11 +104,12 @@ class DegreeOptions:
     tp: str | None = None
     mesh: str | None = None
     cp: int | None = None
+    pp: int = 1
     fully_shard: bool = False
     within_node: bool = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
-        """`tp`, `within_node`, and where they are asked for `dp`, `cp` and `fully_shard`."""
+        """`tp`, `within_node`, and where they are asked for `dp`, `cp`, `pp` and `fully_shard`."""
         alone = {"tp": read_degree(self.tp) if self.tp is not None else None, "cp": self.cp}
         degrees = {name: n for name, n in alone.items() if n is not None}
         mesh = read_mesh(self.mesh) if self.mesh is not None else {}
@@ -118,7 +120,8 @@ class DegreeOptions:
                 )
         axes = {name: n for name, n in {"dp": 1, "cp": 1, **mesh, **degrees}.items() if name == "tp" or n != 1}
         split = {"fully_shard": True} if self.fully_shard else {}
-        return {"tp": default, "within_node": self.within_node, **axes, **split}
+        stages = {"pp": self.pp} if self.pp != 1 else {}
+        return {"tp": default, "within_node": self.within_node, **axes, **split, **stages}
 
 
 def read_degree(text: str) -> int | str:

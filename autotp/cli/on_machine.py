@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import copy_context
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,17 +53,18 @@ def verify(
             "verify proves values, of which splitting weights over dp or cp changes none: leave out --fully-shard."
         )
     if plan is not None:
-        if degree != DegreeOptions() or steering != SteeringOptions():
+        if replace(degree, pp=1) != DegreeOptions() or steering != SteeringOptions():
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
         loaded_plan = read_plan(plan)
-        arguments = {"tp": loaded_plan.tp, "plan": loaded_plan}
+        arguments = {"tp": loaded_plan.tp, "plan": loaded_plan, "pp": degree.pp}
     source = loaded(model, sizes, steering, screen, real=True)
     if remark := _too_large(source):
         screen.say(remark, style="yellow")
     with screen.working(f"proving {type(source.model).__name__}"):
         if arguments["tp"] == "auto":
+            arguments.pop("pp", None)
             result = autotp.plan(source.model, example_inputs=source.inputs, **arguments)
-            arguments = {"tp": result.tp, "plan": result}
+            arguments = {"tp": result.tp, "plan": result, "pp": degree.pp}
         report = autotp.verify(
             source.model, example_inputs=source.inputs, generate=generate, certify=certify, **arguments
         )

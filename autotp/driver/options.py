@@ -148,6 +148,11 @@ def refuse_unknown(function: str, keywords: Mapping[str, Any], kind: type) -> No
     Args:
         function: its name. keywords: that it was given. kind: the TypedDict of those that it takes.
     """
+    if "pp" in keywords:
+        raise InputError(
+            f"{function}() takes no pp: a plan is of all stages, and autotp.stages(model, pp, tp, plan=plan) cuts it; "
+            "autotp.plan(model, devices=N) chooses pp, and autotp.verify(model, tp, pp=) proves a cut."
+        )
     for name in keywords:
         if name not in kind.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

@@ -18,13 +18,11 @@ from autotp.comm.ranks import Ranks, check_degree, together
 from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import Capture, draws
+from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
-from autotp.ir.program import Decided, Planned, Sharded
+from autotp.ir.program import Decided, Sharded
 from autotp.passes.decompose.loss_sums import with_loss
-from autotp.passes.shard.planner import Builder
-from autotp.passes.stages.balance import Staging, stage_starts, units_of
-from autotp.passes.stages.cut import cut
+from autotp.passes.stages.balance import Staging
 from autotp.plans.plan import Plan
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
@@ -37,7 +35,7 @@ from autotp.text import counts
 from .compile import Compilation, applied, decided_for, further, plain
 from .options import Options, StageKeywords, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
 from .schedule import schedule
-from .staging import staging
+from .staging import check_draws, in_pieces, staging
 
 ORDERS = ("loop", "v")
 
@@ -146,9 +144,10 @@ def _division(
     captured: Capture, plan: Plan, compilation: Compilation, grid: Grid, limit: float | None
 ) -> tuple[Staging, Sharded]:
     """The best division of the model's blocks into stages, and the program of the ranks, cut so."""
-    planned, sharded, builder = _applied(captured, plan, compilation.options, compilation.request.outputs)
+    check_draws(captured)
+    planned, sharded, builder = applied(captured, plan, compilation.options, compilation.request.outputs)
     division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
-    return division, _pieces(planned, sharded, division, plan)
+    return division, in_pieces(planned, sharded, division, plan.model)
 
 
 def _cut(
@@ -161,8 +160,9 @@ def _cut(
         captured, states, outputs, decided, plan, options: see `applied`. division: of the blocks.
         absent: names of the parameters and buffers that the rank of each stage does not hold.
     """
-    planned, sharded, _ = _applied(captured, plan, options, outputs, states, decided)
-    sharded = _pieces(planned, sharded, division, plan)
+    check_draws(captured)
+    planned, sharded, _ = applied(captured, plan, options, outputs, states, decided)
+    sharded = in_pieces(planned, sharded, division, plan.model)
     for stage, (piece, names) in enumerate(zip(sharded.pieces, absent, strict=True)):
         if missing := piece.names & names:
             raise PlanError(
@@ -170,28 +170,6 @@ def _cut(
                 "example of such a call."
             )
     return sharded
-
-
-def _applied(captured: Capture, plan: Plan, *more: Any) -> tuple[Planned, Sharded, Builder]:
-    """Return what `applied` gives, of a program whose random numbers do not depend on where it runs."""
-    odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
-    if odd is not None:
-        raise PlanError(
-            f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
-            "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
-        )
-    return applied(captured, plan, *more)
-
-
-def _pieces(planned: Planned, sharded: Sharded, division: Staging, plan: Plan) -> Sharded:
-    """A program with one piece for each stage."""
-    units = units_of(planned, sharded)
-    if tuple(u.name for u in units) != division.units:
-        raise InputError(
-            f"this call runs other blocks than {division.units[0]} to {division.units[-1]}, between which {plan.model} "
-            "was cut into stages. Call the whole model, or compile it with tensor parallelism alone."
-        )
-    return replace(sharded, pieces=tuple(cut(planned, sharded, stage_starts(units, division.division.sizes))))
 
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autotp.cost.units import Unit, UnitCost, UnitCosts
 from autotp.errors import InputError, PlanError
+from autotp.ir.graph import Capture, draws
 from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.planner import Builder
-from autotp.passes.stages.balance import Staging, Weight, divide, units_of
+from autotp.passes.stages.balance import Staging, Weight, divide, stage_starts, units_of
+from autotp.passes.stages.cut import cut, joined
 from autotp.text import amount
 
 
@@ -62,6 +65,49 @@ def staging(
             "its fullest rank. Use more stages, a larger tp, or smaller micro-batches."
         )
     return Staging(tuple(u.name for u in units), tuple(weights), division)
+
+
+def check_draws(captured: Capture) -> None:
+    """Refuse a program whose random numbers would depend on where it runs."""
+    odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
+    if odd is not None:
+        raise PlanError(
+            f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
+            "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
+        )
+
+
+def in_pieces(planned: Planned, sharded: Sharded, division: Staging, name: str) -> Sharded:
+    """A program with one piece for each stage.
+
+    Args:
+        planned: the decisions; `sharded`: the program of one rank. division: of its blocks. name: of the model.
+
+    Raises:
+        InputError: it has other blocks.
+    """
+    units = units_of(planned, sharded)
+    if tuple(u.name for u in units) != division.units:
+        raise InputError(
+            f"this call runs other blocks than {division.units[0]} to {division.units[-1]}, between which {name} was "
+            "cut into stages. Call the whole model, or compile it with tensor parallelism alone."
+        )
+    return replace(sharded, pieces=tuple(cut(planned, sharded, stage_starts(units, division.division.sizes))))
+
+
+def one_after_another(planned: Planned, sharded: Sharded, builder: Builder, name: str, pp: int) -> Sharded:
+    """The program of `pp` stages in one, for proofs.
+
+    Args:
+        planned, sharded, builder, name: see `staging`. pp: number of stages.
+    """
+    if isinstance(pp, bool) or not isinstance(pp, int) or pp < 1:
+        raise InputError(f"pp={pp!r}: it counts stages, so it is an int of at least 1.")
+    if pp == 1:
+        return sharded
+    check_draws(planned.program)
+    division = staging(planned, sharded, builder, name, pp, 1, None)
+    return joined(sharded, in_pieces(planned, sharded, division, name).pieces)
 
 
 def weigh(units: Sequence[UnitCost], tied: Sequence[tuple[float, tuple[int, ...]]]) -> list[Weight]:

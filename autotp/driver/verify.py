@@ -28,7 +28,7 @@ from autotp.proof.equality import compare
 from autotp.proof.report import Certificate, Difference, Report
 from autotp.proof.run import Values
 
-from .compile import apply_plan, capture_model, plain, solve_plan
+from .compile import applied, capture_model, plain, solve_plan
 from .decoding import check_count, decoded
 from .options import (
     Options,
@@ -42,6 +42,7 @@ from .options import (
     required_inputs,
     with_keywords,
 )
+from .staging import one_after_another
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
@@ -57,6 +58,7 @@ def verify(
     generate: int | None = None,
     certify: bool = False,
     precision: Any = None,
+    pp: int = 1,
     **keywords: Unpack[VerifyKeywords],
 ) -> Report:
     """Run the plan on simulated ranks in this process and compare every value and gradient with the original.
@@ -79,6 +81,7 @@ def verify(
             (`Report.certificate`).
         dp, cp: ranks of axes beside tp, simulated too, to which examples and sequences are dealt; results and gradients
             are compared, and not the values inside.
+        pp: cut the program into so many stages, as `autotp.stages` does, and run these one after another.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
         tp_invariant: in place of `tp`: compare every number of processes that divides it with the others, to the bit.
 
@@ -98,12 +101,12 @@ def verify(
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
     if invariant is not None:
-        if generate is not None or certify or axes.size > 1:
-            raise InputError("tp_invariant compares calls over tp alone: leave out generate=, certify=, dp= and cp=.")
+        if generate is not None or certify or axes.size > 1 or pp > 1:
+            raise InputError("tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=.")
         return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:
         check_count(model, generate, request.carried, axes)
-    report, options = prove_call(model, inputs, degree, plan, keywords, request, certify, axes)
+    report, options = prove_call(model, inputs, degree, plan, keywords, request, certify, axes, pp=pp)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))
@@ -119,6 +122,7 @@ def prove_call(
     certify: bool = False,
     axes: Axes = ALONE,
     bits: bool = False,
+    pp: int = 1,
 ) -> tuple[Report, Options]:
     """Prove one call of a model on simulated ranks: every value and every gradient, over axes beside tp results alone.
 
@@ -126,6 +130,7 @@ def prove_call(
         inputs: of the whole batch. plan: prove this one; None makes one. keywords: those that steer that.
         certify: also ask spmd_types.
         axes: beside tp. bits: compare numbers of processes with each other, in place of the original.
+        pp: number of stages.
 
     Returns: the report, with the plan, and what that was made for.
     """
@@ -145,7 +150,7 @@ def prove_call(
             f"prove the recipe {precision.recipe!r} with dp=1, or with cp."
         )
     options = Options.of_plan(plan) if plan else Options.read(tp, keywords, axes)
-    captured, beside, planned, sharded, plan = programs_on(model, inputs, options, request, plan)
+    captured, beside, planned, sharded, plan = programs_on(model, inputs, options, request, plan, pp)
     # Every rank beside tp draws for itself, and others than one device.
     if beside and any(draws(n) for n in captured.graph.nodes):
         raise InputError(
@@ -160,13 +165,13 @@ def prove_call(
 
 
 def programs_on(
-    model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest, plan: Plan | None = None
+    model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest, plan: Plan | None = None, pp: int = 1
 ) -> tuple[Capture, Sequence[Dealt], Planned, Sharded, Plan]:
     """Return the captured program, what axes beside tp deal out of it, and the program of a rank of these, planned.
 
     Args:
         model, inputs: of a call with all examples and whole sequences. options: with the axes. request: what captures
-            are to be. plan: by this one; None makes one.
+            are to be. plan: by this one; None makes one. pp: number of stages, one after another.
     """
     degrees = options.batch.degrees
     request = replace(request, random="torch") if degrees else request
@@ -179,11 +184,12 @@ def programs_on(
         for dealt in beside:
             notes += dealt.notes
         plan = solve_plan(program, notes, options, type(model).__name__)
-    return captured, beside, *apply_plan(program, plan, options), plan
+    planned, sharded, builder = applied(program, plan, options)
+    return captured, beside, planned, one_after_another(planned, sharded, builder, plan.model, pp), plan
 
 
 def certify(
-    model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None, precision: Any = None
+    model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None, precision: Any = None, pp: int = 1
 ) -> Certificate:
     """Have meta-pytorch's spmd_types check the program that a plan makes of a model, on meta tensors.
 
@@ -195,7 +201,7 @@ def certify(
     Args:
         model: with its weights, or on the meta device.
         plan: of this model.
-        example_inputs, carried, precision: as for `autotp.compile`.
+        example_inputs, carried, precision: as for `autotp.compile`. pp: as for `autotp.verify`.
 
     Returns:
         A `Certificate`, true where nothing is refused; it names the first operator that is.
@@ -209,4 +215,5 @@ def certify(
     inputs = required_inputs(model, example_inputs, "autotp.certify", axes)
     request = CaptureRequest.read(axes, carried=carried, precision=precision).within(options.tp, options.cluster)
     captured, _ = capture_model(model, inputs, torch.device("cpu"), check=False, request=request)
-    return certificate(*apply_plan(captured, plan, options), axes.degrees)
+    planned, sharded, builder = applied(captured, plan, options)
+    return certificate(planned, one_after_another(planned, sharded, builder, plan.model, pp), axes.degrees)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autotp.errors import PlanError
 from autotp.ir.graph import BUFFER, CONSTANT, INPUT, SEEDS, Capture, Leaf, copy_node, draws
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import inherit, mark, write
+from autotp.ir.op import expression
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import innermost, module_of, scope_path
 
@@ -41,6 +43,11 @@ class Wire:
     value: Tensor = field(compare=False)  # of tensors Python 3.13 asks whether they are equal, number by number
     layout: Layout
     graded: bool
+
+    @cached_property
+    def shape(self) -> tuple[Any, ...]:
+        """Its sizes in the program's symbols."""
+        return tuple(map(expression, self.value.shape))
 
 
 @dataclass
@@ -78,6 +85,37 @@ def cut(planned: Planned, sharded: Sharded, starts: Sequence[int]) -> list[Piece
         PlanError: a value flows between stages that cannot.
     """
     return _Cutter(planned, sharded, list(starts)).run()
+
+
+def joined(sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
+    """One program that runs the stages one after another, for proofs: what flows from one into the next is one value.
+
+    Args:
+        sharded: the program that was cut, for its inputs. pieces: of it, in order.
+    """
+    graph, leaves, results = fx.Graph(), dict[str, fx.Node](), dict[int, Any]()
+    out = replace(sharded, graph=graph, layouts={}, origin={}, ends={}, pieces=())
+
+    def copied(node: fx.Node, of: Sharded, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        new = copy_node(node, graph, env.__getitem__)
+        for mine, theirs in ((out.layouts, of.layouts), (out.origin, of.origin)):
+            mine |= {new: theirs[node]} if node in theirs else {}  # type: ignore[operator]
+        return new
+
+    for node in sharded.graph.find_nodes(op="placeholder"):
+        leaves[node.name] = copied(node, sharded, {})
+    flow: tuple[Any, ...] = ()
+    for piece in pieces:
+        nodes: Any = [*piece.sharded.graph.nodes]
+        heads = [*flow, *(leaves[leaf.node.name] for leaf in piece.capture.leaves[len(flow) :])]
+        env: dict[fx.Node, fx.Node] = dict(zip(nodes, heads, strict=False))
+        for node in nodes[len(heads) : -1]:
+            env[node] = copied(node, piece.sharded, env)
+        given = fx.map_arg(nodes[-1].args[0], env.__getitem__)
+        results.update(zip(piece.positions, given, strict=False))
+        flow = given[len(piece.positions) :]
+    graph.output(tuple(results[i] for i in sorted(results)))
+    return out
 
 
 class _Cutter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import compress
 from operator import not_
 from typing import Any
@@ -22,12 +22,13 @@ from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
-from autotp.ir.op import expression
 from autotp.ir.program import Sharded
 from autotp.ir.sizes import substitute
 from autotp.passes.stages.cut import Piece, Wire
 
 from .sums import Sums
+
+Sizes = tuple[tuple[Any, int], ...]  # symbols of a program with their sizes
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,22 @@ class Grid:
                 dist.broadcast(value, group=self.pipeline, group_src=self.last)
 
 
-def local_shape(value: Tensor, layout: Layout, sizes: Mapping[Any, int], rank: int, tp: int) -> tuple[int, ...]:
+@lru_cache(1024)  # in one call there are a few, of many values
+def local_shape(shape: tuple[Any, ...], layout: Layout, sizes: Sizes, rank: int, tp: int) -> tuple[int, ...]:
     """The shape of what a tp rank holds of a value of the program.
 
     Args:
-        value: its fake whole. layout: how it lies. sizes: of the program's symbols. rank, tp: this rank and how many.
+        shape: of the whole, in symbols. layout: how it lies. sizes: of the symbols. rank, tp: this rank and how many.
     """
 
     def number(size: Any) -> int:
-        return size if isinstance(size, int) else int(substitute(size, sizes))
+        return size if isinstance(size, int) else int(substitute(size, dict(sizes)))
 
-    shape = [number(expression(n)) for n in value.shape]
+    whole = [*map(number, shape)]
     if layout.mark != "S":
-        return tuple(shape)
+        return tuple(whole)
     spec: Any = layout.to_runtime(number)
-    return tuple(spec.take(torch.empty(shape, dtype=value.dtype, device="meta"), rank, tp).shape)
+    return tuple(spec.take(torch.empty(whole, device="meta"), rank, tp).shape)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Relay:
     def __call__(self, *inputs: Tensor) -> list[Any]:
         count = len(self.names)  # the seeds come behind
         tensors, seeds = dict(zip(self.names, inputs[:count], strict=True)), inputs[count:]
-        sizes = self.captured.sizes_of(inputs[:count])
+        sizes = self._sizes(inputs[:count])
         results: dict[int, Any] = {}
         grad, grid = torch.is_grad_enabled(), self.grid
         token = torch.zeros((), device=self.tp.device, requires_grad=grad)
@@ -137,42 +139,57 @@ class Relay:
         """The names of the tensors among the program's inputs."""
         return [x.node.name for x in self.captured.tensor_inputs]
 
+    @cached_property
+    def results(self) -> Any:
+        """The results of the program of one process: nodes and constants."""
+        return self.captured.graph.output_node().args[0]
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """Positions of the results that the last stage gives to all."""
+        return [i for i in self.sharded.pieces[-1].shared if isinstance(self.results[i], fx.Node)]
+
+    @cached_property
+    def absent(self) -> dict[int, Wire]:
+        """Results of other stages by position, but for what they write, as they would be sent."""
+        elsewhere = {*range(len(self.results))} - {i for s in self.stages.values() for i in s.piece.positions}
+        elsewhere -= self.captured.mutations.keys() - {*self.shared}
+        places = sorted(i for i in elsewhere if isinstance(self.results[i], fx.Node))
+        return {i: Wire("", whole, layout, False) for i in places for layout, whole in [self.sharded.result(i)]}
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> Sizes:
+        """The sizes of the program's symbols with these tensors."""
+        return tuple(self.captured.sizes_of(tensors).items())
+
     def examples(self, piece: Piece, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Examples of what flows into a stage and out of it, for the tensors of a call: on the meta device."""
-        sizes = self.captured.sizes_of(tensors)
+        sizes = self._sizes(tensors)
         inputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_in)
         outputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_out)
         # Of the last stage's outputs their number counts.
         return inputs, outputs or (torch.empty(1, device="meta"),) * len(piece.shared)
 
-    def _results(
-        self, own: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Mapping[Any, int]
-    ) -> list[Any]:
+    def _results(self, own: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
         """All results: of other stages' states the shapes alone, and nothing of what these write to buffers."""
-        nodes: Any = self.captured.graph.output_node().args[0]
-        shared = [i for i in self.sharded.pieces[-1].shared if isinstance(nodes[i], fx.Node)]
+        shared = self.shared
         out: list[Any] = []
-        for i, node in enumerate(nodes):
+        for i, node in enumerate(self.results):
             taker = self.captured.mutations.get(i)
             if i in own or not isinstance(node, fx.Node):
                 out.append(own.get(i, node))
             elif isinstance(taker, int) and i not in shared:
                 out.append(inputs[taker])
             else:
-                out.append(None if isinstance(taker, str) else self._absent(i, i in shared, sizes))
+                device = self.tp.device if i in shared else "meta"  # which takes no memory
+                out.append(None if isinstance(taker, str) else self._empty(self.absent[i], sizes, device))
         outputs = _Share.apply(self, token, *map(out.__getitem__, shared)) if shared else ()
         for i, value in zip(shared, outputs, strict=True):
             out[i] = value
         return out
 
-    def _absent(self, position: int, shared: bool, sizes: Mapping[Any, int]) -> Tensor:
-        """A tensor that a result of another stage comes into; of a state the shape alone, which takes no memory."""
-        layout, whole = self.sharded.result(position)
-        shape = local_shape(whole, layout, sizes, self.tp.rank, self.tp.tp)
-        return torch.empty(shape, dtype=whole.dtype, device=self.tp.device if shared else "meta")
-
-    def _empty(self, wire: Wire, sizes: Mapping[Any, int], device: Any = None) -> Tensor:
-        shape = local_shape(wire.value, wire.layout, sizes, self.tp.rank, self.tp.tp)
+    def _empty(self, wire: Wire, sizes: Sizes, device: Any = None) -> Tensor:
+        """A tensor that a value of another stage comes into."""
+        shape = local_shape(wire.shape, wire.layout, sizes, self.tp.rank, self.tp.tp)
         return torch.empty(shape, dtype=wire.value.dtype, device=device or self.tp.device)
 
 

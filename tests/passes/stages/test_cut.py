@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+import autotp
 from autotp.capture.request import CaptureRequest
+from autotp.driver import staging as staging_module
 from autotp.driver.compile import capture_model, plan_stages
 from autotp.driver.options import Options, Steering, required_inputs
 from autotp.driver.staging import staging
-from autotp.errors import PlanError
+from autotp.errors import InputError, PlanError
 from autotp.ir.layouts import I, Layout, P, R
+from autotp.ir.program import Sharded
 from autotp.passes.stages.balance import Weight, divide, in_flight, stage_starts, units_of
-from autotp.passes.stages.cut import Wire, check_wires, cut
+from autotp.passes.stages.cut import Piece, Wire, check_wires, cut, joined
 from tests.helpers.pipelines import Tower
 
 
@@ -76,3 +80,26 @@ def test_stages_are_divided_as_the_best_of_all_divisions(chunks: int) -> None:
     fitting = min(time for time, memory in every if memory <= limit)
     assert tight is not None and max(tight.seconds) == pytest.approx(fitting) and max(tight.memory) <= limit
     assert divide(weights, 2, chunks, 1.0) is None and divide(weights[: stages - 1], 2, chunks) is None
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_cut_is_proved_by_values(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
+    model, ids = Tower(4), torch.zeros(2, 8, dtype=torch.int64)
+    report = autotp.verify(model, 2, ids, pp=3, sequence_parallel=sequence)
+    assert report and report.plan is not None, report
+    alone = autotp.verify(model, 2, ids, plan=report.plan)
+    assert alone and report.values >= alone.values
+
+    def wrong(sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
+        """Sends twice the value from the first stage to the second."""
+        graph = pieces[0].sharded.graph
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            twice = graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0][-1], 2))  # type: ignore[index]
+        output.args = ((*output.args[0][:-1], twice),)  # type: ignore[index]
+        return joined(sharded, pieces)
+
+    monkeypatch.setattr(staging_module, "joined", wrong)
+    assert not autotp.verify(model, 2, ids, plan=report.plan, pp=3)
+    with pytest.raises(InputError, match=r"plan\(\) takes no pp: .* autotp\.stages"):
+        autotp.plan(model, 2, example_inputs=ids, pp=2)  # type: ignore[call-overload]
