@@ -102,7 +102,9 @@ def verify(
     axes = axes_beside(plan, beside, degree)
     if invariant is not None:
         if generate is not None or certify or axes.size > 1 or pp > 1:
-            raise InputError("tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=.")
+            raise InputError(
+                "tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=."
+            )
         return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:
         check_count(model, generate, request.carried, axes)
