@@ -163,7 +163,7 @@ def prove_call(
     compared = same_bits(*ours) if bits else compare(*ours, captured, beside)
     certified = certificate(planned, sharded, axes.degrees) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
-    return replace(proof, certificate=certified), options
+    return replace(proof, certificate=certified, beside={**({"pp": pp} if pp > 1 else {}), **proof.beside}), options
 
 
 def programs_on(

@@ -108,7 +108,7 @@ class Report:
     """Findings of `verify`, true where outputs and every gradient agree.
 
     Attributes:
-        tp: number of simulated ranks; `beside`: ranks of the axes beside tp by name, over which inputs were dealt.
+        tp: number of simulated ranks; `beside`: those of the axes beside tp by name, and the number of stages as pp.
         plan: the plan that was proved.
         output_error, gradient_error: largest relative differences of the outputs and of all gradients, in float64.
         capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
