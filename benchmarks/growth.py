@@ -155,12 +155,13 @@ def point(family: str, n: int) -> Record:
         seconds[key] = time.process_time() - began
         return out
 
-    captured, plans = None, [None]
+    captured: tuple[Any, ...] = ()
+    plans: list[Any] = [None]
     if dist.get_rank() == 0:
         capture_model(Layer(), Inputs(*sequence(LENGTH)), device)  # what is imported at the first one
         with clocked(seconds):
             captured = timed("capture", lambda: capture_model(model, inputs, device, True))
-            plans = [timed("plan", lambda: solve_plan(*captured, Options.read(RANKS), family))]
+            plans = [timed("plan", lambda: solve_plan(captured[0], captured[1], Options.read(RANKS), family))]
         seconds["capture"] -= seconds["comparison"]
     dist.broadcast_object_list(plans)
     with patch("autotp.driver.compile.capture_model", lambda *_: captured):

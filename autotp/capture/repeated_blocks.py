@@ -390,7 +390,8 @@ class _Body:
         """Take the marks away."""
         for mark in (self.leave, self.enter):
             if mark is not None:
-                replace_results(mark, mark.args[0])
+                marked: Any = mark.args[0]
+                replace_results(mark, marked)
 
 
 def _stack_of_copy(meta: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict[str, Any]:

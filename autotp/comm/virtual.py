@@ -202,7 +202,11 @@ def each(
 
 def at_rank(args: Any, at: int) -> Any:
     """Return arguments as the virtual rank in this place of its process has them."""
-    return map_aggregate(args, lambda x: x.values[at] if isinstance(x, Virtual) else x)
+
+    def own(x: Any) -> Any:
+        return x.values[at] if isinstance(x, Virtual) else x
+
+    return map_aggregate(args, own)
 
 
 def _differs(args: Any, kwargs: Any) -> bool:

@@ -184,8 +184,8 @@ def rows(section: str, found: Mapping[str, Record]) -> list[list[str]]:
     """The rows of a table: those of its cases that are there."""
     out = []
     for case in CASES:
-        record = found.get(case.name)
-        if case.section != section or case.mesh is None or "published" not in (record or {}):
+        record: Any = found.get(case.name) or {}
+        if case.section != section or case.mesh is None or "published" not in record:
             continue
         own, best, whole = record["published"], record["best"], record["best_whole"]
         slower = own["seconds"] / best["seconds"] - 1

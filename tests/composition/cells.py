@@ -26,7 +26,8 @@ def outcome(pool: Pool, names: Names) -> dict[str, Any]:
             ranks = pool.run(told, names, folder, world=world_of(names), timeout=PATIENCE)
         except WorkerError as error:
             ranks = [("failed", str(error), 0.0)]
-    kinds, said = {kind for kind, *_ in ranks}, [text for _, text, _ in ranks]
+    kinds = {kind for kind, *_ in ranks}
+    said: list[Any] = [text for _, text, _ in ranks]
     kind = ranks[0][0] if len(kinds) == 1 else "failed"
     if kind == "equal":
         said = [max(said)]

@@ -135,7 +135,7 @@ KEYWORD = re.compile(r"`([a-z_]+)=[^`=]*`")
 FOREIGN = {  # keywords of other programs, of a model's own call, and of operators in a graph, that pages name
     "torch": "create_graph foreach fullgraph fused weights_only",
     "transformers": "cache_implementation save_only_model stop_strings token_healing tokenizer tp_plan use_cache",
-    "transformers' trainer": "gradient_checkpointing offload",
+    "transformers' trainer": "gradient_checkpointing offload prediction_loss_only",
     "accelerate": "parallelism_config",
     "lightning, peft": "ckpt_path is_trainable strategy",
     "inputs": "labels targets",
@@ -230,7 +230,7 @@ def no_sharded_stages() -> bool:
 
 
 def no_dp() -> bool:
-    return lacks(autotp.verify, "dp") and lacks(autotp.sweep, "dp")
+    return lacks(autotp.sweep, "dp")
 
 
 LISTS = {"README.md": "Not yet", "docs/guide.md": "What is not there yet", "docs/training.md": "What is not supported"}
@@ -251,7 +251,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "Continuous batching; what": no_batching,
     "weights, activations or random numbers cannot": branch_fails,
     "ranks plans; it does not predict times": None,
-    "`autotp.verify` and `sweep` have no dp": no_dp,
+    "`sweep` has no dp": no_dp,
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
     "[Pipeline stages](axes.md#pp-pipeline-stages) have no": no_sharded_stages,
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -110,9 +111,10 @@ def test_what_cannot_be_dealt_is_refused():
         autotp.plan(Causal(), 2, cp=2, example_inputs=(ids[:, 1:], seen[:, 1:], targets[:, 1:]))
     with pytest.raises(InputError, match="must be a multiple of 6"):
         autotp.Inputs(ids).part(0, 3)
+    verify: Any = autotp.verify
     for axes in ({"cp": 2}, {"dp": 2}):
         with pytest.raises(InputError, match="draws random numbers"):
-            autotp.verify(Causal(drop=0.5), 2, (ids, seen, targets), **axes)
+            verify(Causal(drop=0.5), 2, (ids, seen, targets), **axes)
     parts = [autotp.Inputs(ids, flag=True).part(rank, 2) for rank in range(2)]
     assert torch.equal(parts[0].args[0], ids[:, [0, 1, 6, 7]]) and torch.equal(parts[1].args[0], ids[:, 2:6])
     assert parts[0].kwargs == {"flag": True}

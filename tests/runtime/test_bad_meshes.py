@@ -44,25 +44,27 @@ def named(*names: str) -> DeviceMesh:
     return mesh
 
 
-def compiled(*args: Any, ids: torch.Tensor = TOKENS, **keywords: Any) -> Any:
+def compiled(*args: Any, ids: Any = TOKENS, **keywords: Any) -> Any:
     return autotp.compile(Model(), *args, example_inputs=ids, **keywords)
 
 
-def planned(*args: Any, ids: torch.Tensor = TOKENS, **keywords: Any) -> Any:
+def planned(*args: Any, ids: Any = TOKENS, **keywords: Any) -> Any:
     return autotp.plan(Model(), *args, example_inputs=ids, **keywords)
 
 
 @cache
 def plan_of(**axes: int) -> autotp.Plan:
     """A plan that a row is given, which is made before."""
-    return planned(2, check_capture=False, **axes)
+    keywords: Any = axes
+    return planned(2, check_capture=False, **keywords)
 
 
-def verified(*args: Any, ids: torch.Tensor = TOKENS, **keywords: Any) -> Any:
-    return autotp.verify(Model(), *args, ids, **keywords)
+def verified(*args: Any, ids: Any = TOKENS, **keywords: Any) -> Any:
+    verify: Any = autotp.verify
+    return verify(Model(), *args, ids, **keywords)
 
 
-def staged(*args: Any, ids: torch.Tensor = TOKENS, **keywords: Any) -> Any:
+def staged(*args: Any, ids: Any = TOKENS, **keywords: Any) -> Any:
     return autotp.stages(Model(), *args, example_inputs=ids, **keywords)
 
 

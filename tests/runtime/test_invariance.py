@@ -156,7 +156,7 @@ def test_hooks_see_whole_values_and_backward_hooks_are_refused():
     module = autotp.compile(model, example_inputs=inputs, tp_invariant=4, check_capture=False)
     shapes: dict[str, torch.Size] = {}
     for name in ("gate_proj", "down_proj"):
-        layer = module.get_submodule(f"model.layers.0.mlp.{name}")
+        layer: Any = module.get_submodule(f"model.layers.0.mlp.{name}")
         layer.register_forward_hook(lambda _, args, out, name=name: shapes.update({name: out.shape}))
     module(**inputs)
     assert shapes == {"gate_proj": (2, 16, 128), "down_proj": (2, 16, 64)}
@@ -209,5 +209,6 @@ def test_states_and_optimizers_that_sum_are_refused():
 )
 def test_what_has_other_bits_is_refused_by_name(options: dict[str, Any], text: str):
     model, inputs = call_of("llama-short")
+    asked: Any = {"example_inputs": inputs, "tp_invariant": 4, **options}
     with pytest.raises(InputError, match=text):
-        autotp.compile(model, **{"example_inputs": inputs, "tp_invariant": 4, **options})
+        autotp.compile(model, **asked)

@@ -83,10 +83,11 @@ def started(rank: int, world: int, group: Any, text: str) -> dict[str, Any]:
 def test_the_best_row_of_a_choice_is_what_its_plan_starts(pool):
     model, batch = model_of("decoder")
     choice = autotp.plan(model, devices=4, global_batch=8, example_inputs=batch, check_capture=False)
-    best = choice.best.mesh
-    assert best.degrees == (1, 2, 2, 1) and choice.plan.batch.degrees == {"dp": 2, "cp": 2}
-    assert choice.plan.batch.fully_shard == best.fully_shard and "dp=2, cp=2" in choice.best.call
-    for found in pool.run(started, choice.plan.to_json()):
+    best, plan = choice.best, choice.plan
+    assert best is not None and best.mesh.degrees == (1, 2, 2, 1)
+    assert plan is not None and plan.batch.degrees == {"dp": 2, "cp": 2}
+    assert plan.batch.fully_shard == best.mesh.fully_shard and "dp=2, cp=2" in best.call
+    for found in pool.run(started, plan.to_json()):
         assert max(found.values()) < 1e-10, found
 
 
