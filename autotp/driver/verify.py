@@ -79,8 +79,7 @@ def verify(
             (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
-        dp, cp: ranks of axes beside tp, simulated too, to which examples and sequences are dealt; results and gradients
-            are compared, and not the values inside.
+        dp, cp: ranks to which examples and sequences are dealt, simulated too; only results and gradients are compared.
         pp: cut the program into so many stages, as `autotp.stages` does, and run these one after another.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
         tp_invariant: in place of `tp`: compare every number of processes that divides it with the others, to the bit.
@@ -101,10 +100,7 @@ def verify(
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
     if invariant is not None:
-        if generate is not None or certify or axes.size > 1 or pp > 1:
-            raise InputError(
-                "tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=."
-            )
+        _refuse_beside_bits(generate is not None or certify or axes.size > 1 or pp > 1)
         return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:
         check_count(model, generate, request.carried, axes)
@@ -112,6 +108,11 @@ def verify(
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))
+
+
+def _refuse_beside_bits(others: bool) -> None:
+    if others:
+        raise InputError("tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=.")
 
 
 def prove_call(

@@ -111,9 +111,9 @@ def joined(sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
         env: dict[fx.Node, fx.Node] = dict(zip(nodes, heads, strict=False))
         for node in nodes[len(heads) : -1]:
             env[node] = copied(node, piece.sharded, env)
-        given = fx.map_arg(nodes[-1].args[0], env.__getitem__)
-        results.update(zip(piece.positions, given, strict=False))
-        flow = given[len(piece.positions) :]
+        outputs = fx.map_arg(nodes[-1].args[0], env.__getitem__)
+        results.update(zip(piece.positions, outputs, strict=False))
+        flow = outputs[len(piece.positions) :]
     graph.output(tuple(results[i] for i in sorted(results)))
     return out
 
