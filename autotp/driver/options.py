@@ -45,12 +45,6 @@ class Steering(TypedDict, total=False):
     seconds: float
 
 
-class InvarianceKeywords(TypedDict, total=False):
-    """Keywords that ask for equal bits at several degrees; `autotp.compile` documents each."""
-
-    tp_invariant: int | None
-
-
 class CaptureKeywords(TypedDict, total=False):
     """Keywords that say what captures are to be; `autotp.compile` documents each."""
 
@@ -75,11 +69,12 @@ class StageKeywords(Steering, RunKeywords, total=False):
     check_capture: bool | None
 
 
-class VerifyKeywords(Steering, InvarianceKeywords, total=False):
+class VerifyKeywords(Steering, total=False):
     """Keywords of `autotp.verify`."""
 
     dp: int | None
     cp: int | None
+    tp_invariant: int | None
 
 
 class PlanKeywords(Steering, CaptureKeywords, total=False):
@@ -98,8 +93,10 @@ class ModuleKeywords(CaptureKeywords, RunKeywords, total=False):
     reduce_dtype: torch.dtype | str | None
 
 
-class CompileKeywords(PlanKeywords, ModuleKeywords, InvarianceKeywords, total=False):
+class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
     """Keywords of `autotp.compile`."""
+
+    tp_invariant: int | None
 
 
 # What has bits that depend on the number of ranks, or is not known not to: the keyword, what it may be, and why.

@@ -184,7 +184,7 @@ class _Dealt(Layout):
     """A dimension that is dealt to the ranks; `key` is the field of its JSON that no other kind has."""
 
     dim: int
-    partition: Any
+    partition: Distribution
     split = True
     key: ClassVar[str]
 
