@@ -69,10 +69,11 @@ class ComparedModule(ShardedModule):
     compared: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
-        if plan.batch.size > 1 or source.want.outputs == "sharded":
+        want = source.want
+        if plan.batch.size > 1 or want.outputs == "sharded" or want.carried or want.precision is not None:
             raise InputError(
-                "compare= runs the whole original on every rank: it takes tp alone and outputs='full' or 'loss'. Leave "
-                "out dp and outputs, or compare."
+                "compare= runs the whole original on every rank, without a cache and in its own precision: it takes tp "
+                "alone and outputs='full' or 'loss'. Leave out dp, cp, outputs, carried and precision, or compare."
             )
         super().__init__(model, plan, source)
         self.__dict__["_compared_with"] = model  # beside this module, not a part of it

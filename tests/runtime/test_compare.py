@@ -243,7 +243,7 @@ def test_what_cannot_be_compared_is_refused():
     for wrong in ("always", True, 1, []):
         with pytest.raises(InputError, match="choose None, 'first' or 'every'"):
             autotp.compile(Two(), 1, example_inputs=x, compare=wrong)  # type: ignore[arg-type]
-    refused: tuple[dict[str, Any], ...] = ({"dp": 2}, {"outputs": "sharded"})
+    refused: tuple[dict[str, Any], ...] = ({"dp": 2}, {"outputs": "sharded"}, {"precision": "float8"})
     for options in refused:
         with pytest.raises(InputError, match="compare= runs the whole original on every rank"):
             autotp.compile(Two(), 2, example_inputs=x, compare="first", **options)
