@@ -99,10 +99,7 @@ def simulated(primitive: Primitive, xs: Sequence[Tensor]) -> list[Tensor]:
     """
     if primitive == "all_gather":
         return [torch.stack(list(xs)) for _ in xs]
-    stacks = []
-    for rank in range(len(xs)):
-        stacks.append(torch.stack([x[rank] for x in xs]))
-    return stacks
+    return [torch.stack(slices) for slices in zip(*xs, strict=True)]
 
 
 def _encode(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,9 +104,9 @@ class Host:
         """The virtual ranks that run here."""
         return range(self.first, self.first + self.own)
 
-    @property
+    @cached_property
     def subtrees(self) -> list[list[Subtree]]:
-        """The sums that each process sends."""
+        """The sums that each process sends: asked for twice by every sum."""
         firsts = range(0, self.tp, self.own)
         return [subtrees(first, first + self.own, (0, self.tp)) for first in firsts]
 
@@ -164,12 +165,16 @@ class AllHosts:
         """All virtual ranks."""
         return range(self.tp)
 
+    @cached_property
+    def hosts(self) -> list[Host]:
+        """Each of them."""
+        return [Host(first, self.own, self.tp) for first in range(0, self.tp, self.own)]
+
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
         """Return what a primitive gives every virtual rank."""
-        hosts = [Host(first, self.own, self.tp) for first in range(0, self.tp, self.own)]
-        operands = [host.send(primitive, xs[host.first : host.first + self.own], reduction) for host in hosts]
+        operands = [host.send(primitive, xs[host.first : host.first + self.own], reduction) for host in self.hosts]
         results: list[Tensor] = []
-        for host, y in zip(hosts, collectives.simulated(SENT[primitive], operands), strict=True):
+        for host, y in zip(self.hosts, collectives.simulated(SENT[primitive], operands), strict=True):
             results += host.receive(primitive, y, reduction)
         return results
 

@@ -46,6 +46,8 @@ from .staging import one_after_another
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
+BITS_ALONE = "tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=."
+
 
 @with_keywords
 def verify(
@@ -77,8 +79,7 @@ def verify(
         generate: also decode so many tokens after the example inputs with a cache, by the model's own `generate()` or
             with what `carried` names, and prove each of these calls: every value, the logits and the cached tensors
             (`Report.decoded`). The model is in eval mode for it.
-        certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
-            (`Report.certificate`).
+        certify: also have meta-pytorch's spmd_types check the program, as `autotp.certify` does (`Report.certificate`).
         dp, cp: ranks to which examples and sequences are dealt, simulated too; only results and gradients are compared.
         pp: cut the program into so many stages, as `autotp.stages` does, and run these one after another.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
@@ -100,7 +101,8 @@ def verify(
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
     if invariant is not None:
-        _refuse_beside_bits(generate is not None or certify or axes.size > 1 or pp > 1)
+        if generate is not None or certify or axes.size > 1 or pp > 1:
+            raise InputError(BITS_ALONE)
         return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:
         check_count(model, generate, request.carried, axes)
@@ -108,11 +110,6 @@ def verify(
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))
-
-
-def _refuse_beside_bits(others: bool) -> None:
-    if others:
-        raise InputError("tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=.")
 
 
 def prove_call(

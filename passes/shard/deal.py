@@ -166,8 +166,7 @@ class Localised:
             batch = BatchConversion(*own.conversion, self.dealt.ranks, self.dealt.policy.axis, self.dealt.inner)
         if axis == "tp":  # as planner and rewriter say for every axis
             axis = self.dealt.policy.axis
-        # A new mark, without layout, flops and saved bytes: the next plan would take those of the whole for its
-        # own.
+        # A new mark, without layout, flops and saved bytes: the next plan would take those of the whole for its own.
         node.meta[KEY] = Mark(no_grad=own.no_grad, batch=batch, axis=axis, scope=own.scope)
         if node.op in ("placeholder", "output"):
             return

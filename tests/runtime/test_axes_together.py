@@ -8,13 +8,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
 from autotp.errors import InputError
 from tests.helpers.compare import difference, gradients_differ
+from tests.helpers.models import transformer
 from tests.helpers.modules.float8 import SMALL, sharded, words
 from tests.helpers.modules.two_axes import slice_of
 
@@ -29,12 +29,7 @@ def mesh_of() -> tuple[DeviceMesh, int, int]:
 
 
 def small() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).double()
+    return transformer("llama-short").double().train()
 
 
 class Scores(nn.Module):
@@ -82,7 +77,7 @@ def test_every_part_has_masks_of_its_own(pool):
 def checkpointed(rank: int, world: int, group: Any) -> dict[str, float]:
     """transformers' own switch, on dp x cp, with weights split over both."""
     mesh, at, _ = mesh_of()
-    model: Any = small().train()
+    model: Any = small()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that another name for it will come
         model.gradient_checkpointing_enable({"use_reentrant": False})
