@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,10 +109,13 @@ def combination(torch: str, version: str) -> tuple[bool, str]:
     return status == 0, line
 
 
-def commit() -> str:
-    """The commit that is checked out, with a + where files differ from it."""
-    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return said.stdout.strip()
+def commit(*written: Path) -> str:
+    """The commit that is checked out, with a + where files differ from it, but for those that are `written` now."""
+    git = partial(subprocess.run, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    changed = git(
+        ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{x.relative_to(ROOT)}" for x in written)]
+    ).returncode
+    return git(["git", "describe", "--always"]).stdout.strip() + "+" * changed
 
 
 def record(name: str, row: dict[str, str]) -> None:

@@ -50,6 +50,8 @@ def main() -> int:
         os.environ[FOLDER] = captures
         with ThreadPoolExecutor(asked.pools) as threads:
             list(threads.map(some, [wanted[i :: asked.pools] for i in range(asked.pools)]))
+    spent = [results()["cells"][key(n)]["seconds"] for n in wanted]
+    print(f"{len(spent)} compositions took {sum(spent) / 60:.1f} CPU minutes")
     return 0
 
 

@@ -51,7 +51,7 @@ def record(names: Names, found: dict[str, Any]) -> None:
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     known |= {"python": platform.python_version(), "machine": platform.machine(), **versions}
     said = first_line(found["said"]) if isinstance(found["said"], str) else found["said"]
-    known["cells"][key(names)] = found | {"said": said, "commit": commit(), "date": str(date.today())}
+    known["cells"][key(names)] = found | {"said": said, "commit": commit(RESULTS, PAGE), "date": str(date.today())}
     wanted = [key(n) for n in [*pairs(), *triples()]]
     known["cells"] = {name: known["cells"][name] for name in wanted if name in known["cells"]}
     RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

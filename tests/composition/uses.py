@@ -177,6 +177,10 @@ def verify(run: Any) -> float:
     """Every value and gradient on simulated ranks, with decoded tokens where something generates."""
     options, axes = planned(run), run.axes
     options |= {k: v for k, v in axes.items() if k in ("dp", "cp") and v > 1}
+    if "fully_shard" in run.options:
+        options["plan"] = autotp.plan(
+            run.model(), axes["tp"], example_inputs=run.example(), dp=axes["dp"], fully_shard=True
+        )
     if run.cached or any(n.startswith("generate") for n in run.names):
         options["generate"] = TOKENS
     if axes["pp"] > 1:
