@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, nargs="*", default=[1, 2, 3], help="how many features a composition has")
     parser.add_argument("--kinds", nargs="*", help="compositions that were last so: equal, refused, failed, missing")
     parser.add_argument("--pools", type=int, default=1, help="how many compositions run at a time")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after these no further composition begins")
     parser.add_argument("--render", action="store_true", help="write the page from the results that are there")
     asked = parser.parse_args()
     known = results()
@@ -38,10 +40,10 @@ def main() -> int:
     wanted = [n for n in wanted if not set(asked.without) & set(n)]
     if asked.kinds:
         wanted = [n for n in wanted if known["cells"].get(key(n), {"kind": "missing"})["kind"] in asked.kinds]
-    lock = Lock()
+    lock, end = Lock(), time.monotonic() + 60 * asked.minutes
 
     def some(names_of: list[Names]) -> None:
-        for names, found in outcomes(names_of):
+        for names, found in outcomes(names_of, end):
             with lock:
                 record(names, found)
                 print(f"{key(names)}: {found['kind']} {found['said']} {found['seconds']} s", flush=True)
@@ -50,7 +52,8 @@ def main() -> int:
         os.environ[FOLDER] = captures
         with ThreadPoolExecutor(asked.pools) as threads:
             list(threads.map(some, [wanted[i :: asked.pools] for i in range(asked.pools)]))
-    spent = [results()["cells"][key(n)]["seconds"] for n in wanted]
+    cells = results()["cells"]
+    spent = [cells[key(n)]["seconds"] for n in wanted if key(n) in cells]
     print(f"{len(spent)} compositions took {sum(spent) / 60:.1f} CPU minutes")
     return 0
 

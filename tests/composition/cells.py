@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,11 +40,17 @@ def outcome(pool: Pool, names: Names) -> dict[str, Any]:
     return {"kind": kind, "said": " | ".join(map(str, said)) if len(said) > 1 else said[0], "seconds": spent}
 
 
-def outcomes(wanted: Iterable[Names]) -> Iterator[tuple[Names, dict[str, Any]]]:
-    """Run compositions by the number of their ranks, each number with workers of its own."""
+def outcomes(wanted: Iterable[Names], end: float = math.inf) -> Iterator[tuple[Names, dict[str, Any]]]:
+    """Run compositions by the number of their ranks, each number with workers of its own.
+
+    Args:
+        wanted: the compositions. end: time of `time.monotonic` after which none begins.
+    """
     every, pool, size = pairs(), Pool(), 0
     try:
         for names in sorted(wanted, key=lambda n: (world_of(n), every.index(n) if n in every else len(every))):
+            if time.monotonic() > end:
+                return
             if world_of(names) != size:
                 pool.close()
                 size = world_of(names)
