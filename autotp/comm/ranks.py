@@ -8,6 +8,7 @@ import functools
 import os
 import pickle
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from .lockstep import channel_of, lost, meet
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_LINES = 20  # of differences in a message
+CPU_INFO = Path("/proc/cpuinfo")
 SETTLE_SECONDS = 0.1  # seconds at exit for gloo's threads
 
 
@@ -357,6 +359,18 @@ def _telling(ranks: Ranks) -> Iterator[None]:
 def versions() -> dict[str, str]:
     """The versions that must be equal on every rank, for `agree`."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What the bits of a kernel depend on beside its operands and versions, for `agree`."""
+    models = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else [platform.processor()]
+    return {
+        "threads": str(torch.get_num_threads()),
+        "processor": f"{torch.backends.cpu.get_cpu_capability()} {models[0] if models else platform.machine()}",
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "precision of products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
 
 
 def _tp_axis(mesh: object) -> DeviceMesh:

@@ -7,7 +7,7 @@ it has and sends these, and every process adds what it gets along the rest of th
 
 | primitive      | what is sent              | by                                    |
 | -------------- | ------------------------- | ------------------------------------- |
-| all_reduce     | sums of whole subtrees    | all-gather                            |
+| all_reduce     | sums of whole subtrees    | all-gather; of many numbers in slices, all-to-all, and an all-gather |
 | reduce_scatter | slices of these           | all-to-all                            |
 | all_gather     | what each virtual rank has | all-gather                           |
 | all_to_all     | what each virtual rank has | all-to-all                           |
@@ -34,7 +34,9 @@ SENT: dict[Primitive, Primitive] = {
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
 }
-ADDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
+ALIGNED = 64  # bytes that the address of a tensor of its own is a multiple of
+LARGE = 1 << 15  # numbers of a sum from which on each of several processes adds up a slice of it
+ADDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 class Virtual:
@@ -49,6 +51,27 @@ class Virtual:
 def values_of(x: Any, count: int) -> list[Any]:
     """Return what each of `count` virtual ranks has of a value."""
     return list(x.values) if isinstance(x, Virtual) else [x] * count
+
+
+class Deterministic:
+    """Context in which kernels give the same bits at every run, where torch has such ones."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[bool, bool]] = []
+
+    def __enter__(self, *_: Any) -> None:
+        on = torch.are_deterministic_algorithms_enabled()
+        self.before.append((on, torch.is_deterministic_algorithms_warn_only_enabled()))
+        torch.use_deterministic_algorithms(True, warn_only=not on)
+
+    def __exit__(self, *_: Any) -> None:
+        on, warns = self.before.pop()
+        torch.use_deterministic_algorithms(on, warn_only=warns)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return the tensor where its memory begins as that of one of its own, else a copy: kernels may go by it."""
+    return x if x.data_ptr() % ALIGNED == 0 else x.clone()
 
 
 # ---- the tree --------------------------------------------------------------------------------------------------------
@@ -78,8 +101,9 @@ def total(parts: Mapping[Subtree, Tensor], tree: Subtree, reduction: str) -> Ten
     """
     if tree in parts:
         return parts[tree]
-    at = middle(tree)
-    return ADDS[reduction](total(parts, (tree[0], at), reduction), total(parts, (at, tree[1]), reduction))
+    halves = (tree[0], middle(tree)), (middle(tree), tree[1])
+    left, right = (total(parts, half, reduction) for half in halves)
+    return ADDS[reduction](left, right, out=None if halves[0] in parts else left)  # where that is a sum of its own
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -110,9 +134,19 @@ class Host:
         firsts = range(0, self.tp, self.own)
         return [subtrees(first, first + self.own, (0, self.tp)) for first in firsts]
 
+    @property
+    def sends(self) -> tuple[float, float, float]:
+        """What a process sends of a sum, in sizes of it: of a small one, of a large one, and in a ring."""
+        hosts, parts = self.tp // self.own, max(map(len, self.subtrees))
+        large = (parts + 1 if hosts > 2 else parts * hosts) * (hosts - 1) / hosts
+        return parts * (hosts - 1), large, 2 * (hosts - 1) / hosts
+
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
         """Return what a primitive gives each virtual rank here, of what each has."""
-        y, kind, hosts = self.send(primitive, xs, reduction), SENT[primitive], self.tp // self.own
+        kind, hosts = SENT[primitive], self.tp // self.own
+        if primitive == "all_reduce" and hosts > 2 and xs[0].numel() >= LARGE:
+            return [self._in_slices(xs, reduction, hosts)] * self.own
+        y = self.send(primitive, xs, reduction)
         if hosts > 1:
             y = collectives.real(kind, y, reduction, tp=hosts, group=self.group)
         elif kind == "all_gather":
@@ -127,13 +161,8 @@ class Host:
 
         Returns: [parts, ...] for a gather, [hosts, parts, own, ...] for an exchange.
         """
-        parts = list(xs)
-        if primitive in ("all_reduce", "reduce_scatter"):
-            leaves = {(v, v + 1): x for v, x in zip(self.here, xs, strict=True)}
-            everyone = self.subtrees
-            parts = [total(leaves, tree, reduction) for tree in everyone[self.first // self.own]]
-            parts += [torch.zeros_like(parts[0])] * (max(map(len, everyone)) - len(parts))  # all send as many
-        stack = torch.stack(parts)
+        sums = primitive in ("all_reduce", "reduce_scatter")
+        stack = self._parts(xs, reduction) if sums else torch.stack(list(xs))
         if SENT[primitive] == "all_gather":
             return stack
         return stack.unflatten(1, (-1, self.own)).movedim(1, 0).contiguous()
@@ -144,9 +173,32 @@ class Host:
             return [y.flatten(0, 1)] * self.own
         if primitive == "all_to_all":
             return [x.contiguous() for x in y.flatten(0, 1).unbind(1)]
-        sums = {tree: y[i, j] for i, trees in enumerate(self.subtrees) for j, tree in enumerate(trees)}
-        result = total(sums, (0, self.tp), reduction)
+        result = self._whole(y, reduction)
         return [result] * self.own if primitive == "all_reduce" else list(result.unbind(0))
+
+    def _parts(self, xs: Sequence[Tensor], reduction: str) -> Tensor:
+        """The sums that this process sends, [parts, ...]: of all processes as many, of which some are zeros."""
+        leaves = {(v, v + 1): x for v, x in zip(self.here, xs, strict=True)}
+        parts = [total(leaves, tree, reduction) for tree in self.subtrees[self.first // self.own]]
+        missing = max(map(len, self.subtrees)) - len(parts)
+        if len(parts) == 1 and not missing:
+            return parts[0].unsqueeze(0)
+        return torch.stack([*parts, *[torch.zeros_like(parts[0])] * missing])
+
+    def _whole(self, y: Tensor, reduction: str) -> Tensor:
+        """Add up what all processes have sent, [hosts, parts, ...], along the rest of the tree."""
+        sums = {tree: y[i, j] for i, trees in enumerate(self.subtrees) for j, tree in enumerate(trees)}
+        return total(sums, (0, self.tp), reduction)
+
+    def _in_slices(self, xs: Sequence[Tensor], reduction: str, hosts: int) -> Tensor:
+        """Add up with each process a slice of the sum, which all gather: about the bytes of a ring."""
+        parts, shape = self._parts(xs, reduction).flatten(1), xs[0].shape
+        size = -(-shape.numel() // hosts)
+        padded = torch.nn.functional.pad(parts, (0, size * hosts - shape.numel())).unflatten(1, (hosts, size))
+        y = collectives.real("all_to_all", padded.movedim(1, 0), reduction, tp=hosts, group=self.group)
+        own = self._whole(y, reduction)
+        whole = collectives.real("all_gather", own, reduction, tp=hosts, group=self.group)
+        return whole.flatten()[: shape.numel()].view(shape)
 
 
 @dataclass(frozen=True)

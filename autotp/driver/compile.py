@@ -22,7 +22,7 @@ from autotp.capture.rank0 import Untold, capture_once, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
-from autotp.comm.ranks import Ranks, agree, of_first, together, versions
+from autotp.comm.ranks import Ranks, agree, machine, of_first, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
@@ -129,7 +129,7 @@ class Compilation:
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(self.model, None)}
         if self.hosts:
-            facts |= {"threads": str(torch.get_num_threads()), "processor": torch.backends.cpu.get_cpu_capability()}
+            facts |= machine(_device(self.ranks))
         agree(self.every, "the plan", facts)
         self.compare_weights()
         # Of no part of `self`: the module lives on with this, and would keep the original's weights.

@@ -112,6 +112,7 @@ UNLIKE: dict[str, tuple[Any, str]] = {
     "precision": ((), "scales of float8 are largest values over the ranks"),
     "reduce_dtype": ((), "gradients of slices are not added up in another type yet"),
     "compare": ((), "autotp.verify(model, tp_invariant=8) compares the ranks"),
+    "seconds": (SECONDS, "a search that its time ends has another plan in another run"),
     "optimise": (False, "rewrites of a rank's program change what it sums"),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.comm.virtual import values_of
+from autotp.comm.virtual import Deterministic, values_of
 from autotp.ir.graph import short_name
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
@@ -36,6 +36,11 @@ def same_bits(planned: Planned, sharded: Sharded, values: Values) -> Report:
     Returns:
         A `Report` without plan and capture error; it names the first value that differs.
     """
+    with Deterministic():
+        return _compared(planned, sharded, values)
+
+
+def _compared(planned: Planned, sharded: Sharded, values: Values) -> Report:
     tp, state, compared = planned.tp, torch.get_rng_state(), 0
     # Those of one process for each rank, of which all others are to have the bits.
     expected, failed = _parts(planned, sharded, values, 1, state)

@@ -29,6 +29,10 @@ TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module;
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)  # what is in one is run
 WITHIN = "within "  # before the name of an attribute that is the same object still
 INSTEAD = "Change it in the original model, and compile that."
+SUMMED = (
+    "this is split over a further mesh, as by torch's fully_shard or replicate, which sum gradients in an order of "
+    "their own, and tp_invariant asks for the same bits on any number of ranks. Compile without it to wrap the module."
+)
 UNTOLD = (
     f"this is, or holds, what is known by its identity alone: ranks cannot tell whether all have the same. {INSTEAD}"
 )
@@ -207,6 +211,7 @@ class Watched:
         # `eval()` sets `training` on every part: a mode of the program, and no change of the model.
         if name in TORCHS:
             return
+        self._mesh(name, value)
         # A fused weight is held as `weight_part0` and on; one set under its whole name would be read by nothing.
         if advice := self.in_parts(part, name):
             raise StateError(advice)
@@ -264,6 +269,13 @@ class Watched:
             why = foreign(child, module)
             if why:
                 self.refuse(name, why)
+
+    def _mesh(self, name: str, value: Any) -> None:
+        """Refuse a tensor over another mesh than tp's, as data parallelism makes, where sums are to be the tree's."""
+        shards = getattr(self.changes.whole, "_shards", None) if isinstance(value, DTensor) else None
+        host, ranks = (shards.host, shards.ranks) if shards is not None else (None, None)
+        if host is not None and (ranks is None or value.device_mesh != ranks.mesh):
+            self.refuse(name, SUMMED)
 
     def _parameter(self, part: nn.Module, name: str, value: Any) -> None:
         parameter = part._parameters.get(name)

@@ -78,8 +78,8 @@ class ShardedModule(Part):
             staged=source.pipeline is not None, host=source.host,
         )  # fmt: skip
         self._programs_made = Programs()
-        ranks = source.ranks
-        self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
+        place, own = source.places()["tp"], source.host.own if source.host is not None else 1
+        self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, own)
         self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
         whole_weights.load_by_original(self._shards)

@@ -17,12 +17,13 @@ from autotp.capture.request import CaptureRequest, Mode
 from autotp.capture.state_objects import entering, sizes_of_states
 from autotp.comm.ranks import agree, from_all, of_first, together
 from autotp.comm.turn import holding
+from autotp.comm.virtual import LARGE
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
-from autotp.runtime.lower.hosted import host_program
+from autotp.runtime.lower.hosted import host_program, host_states
 from autotp.runtime.lower.lower import accumulate_in
 
 from . import data_parallel, state
@@ -33,10 +34,9 @@ WITHIN = (
     "{entry} is called within a call of {name}, by a hook: where not all ranks did so they would wait for each other. "
     "Keep what the hook sees, and call {entry} after that call."
 )
-ALONG = "{} of the plan's ranks in each of {} processes, every sum along one tree over {}, no rewrite for speed"
-STATES = (
-    "with tp_invariant a call takes and gives no state, such as a cache: what a rank has of it depends on how many "
-    "there are. Pass use_cache=False, also to generate(), or compile without tp_invariant."
+ALONG = (
+    "{0} of the plan's ranks in each of {1} processes, every sum along one tree over {2}, no rewrite for speed; a "
+    "process sends {3:g} times the size of a sum, of one of {6:,} numbers or more {4:g}, where in a ring it would {5:g}"
 )
 
 
@@ -87,8 +87,6 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
         captured = _capture_once(module, call)
         # Graphs that differ would hang in their collectives, so they are compared before the program exists.
         agree(ranks, "the model for this call", {"graph": captured.digest()})
-        if source.virtual and captured.has_states:
-            raise StateError(STATES)
         layouts, outputs = module._carriers.layouts, request_of(module, call).outputs
         decided = of_first(ranks, "planning this call", lambda: source.decide(captured, layouts))
         sharded = together(ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs, decided))
@@ -192,7 +190,9 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     random = any(map(draws, graph.nodes))
     if source.host is not None:
         host_program(graph, source.host)
-        fired = (("tp_invariant", ALONG.format(source.host.own, source.tp, source.host.tp)), *fired)
+        host_states(graph, captured, sharded.states, source.host)
+        text = ALONG.format(source.host.own, source.tp, source.host.tp, *source.host.sends, LARGE)
+        fired = (("tp_invariant", text), *fired)
     assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks, source.host)
     assembler.build(inputs, one=steps)
     return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.comm.conversions import on_hosts
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Host, Virtual
+from autotp.comm.virtual import Host, Virtual, aligned
 from autotp.compat import local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import chunk
@@ -29,7 +29,6 @@ MADE = (
     "{name} is no parameter any more: a hook, pruning or a parametrization makes it before its layer's forward, and "
     "programs read weights before that. Put it into the original model, and compile that."
 )
-ALIGNED = 64  # bytes that the address of a tensor of its own is a multiple of
 SHAPE, LOCAL, TRAINED = attrgetter("shape"), attrgetter("_local_tensor"), attrgetter("requires_grad")
 
 
@@ -172,9 +171,7 @@ class Slices:
             place, hosts = host.first // host.own, host.tp // host.own
             here = tuple((chunk(count, place, hosts)[1], unit) for count, unit in spec.segments)
             spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.own, host.own)
-        slices: list[Tensor] = []
-        for x in on_hosts([whole] * host.own, INVARIANT, spec, host):
-            slices.append(x if x.data_ptr() % ALIGNED == 0 else x.clone())  # kernels may go by it
+        slices = list(map(aligned, on_hosts([whole] * host.own, INVARIANT, spec, host)))
         return Virtual(slices) if host.own > 1 else slices[0]
 
 

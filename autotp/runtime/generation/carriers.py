@@ -78,7 +78,7 @@ class Carriers:
 
     Attributes:
         names: of the positional arguments; those of other modules' calls are asked of `bare`, the skeleton.
-        rank, tp: this rank among how many.
+        rank, tp: this rank among how many; own_ranks: virtual ranks of this process, of which it is the first.
         layouts: of the states that programs have met, by name.
         sizes: (state, dimension) -> its size where all programs left the same number there, else None.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
@@ -88,6 +88,7 @@ class Carriers:
     names: tuple[str, ...]
     rank: int = 0
     tp: int = 1
+    own_ranks: int = 1
     layouts: dict[str, Layout] = field(default_factory=dict)
     moving: set[tuple[type, str]] = field(default_factory=set)
     sizes: dict[tuple[str, int], int | None] = field(default_factory=dict)
@@ -99,10 +100,12 @@ class Carriers:
     readings: dict[Any, Reading] = field(default_factory=dict)  # by ways of calling
 
     @classmethod
-    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = ()) -> Carriers:
+    def of(
+        cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), own_ranks: int = 1
+    ) -> Carriers:
         """For a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
-        return cls(parameters, rank, tp, state_names=state_names, bare=bare)
+        return cls(parameters, rank, tp, own_ranks, state_names=state_names, bare=bare)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}
@@ -199,7 +202,8 @@ class Carriers:
         if layout is None or layout.sharded_dim is None or layout.distribution is None or self.tp == 1:
             return None
         partition = layout.distribution
-        return Cut(layout.sharded_dim, int(partition.local(self.rank, self.tp)), int(partition.length))
+        mine = sum(int(partition.local(self.rank + i, self.tp)) for i in range(self.own_ranks))
+        return Cut(layout.sharded_dim, mine, int(partition.length))
 
     def own(self, name: str, tensor: Tensor) -> tuple[Tensor, Length | None, str]:
         """This rank's part of a state as its program takes it, the whole's length, and what is wrong with it or ""."""

@@ -7,20 +7,30 @@ shapes, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from autotp.comm.conversions import FUNCTIONS, on_hosts
-from autotp.comm.virtual import Host, Virtual, at_rank, each, values_of
-from autotp.ir.graph import draws, short_name
+from autotp.comm.virtual import Deterministic, Host, Virtual, aligned, at_rank, each, values_of
+from autotp.ir.graph import Capture, draws, short_name
+from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.specs import INVARIANT, Spec
 
 from . import eager
 
 PLACE = ("rank", "tp", "group")
+aten: Any = torch.ops.aten
+# Operators by which threads of a CPU add up in any order, forward or backward, but in torch's deterministic mode.
+UNSTEADY = frozenset(
+    {
+        aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default,
+        aten.put.default, aten.take.default,
+    }
+)  # fmt: skip
 
 
 def host_program(graph: fx.Graph, host: Host) -> None:
@@ -37,9 +47,83 @@ def host_program(graph: fx.Graph, host: Host) -> None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACE}
 
 
+def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout], host: Host) -> None:
+    """Let a rank's program, which is changed in place, take and give states of all virtual ranks of a process.
+
+    A process holds of a state what its virtual ranks have, one after another along the dimension that is split.
+
+    Args:
+        captured: what the program was made from. layouts: of states, by name.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    first: Any = next(n for n in graph.nodes if n.op != "placeholder")
+    taken: dict[str, tuple[fx.Node, fx.Node]] = {}
+    for leaf, node in zip(captured.leaves, inputs, strict=True):
+        layout = layouts.get(leaf.name)
+        if leaf.kind.carried and leaf.is_tensor and layout is not None and layout.sharded_dim is not None:
+            sizes = [int(layout.distribution.local(rank, host.tp)) for rank in host.here]  # type: ignore[union-attr]
+            with graph.inserting_before(first):
+                dealt = graph.call_function(_dealt, (node, sizes, layout.sharded_dim))
+            node.replace_all_uses_with(dealt, lambda user, dealt=dealt: user is not dealt)
+            dealt.meta = {**node.meta, "nn_module_stack": {}}
+            taken[leaf.name] = node, dealt
+    output = graph.output_node()
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for position, value in enumerate(values):
+        name = captured.becomes(position)
+        if name is not None and isinstance(value, fx.Node):
+            layout = layouts.get(name)
+            dim = None if layout is None else layout.sharded_dim
+            with graph.inserting_before(output):
+                values[position] = graph.call_function(_joined, (value, dim, *taken.get(name, ())))
+            values[position].meta = {**value.meta, "nn_module_stack": {}}
+    output.args = (tuple(values),)
+
+
+def _dealt(state: Tensor, sizes: Sequence[int], dim: int) -> Any:
+    """Return what each virtual rank has of a state, laid out in memory as a rank's own."""
+    if len(sizes) == 1:
+        return state
+    return Virtual([aligned(x.contiguous()) for x in state.split(list(sizes), dim)])
+
+
+def _joined(value: Any, dim: int | None, state: Any = None, dealt: Any = None) -> Tensor:
+    """Return a state of all virtual ranks here.
+
+    Args:
+        value: what these have. dim: that is split; None where each has all. state, dealt: what came in, and how it was
+            dealt to them: it is the state still where each has written to its part of its memory.
+    """
+    if not isinstance(value, Virtual):
+        return value
+    if dim is None:
+        return value.values[0]
+    if isinstance(dealt, Virtual) and all(x is y for x, y in zip(value.values, dealt.values, strict=True)):
+        memory = state.untyped_storage().data_ptr()
+        if all(x.untyped_storage().data_ptr() == memory for x in dealt.values):
+            return state
+    return torch.cat(list(value.values), dim)
+
+
 def _operator(node: fx.Node, host: Host, ranked: bool) -> Callable[..., Any]:
     call, random = eager.quick(node), draws(node)
+    call = _steady(call) if node.target in UNSTEADY else call
     return lambda *args, **kwargs: each(call, args, kwargs, host, ranked, random)
+
+
+def _steady(call: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that runs in torch's deterministic mode, with its backward."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        mode = Deterministic()
+        with mode:
+            y = call(*args, **kwargs)
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(mode.__enter__)
+            y.grad_fn.register_hook(mode.__exit__)
+        return y
+
+    return run
 
 
 def _conversion(host: Host) -> Callable[..., Any]:
