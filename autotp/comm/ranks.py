@@ -362,7 +362,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What the bits of a kernel depend on beside its operands and versions, for `agree`."""
+    """Facts by which the bits of a kernel may differ beside its operands and versions, for `agree`."""
     models = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else [platform.processor()]
     return {
         "threads": str(torch.get_num_threads()),

@@ -136,13 +136,17 @@ class Host:
 
     @property
     def sends(self) -> tuple[float, float, float]:
-        """What a process sends of a sum, in sizes of it: of a small one, of a large one, and in a ring."""
+        """Bytes that a process sends of a sum, over those of it: of a small one, of a large one, and in a ring."""
         hosts, parts = self.tp // self.own, max(map(len, self.subtrees))
         large = (parts + 1 if hosts > 2 else parts * hosts) * (hosts - 1) / hosts
         return parts * (hosts - 1), large, 2 * (hosts - 1) / hosts
 
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
-        """Return what a primitive gives each virtual rank here, of what each has."""
+        """Return what a primitive gives each virtual rank here.
+
+        Args:
+            primitive: of the collective. xs: each virtual rank's operand. reduction: "sum" or "max".
+        """
         kind, hosts = SENT[primitive], self.tp // self.own
         if primitive == "all_reduce" and hosts > 2 and xs[0].numel() >= LARGE:
             return [self._in_slices(xs, reduction, hosts)] * self.own

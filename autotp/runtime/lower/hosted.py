@@ -57,7 +57,7 @@ def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout
     """
     inputs = graph.find_nodes(op="placeholder")
     first: Any = next(n for n in graph.nodes if n.op != "placeholder")
-    taken: dict[str, tuple[fx.Node, fx.Node]] = {}
+    states: dict[str, tuple[fx.Node, fx.Node]] = {}
     for leaf, node in zip(captured.leaves, inputs, strict=True):
         layout = layouts.get(leaf.name)
         if leaf.kind.carried and leaf.is_tensor and layout is not None and layout.sharded_dim is not None:
@@ -66,7 +66,7 @@ def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout
                 dealt = graph.call_function(_dealt, (node, sizes, layout.sharded_dim))
             node.replace_all_uses_with(dealt, lambda user, dealt=dealt: user is not dealt)
             dealt.meta = {**node.meta, "nn_module_stack": {}}
-            taken[leaf.name] = node, dealt
+            states[leaf.name] = node, dealt
     output = graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(values):
@@ -75,7 +75,7 @@ def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout
             layout = layouts.get(name)
             dim = None if layout is None else layout.sharded_dim
             with graph.inserting_before(output):
-                values[position] = graph.call_function(_joined, (value, dim, *taken.get(name, ())))
+                values[position] = graph.call_function(_joined, (value, dim, *states.get(name, ())))
             values[position].meta = {**value.meta, "nn_module_stack": {}}
     output.args = (tuple(values),)
 

@@ -14,7 +14,7 @@ from autotp import compat
 from autotp.errors import RankError, StateError
 from tests.helpers.compare import mesh_of
 
-from .test_invariance import Dropped
+from .runs import Dropped
 
 X = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(2))
 
