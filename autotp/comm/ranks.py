@@ -76,7 +76,8 @@ class Ranks:
         batch: likewise the ranks of this one's place in tp on all axes beside it together, over which gradients are
             summed; `beside`: likewise those of each of these axes.
         every: likewise the ranks of all axes, which plan together; `axes` names them in messages.
-        line: with pipeline stages, the ranks of all stages that are called with the same inputs.
+        line: with pipeline stages, the ranks of all stages that are called with the same inputs; `place`: those of all
+            axes that have the same stages.
     """
 
     mesh: DeviceMesh
@@ -88,6 +89,7 @@ class Ranks:
     batch: Ranks | None = None
     every: Ranks | None = None
     line: Ranks | None = None
+    place: Ranks | None = None
     axes: str = "tp"
     beside: Mapping[str, Ranks] = field(default_factory=dict)
 
@@ -178,7 +180,7 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
             f"the mesh has {mesh.ndim} dimensions named {names or 'nothing'}, and one that gives the degrees has "
             "some of dp, cp and tp: " + _mesh_text({"dp": 2, "cp": 2}, 2) + ". Or give the degrees as numbers."
         )
-    _check_order(names)
+    check_order(names)
     return {name: mesh.size(i) for i, name in enumerate(names)}
 
 
@@ -190,15 +192,16 @@ def _with_tp(mesh: DeviceMesh, degrees: Mapping[str, int]) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, "tp"))
 
 
-def _check_order(names: Sequence[str]) -> None:
+def check_order(names: Sequence[str]) -> None:
     """Refuse a mesh whose dimensions of these names are not the order in which ranks are counted."""
-    order = [name for name in names if name in (*BESIDE, "tp")]
+    axes = ("pp", *BESIDE, "tp")
+    order = [name for name in names if name in axes]
     for name in order:
         if order.count(name) > 1:
             raise InputError(f"the mesh names the axis {name!r} twice, in {tuple(names)}: give each dimension its own.")
-    if (axes := [name for name in (*BESIDE, "tp") if name in order]) != order:
+    if (right := [name for name in axes if name in order]) != order:
         raise InputError(
-            f"the mesh has the axes in the order {', '.join(order)}, and it is {', '.join(axes)}: ranks of a tp "
+            f"the mesh has the axes in the order {', '.join(order)}, and it is {', '.join(right)}: ranks of a tp "
             "group follow each other, and then those of cp. Make it with the dimensions in this order."
         )
 
@@ -215,7 +218,7 @@ def _with_axes(ranks: Ranks, mesh: DeviceMesh, degrees: Mapping[str, int]) -> Ra
             )
     if not degrees:
         return ranks
-    _check_order(names)
+    check_order(names)
     beside = {axis: _of_mesh(mesh[axis], None) for axis in degrees}
     batch = next(iter(beside.values())) if len(degrees) == 1 else _of_mesh(compat.flat_mesh(mesh[tuple(degrees)]), None)
     every = _of_mesh(compat.flat_mesh(mesh[*degrees, "tp"]), None)

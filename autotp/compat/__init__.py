@@ -44,6 +44,7 @@ from .running import (
     CannotCompile,
     IncompatibleKeys,
     after_backward,
+    at_once,
     below_autograd,
     compile_whole,
     compiled_once,

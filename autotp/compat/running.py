@@ -183,6 +183,44 @@ def gathered(root: Any, function: Callable[..., Any], args: tuple[Any, ...], kwa
     return state._post_forward(root, args, function(*args, **kwargs))
 
 
+@contextlib.contextmanager
+def at_once(parts: Sequence[Any]) -> Iterator[None]:
+    """Within this context torch's data parallelism gathers weights once and sums no gradients; at its end it does.
+
+    As torch's own pipeline stages have it, whose backwards in parts read weights that must be there from the forward.
+
+    Args:
+        parts: modules that it was given; `outermost` has been told of theirs.
+    """
+    states = [part._get_fsdp_state() for part in parts]
+    groups = [group for state in states for group in _parameter_groups(state)]
+    # Micro-batches are in flight together: one's backward must not free what another reads, or sum what is not all.
+    before = [(g.reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info) for g in groups]
+    for group in groups:
+        group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info = False, False, None
+    for state in states:
+        state._state_ctx.is_last_backward = False
+    try:
+        yield
+    except BaseException:
+        # Those of a step that failed would be added to the next one's.
+        for part in parts:
+            drop_gradients(part)
+        raise
+    finally:
+        # Calls beside steps gather and sum as before.
+        for group, settings in zip(groups, before, strict=True):
+            group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info = settings
+        for state in states:
+            state._state_ctx.is_last_backward = True
+    # What torch's backward would do, had it been told that it is the last: sums, and the end of the iteration.
+    for group in groups:
+        group.post_backward()
+    for state in states:
+        if state._is_root:
+            state._root_post_backward_final_callback()
+
+
 def outermost(root: Any) -> None:
     """Let torch's data parallelism know that the calls of this module hold those of the modules in it."""
     root._get_fsdp_state()._lazy_init()

@@ -45,13 +45,18 @@ class Steering(TypedDict, total=False):
     seconds: float
 
 
-class CaptureKeywords(TypedDict, total=False):
+class StateKeywords(TypedDict, total=False):
+    """Keywords that say what a call carries to the next; `autotp.compile` documents each."""
+
+    carried: Mapping[Any, str] | None
+    precision: str | Mapping[str, Any] | None
+
+
+class CaptureKeywords(StateKeywords, total=False):
     """Keywords that say what captures are to be; `autotp.compile` documents each."""
 
     outputs: str
     random: str
-    carried: Mapping[Any, str] | None
-    precision: str | Mapping[str, Any] | None
 
 
 class RunKeywords(TypedDict, total=False):
@@ -61,12 +66,21 @@ class RunKeywords(TypedDict, total=False):
     options: Mapping[str, Any] | None
     optimise: Switches
     check: bool | None
+    compare: Literal["first", "every"] | None
+    reduce_dtype: torch.dtype | str | None
 
 
-class StageKeywords(Steering, RunKeywords, total=False):
-    """Keywords of `autotp.stages`."""
+class AxisKeywords(TypedDict, total=False):
+    """Keywords of the axes beside tp, and how the program of one of their ranks is checked."""
 
+    dp: int | None
+    cp: int | None
+    fully_shard: bool
     check_capture: bool | None
+
+
+class StageKeywords(Steering, AxisKeywords, StateKeywords, RunKeywords, total=False):
+    """Keywords of `autotp.stages`."""
 
 
 class VerifyKeywords(Steering, total=False):
@@ -77,20 +91,12 @@ class VerifyKeywords(Steering, total=False):
     tp_invariant: int | None
 
 
-class PlanKeywords(Steering, CaptureKeywords, total=False):
+class PlanKeywords(Steering, CaptureKeywords, AxisKeywords, total=False):
     """Keywords of `autotp.plan`."""
-
-    dp: int | None
-    cp: int | None
-    fully_shard: bool
-    check_capture: bool | None
 
 
 class ModuleKeywords(CaptureKeywords, RunKeywords, total=False):
     """Keywords of `autotp.parallelize`."""
-
-    compare: Literal["first", "every"] | None
-    reduce_dtype: torch.dtype | str | None
 
 
 class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
@@ -420,9 +426,15 @@ def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks | N
     return inputs
 
 
-def required_inputs(model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE) -> Inputs:
-    """Read the example inputs that this public function cannot do without; see `example`."""
-    inputs = example(model, example_inputs, axes)
+def required_inputs(
+    model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE, ranks: Ranks | None = None
+) -> Inputs:
+    """Read the example inputs that this public function cannot do without.
+
+    Args:
+        model, example_inputs, axes, ranks: see `example`. function: its name.
+    """
+    inputs = example(model, example_inputs, axes, ranks)
     if inputs is None:
         raise InputError(
             f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "

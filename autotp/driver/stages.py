@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, Unpack
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp import compat
 from autotp.capture.capture import aliases, skeleton
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import Ranks, check_degree, together
+from autotp.comm.ranks import Ranks, check_degree, check_order, together
 from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
@@ -23,6 +24,7 @@ from autotp.ir.layouts import Layout
 from autotp.ir.program import Decided, Sharded
 from autotp.passes.decompose.loss_sums import with_loss
 from autotp.passes.stages.balance import Staging
+from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
@@ -32,8 +34,19 @@ from autotp.runtime.stages.pipeline import Pipeline
 from autotp.runtime.stages.relay import Grid
 from autotp.text import counts
 
+from .compare import kind_of
 from .compile import Compilation, applied, decided_for, further, plain
-from .options import Options, StageKeywords, read_axis, refuse_beside, refuse_unknown, required_inputs, with_keywords
+from .options import (
+    Options,
+    StageKeywords,
+    StateKeywords,
+    axes_beside,
+    pick,
+    refuse_beside,
+    refuse_unknown,
+    required_inputs,
+    with_keywords,
+)  # fmt: skip
 from .schedule import schedule
 from .staging import check_draws, in_pieces, staging
 
@@ -46,7 +59,6 @@ def stages(
     pp: int,
     tp: int = 1,
     *,
-    dp: int = 1,
     chunks: int = 1,
     order: str = "loop",
     example_inputs: Any = None,
@@ -56,47 +68,45 @@ def stages(
     plan: Plan | None = None,
     **keywords: Unpack[StageKeywords],
 ) -> Pipe:
-    """Cut a model into pipeline stages of one tensor-parallel plan. Run it by torchrun on pp x dp x tp ranks.
+    """Cut a model into pipeline stages of one tensor-parallel plan. Run it by torchrun on pp x dp x cp x tp ranks.
 
     Stages are cut between repeated blocks: so that the slowest takes the least time by the plan's own seconds, and none
     holds more than `memory`. Each rank holds the parameters of its own stages alone, under the original's names.
 
     Args:
         model: any `nn.Module` with repeated blocks; it is left as it is. On the meta device too (then load weights).
-        pp, tp, dp: ranks of the pipeline, and of each of its places: tensor- and data-parallel ones.
+        pp, tp: ranks of the pipeline, and tensor-parallel ones of each of its places.
         chunks: stages of each rank, for interleaved schedules.
         order: "loop" deals stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
-        example_inputs: one micro-batch (of one dp rank): a tensor, args, kwargs, or `autotp.Inputs`.
+        example_inputs: one micro-batch, of one dp rank and of whole sequences: a tensor, args, kwargs, or `Inputs`.
         loss: the model then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         outputs: "loss": the last stage gives the model's loss; "full": its outputs, a tensor or a tuple of them, for
             the loss of a schedule.
-        mesh: with dimensions "pp", "tp", and with dp "dp"; by default the world, tp ranks next to each other.
+        mesh: with dimensions "pp" and "tp", and between them "dp", "cp" where these are asked for; default: the world.
         plan: use this plan for the whole model instead of making one.
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see
             `autotp.plan`; the objective is "training", and memory what a rank may hold of all its stages.
-        backend, options, optimise, check, check_capture: see `autotp.compile`.
+        dp, cp, fully_shard, carried, precision, reduce_dtype: see `autotp.compile`, as backend, options, optimise,
+            check, check_capture. compare: refused, for a rank does not hold the whole original.
 
     Returns: the `Pipe`; print it for the stages, `pipe.schedule(...)` and `pipe.step(...)` run it.
     Raises: AutoTPError: its subclasses say what is wrong; all ranks raise together.
     """
     refuse_unknown("stages", keywords, StageKeywords)
-    axis = _read(pp, tp, dp, chunks, order)
+    axes = _read(pp, tp, chunks, order, plan, keywords)
     steering = {name: value for name, value in keywords.items() if name != "memory"}  # which is of all stages of a rank
     refuse_beside(plan, steering)
-    objective = keywords.get("objective", TRAINING.name)
-    if objective != TRAINING.name:
-        raise InputError(f"objective={objective!r}: stages are planned for training. Leave it out.")
-    grid, ranks = _grid(pp, tp, dp, chunks, order, mesh)
+    grid, ranks = _grid(pp, tp, axes, chunks, order, mesh)
     model = with_loss(model, loss) if loss is not None else model
-    inputs = together(
-        grid.world, "reading the example inputs", lambda: required_inputs(model, example_inputs, "autotp.stages")
-    )
-    lowering, request = Lowering.read(keywords), CaptureRequest.read(dp, outputs, "counter")
-    settings = Options.of_plan(plan) if plan is not None else Options.read(tp, steering, axis)
-    if plan is not None and (plan.tp, plan.batch.size) != (tp, dp):
-        raise PlanError(f"the plan is for tp={plan.tp} and dp={plan.batch.size}, and tp={tp}, dp={dp} are asked for.")
+    read = partial(required_inputs, model, example_inputs, "autotp.stages", axes, ranks)
+    inputs = together(grid.world, "reading the example inputs", read)
+    lowering = Lowering.read(keywords)
+    settings = Options.of_plan(plan) if plan is not None else Options.read(tp, steering, axes)
+    request = CaptureRequest.read(axes, outputs, **pick(keywords, StateKeywords)).within(tp, settings.cluster)
+    if settings.tp != tp:
+        raise PlanError(f"the plan is for tp={settings.tp}, and tp={tp} is asked for. Plan again.")
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
-    model = plain(model, request)
+    model = plain(model, request, lowering)
     compilation = Compilation(model, grid.world, settings, request, lowering, plan, check, check_capture)
     limit = Options.read(tp, {"memory": keywords.get("memory")}).memory
     return _staged_pipe(compilation, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
@@ -162,7 +172,7 @@ def _cut(
     """
     check_draws(captured)
     planned, sharded, _ = applied(captured, plan, options, outputs, states, decided)
-    sharded = in_pieces(planned, sharded, division, plan.model)
+    sharded = in_pieces(planned, sharded, division, plan.model, absent)
     for stage, (piece, names) in enumerate(zip(sharded.pieces, absent, strict=True)):
         if missing := piece.names & names:
             raise PlanError(
@@ -172,7 +182,8 @@ def _cut(
     return sharded
 
 
-def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
+def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords: Mapping[str, Any]) -> Axes:
+    """Read the axes beside stages, and refuse what these cannot be."""
     for name, value in (("pp", pp), ("chunks", chunks)):
         if not counts(value):
             raise InputError(
@@ -181,30 +192,43 @@ def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
     check_degree(tp)
     if order not in ORDERS or (order == "v" and chunks != 2):
         raise InputError(f"order={order!r}: take 'loop', or with chunks=2 'v'.")
-    return read_axis(dp, False, tp)
+    if kind_of(keywords.get("compare")) is not ShardedModule:
+        raise InputError(
+            "compare= runs the whole original on every rank, and a rank of stages holds the weights of its own alone. "
+            "autotp.verify(model, tp, inputs, pp=2) compares stages with the original."
+        )
+    objective = keywords.get("objective", TRAINING.name)
+    if objective != TRAINING.name:
+        raise InputError(f"objective={objective!r}: stages are planned for training. Leave it out.")
+    return axes_beside(plan, keywords, tp)
 
 
-def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
+def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
     """Find the ranks of the pipeline, and those of this one's stages."""
+    degrees = {"pp": pp, **axes.degrees, "tp": tp}
+    text, count = " x ".join(f"{name}={n}" for name, n in degrees.items()), prod(degrees.values())
     if mesh is None:
         every = Ranks.find()
         if every is None:
-            raise InputError(f"stages run on ranks: launch pp x dp x tp = {pp * dp * tp} of them with torchrun.")
-        if every.tp != pp * dp * tp:
+            raise InputError(f"stages run on ranks: launch {text} = {count} of them with torchrun.")
+        if every.tp != count:
             raise InputError(
-                f"pp={pp} x dp={dp} x tp={tp} makes {pp * dp * tp} ranks; the world has {every.tp}. Launch as many, "
-                "or pass a mesh with dimensions 'pp', 'dp' and 'tp' over a part of them."
+                f"{text} makes {count} ranks; the world has {every.tp}. Launch as many, or pass a mesh with dimensions "
+                "of these names over a part of them."
             )
-        kind = every.device.type
-        mesh = DeviceMesh(kind, torch.arange(every.tp).view(pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    if (sizes.get("pp"), sizes.get("dp", 1), sizes.get("tp")) != (pp, dp, tp) or set(sizes) - {"pp", "dp", "tp"}:
-        raise InputError(f"the mesh has dimensions {sizes}, and pp={pp}, dp={dp}, tp={tp} are asked for.")
-    ranks, world = Ranks.find(tp, mesh, dp), Ranks.find(mesh=compat.flat_mesh(mesh))
-    line = world if dp == 1 else Ranks.find(mesh=compat.flat_mesh(mesh["pp", "tp"]))
+        ranks_of = torch.arange(count).view(*degrees.values())
+        mesh = DeviceMesh(every.device.type, ranks_of, mesh_dim_names=tuple(degrees))
+    names = mesh.mesh_dim_names or ()
+    check_order(names)
+    sizes = dict(zip(names, mesh.shape, strict=False))
+    if {name: n for name, n in sizes.items() if n > 1 or name in degrees} != degrees:
+        raise InputError(f"the mesh has dimensions {sizes}, and {text} are asked for.")
+    ranks, world = Ranks.find(tp, mesh, axes.dp, axes.cp), Ranks.find(mesh=compat.flat_mesh(mesh))
+    line = world if axes.size == 1 else Ranks.find(mesh=compat.flat_mesh(mesh["pp", "tp"]))
     assert ranks is not None and world is not None and line is not None
     there = list(range(pp))
     places = there * chunks if order == "loop" else [*there, *reversed(there)]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
-    world, line = replace(world, axes="pp, dp and tp"), replace(line, axes="pp and tp" if dp > 1 else "pp, dp and tp")
-    return Grid(world, group, rank, pp, chunks, tuple(places)), replace(ranks, every=world, line=line)
+    world = replace(world, axes=f"{', '.join([*degrees][:-1])} and tp")
+    ranks = replace(ranks, every=world, line=replace(line, axes="pp and tp"), place=ranks.every)
+    return Grid(world, group, rank, pp, chunks, tuple(places)), ranks

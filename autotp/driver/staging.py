@@ -77,22 +77,30 @@ def check_draws(captured: Capture) -> None:
         )
 
 
-def in_pieces(planned: Planned, sharded: Sharded, division: Staging, name: str) -> Sharded:
-    """A program with one piece for each stage.
+def in_pieces(
+    planned: Planned, sharded: Sharded, division: Staging, name: str, absent: Sequence[frozenset[str]] = ()
+) -> Sharded:
+    """A program with one piece for each stage; that of a module called by itself is all in the first that holds it.
 
     Args:
         planned: the decisions; `sharded`: the program of one rank. division: of its blocks. name: of the model.
+        absent: names of the parameters and buffers that the rank of each stage does not hold.
 
     Raises:
         InputError: it has other blocks.
     """
     units = units_of(planned, sharded)
-    if tuple(u.name for u in units) != division.units:
+    if tuple(u.name for u in units) == division.units:
+        return replace(sharded, pieces=tuple(cut(planned, sharded, stage_starts(units, division.division.sizes))))
+    read = {leaf.name for leaf in planned.program.leaves if leaf.node.users and not leaf.kind.passed}
+    home = next((stage for stage, names in enumerate(absent) if read.isdisjoint(names)), None)
+    if home is None:
         raise InputError(
             f"this call runs other blocks than {division.units[0]} to {division.units[-1]}, between which {name} was "
             "cut into stages. Call the whole model, or compile it with tensor parallelism alone."
         )
-    return replace(sharded, pieces=tuple(cut(planned, sharded, stage_starts(units, division.division.sizes))))
+    starts = [0] * (home + 1) + [len(sharded.graph.nodes)] * (len(absent) - home - 1)
+    return replace(sharded, pieces=tuple(cut(planned, sharded, starts)))
 
 
 def one_after_another(planned: Planned, sharded: Sharded, builder: Builder, name: str, pp: int) -> Sharded:
@@ -107,7 +115,7 @@ def one_after_another(planned: Planned, sharded: Sharded, builder: Builder, name
         return sharded
     check_draws(planned.program)
     division = staging(planned, sharded, builder, name, pp, 1, None)
-    return joined(sharded, in_pieces(planned, sharded, division, name).pieces)
+    return joined(planned, sharded, in_pieces(planned, sharded, division, name).pieces)
 
 
 def weigh(units: Sequence[UnitCost], tied: Sequence[tuple[float, tuple[int, ...]]]) -> list[Weight]:

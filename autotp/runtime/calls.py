@@ -75,7 +75,7 @@ class Calls:
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
         writes_before: how often weights were written, by the call before, or by a load after it.
-        before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them;
+        before_gathering: `pieces` of the shards as they are before `fully_shard` gathers them, which the rank keeps;
             `own_count` counts writes to them.
         tied: of pipeline stages, what ranks of several hold; None where there are none.
     """
@@ -90,7 +90,7 @@ class Calls:
     number: int = 0
     writes_before: int = 0
     hooked: bool = False
-    before_gathering: Sequence[tuple[Tensor, bool]] = ()
+    before_gathering: Sequence[tuple[str, Tensor, bool]] = ()
     tied: Any = None
     own_count: WriteCount | None = None
 
@@ -100,7 +100,8 @@ class Calls:
         if self.shards.host is not None:
             know_virtual(self.shards.root)
         # There from now on, as the other: to make one is a collective that no turn comes before.
-        _ = self.own, self.joint
+        ranks = self.shards.ranks
+        _ = self.own, self.joint, ranks and ranks.place and ranks.place.channel
         if self.channel is not None:
             self.channel.modules += self.copy == ""
             self.place = self.channel.modules
@@ -149,9 +150,7 @@ class Calls:
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
         """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
-        follow_types(self.shards)
-        if not self.before_gathering:
-            self.settle()
+        self.count_own()
         meet(self.channel, f"forward, call {self.number + 1} of {self.copy}{self.name}")
         try:
             yield
@@ -201,7 +200,7 @@ class Calls:
             self._differ(kind, call, how)
         compare(everyone, self.groups, what)
         if self.tied is not None:
-            self.tied.compare([m.tied for m in everyone], what)
+            self.tied.compare([m.tied for m in everyone], what, self.groups.slices)
         self.writes_before = count
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
@@ -230,12 +229,18 @@ class Calls:
         """Return how often weights were written since the call before, or since a load after it."""
         return (self.count() - self.writes_before) % COUNT_VALUES
 
+    def count_own(self) -> None:
+        """Before weights are gathered: count writes to those that the rank keeps from now on."""
+        follow_types(self.shards)
+        if isinstance(self.shards.root, FSDPModule) and not self.before_gathering:
+            self.settle()
+
     def settle(self) -> None:
         """Forget what was written by now: the ranks have the same weights, as after a load."""
         if isinstance(self.shards.root, FSDPModule):
             show_gradients(self.shards)  # the rank's own, where a forward has gathered others
             self.before_gathering = [*self.shards.pieces()]
-            self.own_count = WriteCount([piece for piece, _ in self.before_gathering])
+            self.own_count = WriteCount([piece for _, piece, _ in self.before_gathering])
         (self.own_count or self.inventory).forget()  # a conversion gives weights other tensors, whose counts are others
         self.writes_before = self.count()
 
@@ -289,7 +294,7 @@ class Calls:
             agree(self.shards.ranks, f"the options of {what}", facts)
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
         if self.tied is not None:
-            self.tied.compare([one[len(own) :] for one in messages], doing)
+            self.tied.compare([one[len(own) :] for one in messages], doing, self.groups.slices)
 
     def any(self, own: bool, what: str) -> bool:
         """Return whether this is so on any rank of the module. A collective call.

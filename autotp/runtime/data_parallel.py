@@ -38,7 +38,10 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     """
     ranks, axis = shards.ranks, shards.axis
     assert ranks is not None and ranks.batch is not None
-    units = {r.name: r.unit for r in reads if r.storage is not None}
+    units: dict[str, str] = {}
+    for r in reads:
+        if r.storage is not None:  # stages of one rank may read a weight in several places
+            units[r.name] = r.unit if units.get(r.name, r.unit) == r.unit else ""
     if shards.units:
         if name := next((n for n, unit in units.items() if shards.units.get(n, "") not in (unit, "")), ""):
             raise StateError(
@@ -60,9 +63,20 @@ def show_gradients(shards: ShardState) -> None:
 
     A backward does so by itself. After a forward without one, and before a backward, no gradient would be there.
     """
-    for part in _units(shards) if shards.axis.size > 1 else ():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for part in _own_parts(shards):
+        part.reshard()
+
+
+@contextlib.contextmanager
+def step(shards: ShardState) -> Iterator[None]:
+    """Around the forwards and backwards of a step: weights are gathered once, and gradients summed once, at its end."""
+    parts = [*_own_parts(shards)]
+    show_gradients(shards)
+    for root in parts[-1:]:
+        compat.outermost(root)
+        root.unshard()  # what is read outside of the blocks, which gather theirs as they are called
+    with recovering(shards), compat.at_once(parts):
+        yield
 
 
 @contextlib.contextmanager
@@ -78,9 +92,8 @@ def recovering(shards: ShardState) -> Iterator[None]:
 
 def drop_gradients(shards: ShardState) -> None:
     """Drop gradients of backwards in `no_sync` that none after them has summed."""
-    for part in _units(shards) if shards.axis.size > 1 else ():
-        if isinstance(part, FSDPModule):
-            compat.drop_gradients(part)
+    for part in _own_parts(shards):
+        compat.drop_gradients(part)
 
 
 def _recover_all() -> None:
@@ -94,9 +107,8 @@ recoveries.append(_recover_all)
 
 def follow_types(shards: ShardState) -> None:
     """Take note of what `Module.to` made of the types of weights since the forward before."""
-    for part in _units(shards) if shards.axis.size > 1 else ():
-        if isinstance(part, FSDPModule):
-            compat.follow_types(part)
+    for part in _own_parts(shards):
+        compat.follow_types(part)
 
 
 def _units(shards: ShardState) -> Iterator[nn.Module]:
@@ -105,6 +117,11 @@ def _units(shards: ShardState) -> Iterator[nn.Module]:
         if path:
             yield shards.parts[path]
     yield shards.root
+
+
+def _own_parts(shards: ShardState) -> Iterator[Any]:
+    """Return the parts that this module has handed to torch's data parallelism."""
+    yield from (part for part in _units(shards) if shards.axis.size > 1 and isinstance(part, FSDPModule))
 
 
 def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -125,17 +142,26 @@ def _average(shards: ShardState, ranks: Ranks, parameter: Tensor) -> None:
         grad.to_local().div_(ranks.tp)
 
 
-def refuse_others(shards: ShardState) -> None:
-    """Refuse a data parallelism that was put around parts of the module beside its own."""
-    if shards.axis.size == 1:
+def refuse_another(shards: ShardState, hook: Any) -> None:
+    """Refuse torch's data parallelism that a user is about to put around a part, where this module could not follow it.
+
+    Args:
+        shards: of the module. hook: of torch's own, that is registered on a part.
+    """
+    ours = shards.units and shards.root not in _roots  # handed over just now
+    if ours or not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
         return
-    ours = set(_units(shards))
-    other = next((name for name, m in shards.root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
-    if other is not None:
+    if shards.axis.size > 1:
         name = " and ".join(shards.axis.degrees)
         raise StateError(
-            f"{other} was wrapped in fully_shard or replicate, and autotp.compile({shards.axis.text}) deals out "
-            f"the batch already. Leave out {name}, or the wrapping; fully_shard=True splits weights over {name}."
+            f"fully_shard or replicate around a module that deals out the batch over {name} already. Leave out {name}, "
+            f"or the wrapping; fully_shard=True splits weights over {name}."
+        )
+    if shards.staged:
+        raise StateError(
+            "fully_shard or replicate around a module in stages: torch would gather weights and sum gradients for each "
+            "micro-batch, amid what stages send each other. Let the stages do it, once a step: "
+            "autotp.stages(..., dp=2, fully_shard=True)."
         )
 
 

@@ -159,11 +159,7 @@ class ShardedModule(Part):
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences."""
-        if self._shards.axis.cp == 1:
-            return Arguments(self._carriers, args, kwargs, entry)
-        assert self._shards.ranks is not None
-        parts = self._shards.ranks.beside["cp"]
-        own, whole = Inputs(*args, **kwargs).own_part(parts.rank, parts.tp)
+        own, whole = state.dealt(self._shards, Inputs(*args, **kwargs))
         call = Arguments(self._carriers, own.args, own.kwargs, entry)
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
         return call

@@ -103,7 +103,7 @@ def _of(optimizer: Optimizer, calls: Calls) -> tuple[list[tuple[Tensor, bool]], 
     if kind_before == kind:
         return updated, False
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    have = {id(p): (p, whole) for p, whole in (*calls.before_gathering, *calls.shards.pieces())}
+    have = {id(p): (p, whole) for _, p, whole in (*calls.before_gathering, *calls.shards.pieces())}
     updated = [x for i, x in have.items() if i in ids]
     if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
         entries[id(calls)] = kind, updated

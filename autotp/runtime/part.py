@@ -18,6 +18,7 @@ from autotp.runtime.interop.tool_refusals import DDP, SET, Refused
 from autotp.runtime.interop.whole_weights import on_whole_weights
 
 from .changes import TORCHS, Changes, Watched, foreign
+from .data_parallel import refuse_another
 from .module_hooks import Boundary, after_forward, before_forward, is_own, note, on_backward
 from .revision import TABLES, Revision, counted
 from .storage import Storage
@@ -96,8 +97,11 @@ class Part(nn.Module):
 
     def register_forward_pre_hook(self, hook: Any, *, prepend: bool = False, with_kwargs: bool = False) -> Any:
         """Register as torch does; the hook sees whole values, as on the original."""
+        watched = self.__dict__.get("_watched")
         if not is_own(hook):
             hook, with_kwargs = before_forward(hook, with_kwargs), True
+        elif watched is not None and watched.changes.whole is not None:
+            refuse_another(watched.changes.whole._shards, hook)
         return nn.Module.register_forward_pre_hook(self, hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(

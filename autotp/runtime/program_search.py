@@ -72,7 +72,6 @@ def _run_at(module: Any, entry: str, *args: Any, **kwargs: Any) -> Any:
 def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
     """Return the program for a call of a new kind or size, and the order in which it takes the leaves. Collective."""
     source = module._source
-    data_parallel.refuse_others(module._shards)
     if call.sequences is not None:
         module._calls.compare_sequences(call.sequences)
     # Where a program holds for some values alone, ranks with other values would choose other programs.
@@ -159,6 +158,7 @@ def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable 
         program = module._source.pipeline.program(module, captured, sharded, key, call_form)
     else:
         program = built(module, captured, sharded, key, call_form)
+    _spread(module, program)
     program.changes, program.entry = changes, entry
     module._carriers.learn_layouts(sharded.states)
     module._programs_made.add(program, module._order)
@@ -178,11 +178,6 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     peak = module._plan.memory.peak
     graph, fired = source.lowering.program(sharded, source.places(), shards.place, peak, judges)
     inputs, reads, count = readings(captured, graph, shards)
-    if module._plan.batch.size > 1 and source.ranks is not None and source.pipeline is None:
-        data_parallel.spread(shards, reads, source.lowering.reduces)
-    elif source.lowering.reduces is not None:
-        for piece, _ in shards.pieces():
-            accumulate_in(piece, source.lowering.reduces)
     constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
     compiler = source.lowering.compiler()
     write_in_place(captured, graph)
@@ -195,7 +190,17 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
         fired = (("tp_invariant", text), *fired)
     assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks, source.host)
     assembler.build(inputs, one=steps)
-    return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler)
+    return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, reads)
+
+
+def _spread(module: Any, program: Program) -> None:
+    """Hand what a program reads to torch's data parallelism, or have its gradients added up in a type by themselves."""
+    reduces, shards = module._source.lowering.reduces, module._shards
+    if shards.axis.size > 1 and shards.ranks is not None:
+        data_parallel.spread(shards, program.reads, reduces)
+    elif reduces is not None:
+        for _, piece, _ in shards.pieces():
+            accumulate_in(piece, reduces)
 
 
 def request_of(module: Any, call: Arguments) -> CaptureRequest:

@@ -132,7 +132,7 @@ class Program:
         form: of the call that it was captured with.
         seeds: how many operators draw by counters.
         draws: whether others draw as torch does.
-        fired: what became of each optimisation; `compiler`: what compiles it.
+        fired: what became of each optimisation; `compiler`: what compiles it. reads: what it reads of the module.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
         entry: path of the module that it is the forward of.
         stages: those of this rank by their index, where it is cut.
@@ -147,6 +147,7 @@ class Program:
     draws: bool = False
     fired: Fired = ()
     compiler: Compiler | None = None
+    reads: Sequence[Read] = ()
     changes: Hashable = ()
     entry: str = ""
     stages: Mapping[int, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.comm.virtual import values_of
 from autotp.errors import StateError
+from autotp.inputs import Inputs
 from autotp.ir.layouts import I, Layout, Shard
 from autotp.runtime.interop import dtensor_operators, ownership
 
@@ -33,7 +34,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
     # A plain process holds no DTensors, and torch's own operators and redistribution stay as they are.
     if shards.ranks is not None:
         dtensor_operators.install()
-        ownership.know(shards.ranks.group_name, shards.ranks.planners.group_name)
+        ownership.know(shards.ranks.group_name, (shards.ranks.place or shards.ranks.planners).group_name)
     # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and as a copy of it
     # would train apart.
     parts: dict[int, Any] = {id(model): root}
@@ -115,6 +116,14 @@ def _cut(shards: ShardState, storage: Storage, full: Tensor) -> Sequence[Tensor]
     if ranks is None:
         return [t.to(device, copy=True).contiguous() for t in storage.cut(full.detach())]
     return storage.shard(full, ranks.mesh, ranks.rank, device)
+
+
+def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
+    """The inputs that this rank computes, and whether those that it is given are whole sequences over cp."""
+    if shards.axis.cp == 1 or shards.ranks is None:
+        return inputs, False
+    parts = shards.ranks.beside["cp"]
+    return inputs.own_part(parts.rank, parts.tp)
 
 
 def pieces(shards: ShardState, name: str) -> list[Any]:

@@ -435,7 +435,7 @@ class ShardState:
         """The device of its parameters now, or to come: in one process they go where the user sends them."""
         if self.ranks is not None:
             return self.ranks.device
-        kind = next((piece.device for piece, _ in self.pieces()), torch.device("cpu"))
+        kind = next((piece.device for _, piece, _ in self.pieces()), torch.device("cpu"))
         if kind.type != "meta":
             return kind
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -452,14 +452,15 @@ class ShardState:
         owner, _, leaf = first.rpartition(".")
         return self.storage(getattr(self.parts[owner], leaf).shape, I)
 
-    def pieces(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Iterate over the parameters that the parts have now, and whether each is whole on every tp rank."""
+    def pieces(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
+        """Iterate over the parameters that the parts have now: the original's name, and whether it is whole on every tp
+        rank."""
         for name, storage in self.storages.items():
             owner, _, leaf = name.rpartition(".")
             for n in storage.names(leaf):
                 piece = self.parts[owner]._parameters.get(n)
                 if piece is not None:
-                    yield piece, not isinstance(storage.layout, Shard)
+                    yield name, piece, not isinstance(storage.layout, Shard)
 
     def taken_away(self) -> str:
         """Return the name of a parameter that a part does not have any more; "" where all are there."""

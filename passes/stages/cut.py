@@ -59,7 +59,7 @@ class Piece:
         sharded: the program of all tp ranks.
         wires_in, wires_out: what flows in and out, in order.
         names: of the parameters, buffers and constants that it reads or writes.
-        inputs: names of the placeholders that take the model's own inputs.
+        inputs: names of the model's own inputs that it takes.
         positions: of its outputs before `wires_out`, among the results of the whole program; of these `shared` are for
             the ranks of all stages.
     """
@@ -87,11 +87,11 @@ def cut(planned: Planned, sharded: Sharded, starts: Sequence[int]) -> list[Piece
     return _Cutter(planned, sharded, list(starts)).run()
 
 
-def joined(sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
+def joined(planned: Planned, sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
     """One program that runs the stages one after another, for proofs: what flows from one into the next is one value.
 
     Args:
-        sharded: the program that was cut, for its inputs. pieces: of it, in order.
+        planned, sharded: the program that was cut, for its inputs. pieces: of it, in order.
     """
     graph, leaves, results = fx.Graph(), dict[str, fx.Node](), dict[int, Any]()
     out = replace(sharded, graph=graph, layouts={}, origin={}, ends={}, pieces=())
@@ -102,12 +102,12 @@ def joined(sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
             mine |= {new: theirs[node]} if node in theirs else {}  # type: ignore[operator]
         return new
 
-    for node in sharded.graph.find_nodes(op="placeholder"):
-        leaves[node.name] = copied(node, sharded, {})
+    for leaf, node in zip(planned.program.leaves, sharded.graph.find_nodes(op="placeholder"), strict=True):
+        leaves[leaf.name] = copied(node, sharded, {})
     flow: tuple[Any, ...] = ()
     for piece in pieces:
         nodes: Any = [*piece.sharded.graph.nodes]
-        heads = [*flow, *(leaves[leaf.node.name] for leaf in piece.capture.leaves[len(flow) :])]
+        heads = [*flow, *(leaves[leaf.name] for leaf in piece.capture.leaves[len(flow) :])]
         env: dict[fx.Node, fx.Node] = dict(zip(nodes, heads, strict=False))
         for node in nodes[len(heads) : -1]:
             env[node] = copied(node, piece.sharded, env)
@@ -130,6 +130,7 @@ class _Cutter:
         self.result: Any = sharded.graph.output_node().args[0]
         self.early: set[fx.Node] = set()  # sums that are taken before the stage of their first reader
         self.free = self._free()
+        self._sink()
         self._settle()
         self.nodes: list[set[fx.Node]] = [set() for _ in starts]  # what each stage computes, and its leaves
         self.read: dict[fx.Node, set[int]] = {}  # value -> later stages that receive it
@@ -175,6 +176,16 @@ class _Cutter:
     def _random(self, node: fx.Node) -> bool:
         tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         return tagged and draws(node)
+
+    def _sink(self) -> None:
+        """Move what is made of weights and buffers alone, as scales of earlier calls are, to where it is read first."""
+        alone = {node for node, leaf in self.leaf.items() if not leaf.kind.passed and leaf.kind is not SEEDS}
+        for node in self.at:
+            if node.all_input_nodes and alone.issuperset(node.all_input_nodes) and not self._random(node):
+                alone.add(node)
+        for node in reversed(list(self.at)):
+            if node in alone:
+                self.at[node] = min((self.at[n] for n in node.users if n in self.at), default=self.at[node])
 
     def _settle(self) -> None:
         """Sums are taken in the stage that makes the summands, though their first reader is in a later one."""
@@ -281,7 +292,7 @@ class _Cutter:
         names = {x.name for x in leaves if not x.kind.passed and x.kind is not SEEDS}
         names |= {str(x) for x in capture.mutations.values() if isinstance(x, str)}
         # The leaves after those that arrive from the stage before: what the caller passes to this stage itself.
-        inputs = tuple(x.node.name for x in leaves[len(before) :] if x.kind.passed and x.is_tensor)
+        inputs = tuple(x.name for x in leaves[len(before) :] if x.kind.passed and x.is_tensor)
         shared = tuple(filter(self._shared, positions))
         return Piece(capture, writer.out, wires_in, wires_out, names, inputs, positions, shared)
 

@@ -138,11 +138,12 @@ class Subject:
 
     def __init__(self, run: Run, model: Any, axes: dict[str, int], options: dict[str, Any]) -> None:
         self.run, self.axes = run, axes
-        own = {k: v for k, v in axes.items() if k in ("dp", "cp") and v > 1}
+        own: dict[str, Any] = {k: v for k, v in axes.items() if k in ("dp", "cp") and v > 1}
         self.pipe, example = None, run.example() if axes is run.axes else run.batch()
         if run.cached and axes is not run.axes:
             example = {"input_ids": run.batch()["input_ids"], **run.past(ROWS, of=4)}
         if axes["pp"] > 1:
+            own |= {"outputs": "full"} if run.cached else {}
             self.pipe = autotp.stages(model, axes["pp"], axes["tp"], **own, example_inputs=example, **options)
             self.module: Any = self.pipe.module
         else:

@@ -225,10 +225,6 @@ def no_compared_cache() -> bool:
     return raises(lambda: sharded(input_ids=ids, use_cache=True))
 
 
-def no_sharded_stages() -> bool:
-    return lacks(autotp.stages, "fully_shard", "carried", "cp")
-
-
 def no_dp() -> bool:
     return lacks(autotp.sweep, "dp")
 
@@ -246,14 +242,15 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "weights or activations cannot be captured": branch_fails,
     "its times are predictions": None,
     "`torch.compile(sharded)` does not work": REFUSALS,
-    "[Pipeline stages](docs/axes.md#pp-pipeline-stages) have no": no_sharded_stages,
     "takes several times as long as torch's own": None,
     "Continuous batching; what": no_batching,
     "weights, activations or random numbers cannot": branch_fails,
     "ranks plans; it does not predict times": None,
     "`sweep` has no dp": no_dp,
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
-    "[Pipeline stages](axes.md#pp-pipeline-stages) have no": no_sharded_stages,
+    "[pipeline stages](axes.md#pp-pipeline-stages) torch's schedules have fixed sizes": (
+        "tests/runtime/stages/test_stages.py::test_what_cannot_be_is_said_on_all_ranks"
+    ),
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,
     "that were not told which ranks share a batch": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,

@@ -104,6 +104,16 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     "verify, twice": (lambda: verified(of(2, 2, names=("dp", "tp")), dp=2), "the axis dp is named twice"),
     "verify, no names": (lambda: verified(of(2, 2, names=("x", "tp"))), "one that gives the degrees has some of"),
     "stages, degrees": (lambda: staged(2, 2, dp=2), "pp=2 x dp=2 x tp=2 makes 8 ranks; the world has 4"),
+    "stages, order": (
+        lambda: staged(2, 2, mesh=of(2, 2, names=("tp", "pp"))),
+        "the mesh has the axes in the order tp, pp, and it is pp, tp",
+    ),
+    "stages, order of dp": (
+        lambda: staged(2, 1, dp=2, mesh=of(2, 2, 1, names=("dp", "pp", "tp"))),
+        "the mesh has the axes in the order dp, pp, tp, and it is pp, dp, tp",
+    ),
+    "stages, one name for two": (lambda: staged(2, 2, mesh=named("pp", "pp")), "the mesh names the axis 'pp' twice"),
+    "stages, another size": (lambda: staged(2, 2, mesh=of(4, 1, names=("pp", "tp"))), "pp=2 x tp=2 are asked for"),
 }
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "plan, sequence": (lambda: planned(2, cp=3), "a sequence of 8 is not dealt to 3 ranks"),

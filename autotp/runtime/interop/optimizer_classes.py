@@ -38,6 +38,7 @@ BY_PARAMETER = (
     "Adafactor", "Muon", "AdaShift", "AdaTAM", "Amos", "Conda", "FlashAdamW", "Fromage", "LARS", "SCION", "SCIONLight",
     "SGDSaI", "TAM",
 )  # fmt: skip
+ACROSS = ("LBFGS", "Prodigy")  # summing over all parameters, of which a rank of stages has some
 BY_ELEMENT = (  # of torch
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
@@ -51,12 +52,14 @@ def refuse_unknown(optimizer: Optimizer, shards: ShardState) -> None:
         StateError: on every rank, for all have the same optimizer; it says what is right, and how to say so.
     """
     library, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
-    if shards.tp == 1 or getattr(optimizer, TOLD, False):
+    if (shards.tp == 1 and not shards.staged) or getattr(optimizer, TOLD, False):
         return
     if name not in RIGHT.get(library, "").split():
         fault = "is not among the optimizers that are known to"
     elif library != "torch" and (switches := _switches(optimizer, name)):
         fault = f"is known to with other options than {switches}, and with those it is not known to"
+    elif shards.staged and name in ACROSS:
+        fault = "sums over all parameters, of which a rank has those of its stages: it does not"
     elif name in BY_PARAMETER and (split := _in_pieces(optimizer, shards)):
         fault = f"computes with a whole parameter, and {split} is held in pieces: it does not"
     else:

@@ -21,7 +21,7 @@ from autotp.inputs import Inputs
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.stages.balance import Staging
 from autotp.plans.plan import Plan
-from autotp.runtime import checkpoint, program_search
+from autotp.runtime import checkpoint, program_search, state
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Program, form
 from autotp.text import amount, seconds
@@ -67,7 +67,7 @@ class Pipe:
             StateError: a step of a schedule over them would not end with sums of gradients that are needed.
         """
         if self._pipeline.holders or self.module._shards.axis.size > 1:
-            raise StateError(UNSUMMED.format(min(self._pipeline.holders, default="") or "dp"))
+            raise StateError(UNSUMMED.format(min(self._pipeline.holders, default="") or self.plan.batch.name))
         return dict(self._program.stages)
 
     @property
@@ -80,6 +80,10 @@ class Pipe:
     def parameters(self) -> Any:
         """The parameters of this rank's stages, for an optimizer."""
         return self.module.parameters()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the whole model, stage after stage; see `ShardedModule.forward`. A collective call of all ranks."""
+        return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of this rank's stages; a schedule is for the mode that it was made in."""
@@ -124,6 +128,12 @@ class Pipe:
         of: Any = parts[0] if single else parts
         # Each micro-batch gives its share of the mean, so torch must not divide gradients once more.
         torch_schedule = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
+        order = getattr(torch_schedule, "stage_index_to_group_rank", None)
+        if order is not None and tuple(order[i] for i in sorted(order)) != self._grid.places:
+            raise InputError(
+                f"{kind.__name__} takes stages that are dealt otherwise than to the ranks {list(self._grid.places)}: "
+                "make them with order='v' for torch's V schedules, 'loop' for all others."
+            )
         self._schedules[torch_schedule] = microbatches, stages
         self._sums.follow(torch_schedule)
         return torch_schedule
@@ -147,7 +157,7 @@ class Pipe:
         """
         flat, spec = compat.tree_flatten((inputs.args, dict(inputs.kwargs)))
         own_form, leaves = form(self.module._source.bare, flat, spec)[0], program.capture.inputs
-        names = {i: x.node.name for i, x in enumerate(leaves) if x.is_tensor}
+        names = {i: x.name for i, x in enumerate(leaves) if x.is_tensor}
         if own_form.key != program.form.key:
             raise InputError(
                 "this call has other arguments than the example inputs: a schedule runs the one program that it was "
@@ -164,13 +174,18 @@ class Pipe:
         """
         program = self._program
         world = self._grid.world
-        tensors = together(world, "reading the inputs", lambda: self._own(program, inputs, microbatches))
+        own = together(world, "reading the inputs", lambda: self._own(program, inputs, microbatches))
         self._begin("feed()", inputs)
-        return tensors | self._base(program, microbatches)
+        return own[0] | self._base(program, microbatches)
 
-    def _own(self, program: Program, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
-        """The inputs that this rank's stages read, moved to its device."""
-        tensors, example = self._by_name(program, inputs), self._by_name(program, self._example)
+    def _own(
+        self, program: Program, inputs: Inputs, microbatches: int, target: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The inputs that this rank's stages read, moved to its device, and the target: with cp its part of them."""
+        args, kwargs, target = state.dealt(self.module._shards, Inputs(inputs.args, dict(inputs.kwargs), target))[
+            0
+        ].args
+        tensors, example = self._by_name(program, Inputs(*args, **kwargs)), self._by_name(program, self._example)
         shapes, expected = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in example.items()}
         if shapes != expected:
             raise InputError(
@@ -178,11 +193,12 @@ class Pipe:
                 "other has fixed sizes. Pass as many micro-batches as that takes, or these as example_inputs."
             )
         names = {name for stage in program.stages.values() for name in stage.piece.inputs}
-        return {name: t.to(self._grid.world.device) for name, t in tensors.items() if name in names}
+        return {name: t.to(self._grid.world.device) for name, t in tensors.items() if name in names}, target
 
     def _begin(self, what: str, inputs: Inputs, target: Tensor | None = None) -> None:
         """Make sure that all ranks begin the same with the same batch, and from weights that belong together."""
         module = self.module
+        module._calls.count_own()
         call = module._arguments(inputs.args, dict(inputs.kwargs), "")
         module._calls.begin(program_search.kind_of(module, call), call, None, what, target)
 
@@ -194,14 +210,14 @@ class Pipe:
         dist.broadcast(seeds, group=self._grid.world.group, group_src=0)
         return {BASE: seeds.cpu()}
 
-    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, Program, dict[str, Tensor]]:
-        """Read how many micro-batches a schedule runs, and this rank's inputs; or say why it cannot run them."""
+    def _ready(self, schedule: Any, inputs: Inputs, target: Tensor | None) -> tuple[int, Program, Any]:
+        """Read how many micro-batches a schedule runs, and what is this rank's; or say why it cannot run them."""
         if schedule is None or schedule not in self._schedules:
             raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
         count, stages = self._schedules[schedule]
         for stage in stages:
             stage.check_mode()
-        return count, stages[0].program, self._own(stages[0].program, inputs, count)
+        return count, stages[0].program, self._own(stages[0].program, inputs, count, target)
 
     def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
@@ -217,14 +233,23 @@ class Pipe:
 
     @torch.no_grad()
     def evaluate(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The loss of a batch without backwards; otherwise as `step`."""
+        """The loss of a batch without backwards; otherwise as `step`.
+
+        Raises:
+            InputError: order="v": torch's V schedules wait for each other without backwards.
+        """
+        if self._grid.places[-1] != self._grid.size - 1:
+            raise InputError(
+                "evaluate() of stages that are dealt there and back (order='v'): torch's V schedules do not end "
+                "without backwards. Call pipe.module(**batch) under torch.no_grad() instead."
+            )
         return self._run(schedule, "eval", Inputs(*args, **kwargs), target)
 
     def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None) -> Tensor:
         grid, calls = self._grid, self.module._calls
         with calls.turn(method):
-            ready = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
-            count, program, tensors = ready
+            ready = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs, target))
+            count, program, (tensors, own_target) = ready
             what = f"{method} of {count} micro-batches by {type(schedule).__name__}"
             self._begin(what, inputs, target)
             tensors |= self._base(program, count)
@@ -233,8 +258,8 @@ class Pipe:
             options: dict[str, Any] = {}
             device = grid.world.device
             if grid.rank == grid.last:
-                target = torch.zeros(count) if target is None else target
-                options = {"target": target.to(device), "losses": losses}
+                own_target = torch.zeros(count) if own_target is None else own_target
+                options = {"target": own_target.to(device), "losses": losses}
             with calls.running():  # an error of a hook is raised at the end: other stages wait for what this one sends
                 self._meet_hooked(f"beginning of {what}")
                 getattr(schedule, method)(**tensors, **options)
@@ -333,7 +358,7 @@ def table(plan: Plan, staging: Staging, ranks: int, chunks: int, places: Sequenc
     division = staging.division
     lines = [
         f"{plan.model}: {len(division.sizes)} stages over pp={ranks} x tp={plan.tp}"
-        + (f" x dp={plan.batch.size}" if plan.batch.size > 1 else "")
+        + (f" x {plan.batch.text}" if plan.batch.size > 1 else "")
         + f", {plan.cluster}",
         f"{'stage':>5} {'rank':>4}  {'blocks':<40} {'of a micro-batch':>16} {'memory':>10}",
     ]

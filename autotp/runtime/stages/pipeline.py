@@ -36,12 +36,11 @@ class Pipeline:
         own = {name: places for name, places in self.holders.items() if self.grid.rank in places}
         # A weight of several stages has one gradient, their sum, and counts once in a norm: at its first holder.
         elsewhere = {name for name, places in own.items() if places[0] != self.grid.rank}
-        batch = shards.ranks.batch if shards.ranks is not None else None
-        return Sums(shards, own, frozenset(shards.storages.keys() - elsewhere), self.grid.pipeline, batch)
+        return Sums(shards, own, frozenset(shards.storages.keys() - elsewhere), self.grid.pipeline)
 
     def tied(self, shards: ShardState) -> Tied:
         """Comparison of the parameters that several ranks hold."""
-        return Tied(shards, self.holders, self.grid.world.tp // self.grid.size, shards.axis.size)
+        return Tied(shards, self.holders, self.grid.world.tp // self.grid.size)
 
     def program(self, module: Any, captured: Capture, sharded: Sharded, key: int, call_form: Form) -> Program:
         """Install the stages of this rank.
@@ -60,7 +59,7 @@ class Pipeline:
         module._programs[key] = Relay(captured, sharded, stages, self.grid, ranks, module._sums)
         program = Program(
             captured, sharded, parts[0].graph, key, call_form, max(part.seeds for part in parts), False,
-            parts[0].fired, parts[0].compiler, stages=stages,
+            parts[0].fired, parts[0].compiler, [read for part in parts for read in part.reads], stages=stages,
         )  # fmt: skip
         for stage, part in zip(stages.values(), parts, strict=True):
             stage.program, stage.graph = program, part.graph

@@ -137,7 +137,7 @@ class Relay:
     @cached_property
     def names(self) -> list[str]:
         """The names of the tensors among the program's inputs."""
-        return [x.node.name for x in self.captured.tensor_inputs]
+        return [x.name for x in self.captured.tensor_inputs]
 
     @cached_property
     def results(self) -> Any:

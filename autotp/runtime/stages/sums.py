@@ -1,9 +1,9 @@
-"""Gradients over more than one stage: of tied weights, over dp, and the norm of all of them."""
+"""Gradients over more than one stage: of tied weights, and the norm of all of them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from autotp import compat
-from autotp.comm.ranks import Ranks
-from autotp.runtime import state
+from autotp.runtime import data_parallel
 from autotp.runtime.interop.ownership import begin_step, end_step
 from autotp.runtime.storage import ShardState
 
@@ -29,7 +28,6 @@ class Sums:
         tied: first name of a parameter of this rank that several ranks of the pipeline hold -> all these.
         counted: names of the parameters that count on this rank in a norm: a tied one on one rank alone.
         pipeline: the group of this lane's ranks, one for each place in the pipeline.
-        batch: the dp ranks; None where there are none.
         before: gradients that are summed already, while a step or backward is under way.
     """
 
@@ -37,7 +35,6 @@ class Sums:
     tied: Mapping[str, tuple[int, ...]]
     counted: frozenset[str]
     pipeline: ProcessGroup
-    batch: Ranks | None = None
     before: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
     def follow(self, schedule: Any) -> None:
@@ -46,11 +43,12 @@ class Sums:
 
         @functools.wraps(plain)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if not schedule._has_backward:
-                with torch.no_grad():
-                    return plain(*args, **kwargs)
-            self.begin()
-            result = plain(*args, **kwargs)
+            with data_parallel.step(self.shards):
+                if not schedule._has_backward:
+                    with torch.no_grad():
+                        return plain(*args, **kwargs)
+                self.begin()
+                result = plain(*args, **kwargs)
             self.end()
             return result
 
@@ -63,10 +61,8 @@ class Sums:
 
     def end(self) -> None:
         """Sum the gradients that came: they are then those of one device."""
-        if self.batch is not None:
-            self._mean(self.batch)  # first: its order of summation is another for the gradients of another stage
         for name, holders in self.tied.items():
-            for p in state.pieces(self.shards, name):
+            for p in self._parameters({name}):
                 self._sum(p, holders)
         for p, grad in self.before.items():
             if grad is not None:
@@ -98,27 +94,14 @@ class Sums:
             total.add_(parts[rank])
         compat.part_of(parameter.grad).copy_(total)
 
-    def _mean(self, batch: Ranks) -> None:
-        """The mean of all gradients over dp, those of one type in one collective."""
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for p in nn.Module.parameters(self.shards.root):
-            if p.grad is not None:
-                kinds.setdefault(p.grad.dtype, []).append(compat.part_of(p.grad))
-        for grads in kinds.values():
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            dist.all_reduce(flat, group=batch.group)
-            flat.div_(batch.tp)
-            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                g.copy_(part.view_as(g))
-
-    def _parameters(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
-        for name in names:
-            yield from state.pieces(self.shards, name)
+    def _parameters(self, names: Container[str]) -> Iterator[nn.Parameter]:
+        """Return those that this rank keeps, also where others are gathered in their place."""
+        yield from (p for name, p, _ in self.shards.counter.before_gathering or self.shards.pieces() if name in names)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most this; the norm before."""
-        own = [p.grad for p in self._parameters(sorted(self.counted)) if p.grad is not None]
+        own = [p.grad for p in self._parameters(self.counted) if p.grad is not None]
         begin_step(self)  # all ranks are at it, and the norms of a stage are no mistake here
         norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
         end_step()

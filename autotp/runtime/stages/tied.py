@@ -36,13 +36,12 @@ class Tied:
 
     Attributes:
         shards: of this rank. holders: first name of each -> places in the pipeline that hold it.
-        size: number of ranks of one place. dp: of its lanes.
+        size: number of ranks of one place.
     """
 
     shards: ShardState
     holders: Mapping[str, tuple[int, ...]]
     size: int
-    dp: int
 
     def values(self, target: Any, values: bool) -> bytes:
         """A few values of each, as bytes, and of the target that a step is given; nothing but its absence where
@@ -55,30 +54,30 @@ class Tied:
             numbers.append(zlib.crc32("".join(few(compat.part_of(p)) for p in pieces).encode()))
         return TARGET.pack(is_there, exact, *near) + b"".join(map(NUMBER.pack, numbers))
 
-    def compare(self, everyone: Sequence[bytes], what: str) -> None:
+    def compare(self, everyone: Sequence[bytes], what: str, slices: Sequence[Sequence[int]]) -> None:
         """Refuse tied weights, and targets, that differ.
 
         Args:
             everyone: what `values` gave on each rank, in the order of the mesh. what: begins, in words.
+            slices: ranks that are given the same values.
 
         Raises:
             RankError: with what differs.
         """
-        tp = self.size // self.dp
         numbers = [[*NUMBER.iter_unpack(one[TARGET.size :])] for one in everyone]
-        # A tied weight is split over tp alike on every stage that holds it: ranks of one seat have the same part of it.
+        # A tied weight is split alike on every stage that holds it: ranks of one seat have the same part of it.
         for i, (name, places) in enumerate(islice(self.holders.items(), min(map(len, numbers)))):
             ranks = [r for r in range(len(everyone)) if r // self.size in places]
             own = [numbers[r][i][0] for r in ranks]
-            if differ(own, [range(seat, len(own), tp) for seat in range(tp)]):
+            if differ(own, [range(seat, len(own), self.size) for seat in range(self.size)]):
                 texts = ["-"] * len(everyone)
                 for r, number in zip(ranks, own, strict=True):
                     texts[r] = f"{number:08x}"
                 head = f"At {what}, the stages that share {name} have other values of it (a few were compared)"
                 raise RankError(f"{head}: {by_value(texts)}.\n{UPDATED_APART}")
         targets = [TARGET.unpack_from(one) for one in everyone]
-        for lane in range(self.dp):
-            ranks = [r for r in range(len(everyone)) if r % self.size // tp == lane and targets[r][0]]
+        for own in slices:
+            ranks = [r for r in own if targets[r][0]]
             if differences := samples_apart([(targets[r][1], targets[r][2:]) for r in ranks]):
                 raise RankError(
                     f"The ranks do not agree on the values of the target of {what} (a sum of whole numbers, and "

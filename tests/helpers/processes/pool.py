@@ -190,6 +190,8 @@ def _answer(rank: int, message: bytes, groups: dict[int, Any]) -> bytes:
             warnings.filterwarnings("ignore", ".*Function.* should not be instantiated", DeprecationWarning)
             # It reads `grad` of what it traces, and hides that warning where warnings are shown (torch 2.13).
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            # Its advice to who writes to what a wrapped module returns, which no program does (torch 2.13).
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
             warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # by Inductor's own imports
             return pickle.dumps((True, fn(rank, world, groups[world], *args)))
     except Exception:

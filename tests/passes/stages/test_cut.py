@@ -16,7 +16,7 @@ from autotp.driver.options import Options, Steering, required_inputs
 from autotp.driver.staging import staging
 from autotp.errors import InputError, PlanError
 from autotp.ir.layouts import I, Layout, P, R
-from autotp.ir.program import Sharded
+from autotp.ir.program import Planned, Sharded
 from autotp.passes.stages.balance import Weight, divide, in_flight, stage_starts, units_of
 from autotp.passes.stages.cut import Piece, Wire, check_wires, cut, joined
 from tests.helpers.pipelines import Tower
@@ -90,14 +90,14 @@ def test_a_cut_is_proved_by_values(monkeypatch: pytest.MonkeyPatch, sequence: bo
     alone = autotp.verify(model, 2, ids, plan=report.plan)
     assert alone and report.values >= alone.values
 
-    def wrong(sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
+    def wrong(planned: Planned, sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
         """Sends twice the value from the first stage to the second."""
         graph = pieces[0].sharded.graph
         output = graph.output_node()
         with graph.inserting_before(output):
             twice = graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0][-1], 2))  # type: ignore[index]
         output.args = ((*output.args[0][:-1], twice),)  # type: ignore[index]
-        return joined(sharded, pieces)
+        return joined(planned, sharded, pieces)
 
     monkeypatch.setattr(staging_module, "joined", wrong)
     assert not autotp.verify(model, 2, ids, plan=report.plan, pp=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import autotp
 from tests.helpers.modules.trained import model_of
@@ -58,7 +59,11 @@ def called(rank: int, world: int, group: Any, case: Case) -> dict[str, Any]:
         model.eval()
         with torch.no_grad():
             told["evaluation"] = outcome(lambda: both(False))
-        told["block"] = outcome(lambda: pipe.module.get_submodule("blocks.0")(torch.zeros(1, 8)))
+        x = torch.randn(1, 8, generator=torch.Generator().manual_seed(9))
+        for i in range(case.layers):
+            blocks = [m.get_submodule(f"blocks.{i}") for m in (pipe.module, model)]
+            told[f"block {i}"] = outcome(lambda b=blocks: float((b[0](x) - b[1](x)).detach().abs().max()))
+        told["own"] = outcome(lambda: fully_shard(pipe.module.get_submodule("blocks.0.1")))
         told["no_sync"] = outcome(lambda: pipe.module.no_sync().__enter__())
         dist.barrier(group)
         return told
@@ -79,7 +84,10 @@ def test_a_call_and_its_gradients_are_those_of_one_device(pool: Pool, case: Case
     cells = ("forward", "gradients", "again", "gradients again", "without", "step", "evaluation")
     for cell in cells:
         assert_right(found, cell)
-    assert_refused(found, "block", "InputError: this call runs other blocks than blocks.0 to blocks.")
+    for i in range(case.layers):
+        assert_right(found, f"block {i}")
+    around = "that deals out the batch over dp already" if case.dp > 1 else "in stages"
+    assert_refused(found, "own", f"StateError: fully_shard or replicate around a module {around}")
     assert_refused(found, "no_sync", r"StateError: no_sync\(\) with stages")
 
 

@@ -102,7 +102,7 @@ def called(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 INPUTS = "RankError: The pp and tp ranks do not agree on the values of the inputs of "
-PARTED = "RankError: The 4 pp, dp and tp ranks have parted: "
+PARTED = "RankError: The 4 pp and tp ranks have parted: "
 
 
 REFUSALS = {
