@@ -75,12 +75,12 @@ def on_rank(kind: str, mesh: Mesh, rank: int, folder: Path, source: Path, **opti
     model = original(kind, mesh)
     initial = {n: t.clone() for n, t in model.state_dict().items()}
     context = Context(mesh, rank, None, True, folder, source, initial)
-    ids, targets = context.batch(0)
+    ids, _ = context.batch(0)
     if mesh.pp > 1:
-        rows = ROWS // MICROBATCHES
-        micro = {"input_ids": ids[:rows], "targets": targets[:rows]}
-        context.pipe = autotp.stages(model, mesh.pp, mesh.tp, example_inputs=micro, loss=loss_of, check_capture=False)
-        context.model, context.schedule = context.pipe.module, context.pipe.schedule(ScheduleGPipe, MICROBATCHES)
+        micro = {"input_ids": ids[: ROWS // MICROBATCHES]}
+        context.pipe = autotp.stages(model, mesh.pp, mesh.tp, example_inputs=micro, outputs="full", check_capture=False)
+        context.model = context.pipe.module
+        context.schedule = context.pipe.schedule(ScheduleGPipe, MICROBATCHES, loss_of)
         return context
     beside = {mesh.axis: getattr(mesh, mesh.axis)} if mesh.axis != "tp" else {}
     example = {"input_ids": ids}

@@ -53,7 +53,7 @@ def _saved(context: Context, name: str, **options: Any) -> Numbers:
 
 def _piped(context: Context) -> None:
     ids, targets = context.batch(0)
-    context.pipe.step(context.schedule, input_ids=ids, targets=targets)
+    context.pipe.step(context.schedule, input_ids=ids, target=targets)
 
 
 def save_pretrained(context: Context) -> Numbers:

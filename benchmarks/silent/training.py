@@ -147,7 +147,7 @@ def _evaluated(context: Context, number: int) -> Tensor:
             return context.loss(number)
     ids, targets = context.batch(number)
     with context.hook():
-        return context.pipe.evaluate(context.schedule, input_ids=ids, targets=targets)
+        return context.pipe.evaluate(context.schedule, input_ids=ids, target=targets)
 
 
 def _stepped(context: Context) -> Tensor:
@@ -158,7 +158,7 @@ def _stepped(context: Context) -> Tensor:
         return loss.detach()
     ids, targets = context.batch(0)
     with context.hook():
-        return context.pipe.step(context.schedule, input_ids=ids, targets=targets)
+        return context.pipe.step(context.schedule, input_ids=ids, target=targets)
 
 
 def _whole(value: Any) -> Tensor:

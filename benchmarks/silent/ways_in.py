@@ -52,8 +52,8 @@ class WayIn:
 def _generates(run: Callable[[Context], Numbers], at: str, drawn: bool = False, **options: Any) -> WayIn:
     """By `generate()`, with an option more."""
     every = ({"max_new_tokens": generating.TOKENS + 1}, options)
-    return WayIn(run, training=False, axes=("tp", "dp"), options=every, drawn=drawn, at=(at,) if at else (), uses=3,
-                 copied=True)  # fmt: skip
+    return WayIn(run, training=False, axes=("tp", "dp", "pp"), options=every, drawn=drawn, at=(at,) if at else (),
+                 uses=3, copied=True)  # fmt: skip
 
 
 def _adapts(run: Callable[[Context], Numbers], *options: Options, **more: Any) -> WayIn:
@@ -67,9 +67,9 @@ def _stateful(run: Callable[[Context], Numbers], *options: Options, **more: Any)
 
 
 WAYS_IN: dict[str, WayIn] = {
-    "forward": WayIn(training.call, options=({"logits_to_keep": 1},), at=("hook",)),
-    "backward": WayIn(training.backward, gradient=True, options=({"scale": 2.0},), at=("hook",)),
-    "accumulated backwards": WayIn(training.accumulate, gradient=True, options=({"scale": 2.0},)),
+    "forward": WayIn(training.call, axes=EVERY, options=({"logits_to_keep": 1},), at=("hook",)),
+    "backward": WayIn(training.backward, axes=EVERY, gradient=True, options=({"scale": 2.0},), at=("hook",)),
+    "accumulated backwards": WayIn(training.accumulate, axes=EVERY, gradient=True, options=({"scale": 2.0},)),
     "clipping": WayIn(
         training.clip, axes=EVERY, gradient=True, options=({"max_norm": 0.05}, {"norm_type": 1.0}), changes=True,
     ),
@@ -99,13 +99,18 @@ WAYS_IN: dict[str, WayIn] = {
         options=({"path": "elsewhere"}, {"step": 2}, {"optimizer": None}, {"format": "huggingface"}), changes=True,
     ),
     "save in background": WayIn(
-        saving.save_behind, gradient=True, rate=True, options=({"path": "elsewhere"}, {"step": 2}), changes=True,
+        saving.save_behind, axes=EVERY, gradient=True, rate=True, options=({"path": "elsewhere"}, {"step": 2}),
+        changes=True,
     ),
-    "save_pretrained": _stateful(saving.save_pretrained, {"path": "elsewhere"}, {"max_shard_size": 2000}),
+    "save_pretrained": _stateful(
+        saving.save_pretrained, {"path": "elsewhere"}, {"max_shard_size": 2000}, axes=EVERY
+    ),
     "load_checkpoint": _stateful(
         saving.load, {"path": "other"}, {"strict": False}, {"cast": True}, axes=EVERY, changes=True
     ),
-    "load_state_dict": _stateful(saving.load_state, {"path": "other"}, {"strict": False}, changes=True),
+    "load_state_dict": _stateful(
+        saving.load_state, {"path": "other"}, {"strict": False}, axes=EVERY, changes=True
+    ),
     "Trainer": WayIn(
         libraries.trainer, axes=("tp", "dp"), gradient=True, rate=True,
         options=({"max_grad_norm": 0.5}, {"seed": 1}, {"path": "elsewhere"}), at=("callback", "collator"), uses=2,
