@@ -182,9 +182,8 @@ class Pipe:
         self, program: Program, inputs: Inputs, microbatches: int, target: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """The inputs that this rank's stages read, moved to its device, and the target: with cp its part of them."""
-        args, kwargs, target = state.dealt(self.module._shards, Inputs(inputs.args, dict(inputs.kwargs), target))[
-            0
-        ].args
+        every = Inputs(inputs.args, dict(inputs.kwargs), target)
+        args, kwargs, target = state.dealt(self.module._shards, every)[0].args
         tensors, example = self._by_name(program, Inputs(*args, **kwargs)), self._by_name(program, self._example)
         shapes, expected = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in example.items()}
         if shapes != expected:

@@ -74,7 +74,7 @@ def _called(pipe: Any, model: nn.Module, lane: int, lanes: int) -> dict[str, flo
         rows = dict(rows)
         targets = rows.pop("targets")
         losses.append(error(model(**rows), targets))
-    wanted = sum(losses) / lanes
+    wanted = torch.stack(losses).mean()
     wanted.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     loss = pipe.module(**batches[lane])
@@ -126,9 +126,8 @@ def test_steps_with_dp_are_those_of_one_device(pool: Pool, tmp_path: Path, kind:
     assert all((told["part"] < 0.6) == split for told in found), [told["part"] for told in found]
 
 
-@pytest.mark.parametrize("name", ["tower", "llama"])
-def test_steps_with_cp_are_those_of_one_device(pool: Pool, tmp_path: Path, name: str) -> None:
-    case = Case(name, "Schedule1F1B", tp=1, options={"cp": 2, "fully_shard": True})
+def test_steps_with_cp_are_those_of_one_device(pool: Pool, tmp_path: Path) -> None:
+    case = Case("tower", "Schedule1F1B", tp=1, options={"cp": 2, "fully_shard": True})
     found: Outcomes = pool.run(trained, case, str(tmp_path / "saved"))
     for cell in (*CELLS, "evaluation"):
         assert_right(found, cell)
