@@ -20,8 +20,9 @@ before the search branches; what takes longer than `most` with the first row. Bo
 relaxations fractional.
 
 The least time is proved whatever the size. What comes after it is not, where a program has more than
-`MAX_EXACT_COLUMNS` columns (a diffusion U-Net): its stages look at fewer nodes, and the incumbent stays where these do
-not settle it.
+`MAX_EXACT_COLUMNS` columns (a diffusion U-Net): its stages take the incumbent, that at a price of time, or the
+relaxation's optimum where it is integral, and do not search: a small longcat_flash of 12,657 columns is solved in 6 CPU
+seconds so, and with 24 nodes a stage took 27 for the same plan.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ def plainest(program: IntegerProgram, start: Start, incumbent: np.ndarray, most:
     time, sent_bytes = program.dense(program.microseconds), program.dense(program.sent_bytes)
     search = program.search({}, time, start)
     search.within(time, most)
-    # A node of a larger program takes longer, as the square of its columns.
     exact = len(time) <= MAX_EXACT_COLUMNS
-    nodes = int(MAX_STAGE_NODES * min(MAX_EXACT_COLUMNS / len(time), 1.0) ** 2)
+    nodes = MAX_STAGE_NODES if exact else 0
     if sent_bytes.any():
         scaled = sent_bytes * (SCALE / max(float(sent_bytes @ incumbent), 1.0))
         incumbent = _cheaper(search, scaled, time, incumbent, most)
