@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 log = logging.getLogger("autotp")
@@ -46,22 +46,39 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+under_way: list[str] = []  # the stages that have begun and not ended, outer ones first
+
+
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
     """Log the CPU seconds of a stage; of one that takes longer than two seconds meanwhile, that it goes on."""
-    start, over = time.process_time(), threading.Event()
-    if log.isEnabledFor(logging.INFO):
-        threading.Thread(target=_tell, args=(name, over), daemon=True).start()
+    start = time.process_time()
+    under_way.append(name)
+    try:
+        with telling(name, log.info) if log.isEnabledFor(logging.INFO) else contextlib.nullcontext():
+            yield
+    finally:
+        under_way.remove(name)
+    log.debug("%s: %.2f s CPU", name, time.process_time() - start)
+
+
+@contextlib.contextmanager
+def telling(what: object, say: Callable[[str], None]) -> Iterator[None]:
+    """Say of what takes longer than two seconds that it goes on, ever less often.
+
+    Args:
+        what: prints as what goes on. say: is called with a line, from another thread.
+    """
+
+    def tell() -> None:
+        began, pause = time.monotonic(), LATE
+        while not over.wait(pause):
+            say(f"{what}: {time.monotonic() - began:.0f} s so far")
+            pause *= 2
+
+    over = threading.Event()
+    threading.Thread(target=tell, daemon=True).start()
     try:
         yield
     finally:
         over.set()
-    log.debug("%s: %.2f s CPU", name, time.process_time() - start)
-
-
-def _tell(name: str, over: threading.Event) -> None:
-    """Say that a stage goes on, ever less often, until it is over."""
-    began, pause = time.monotonic(), LATE
-    while not over.wait(pause):
-        log.info("%s: %.0f s so far", name, time.monotonic() - began)
-        pause *= 2

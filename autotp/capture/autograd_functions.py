@@ -21,7 +21,7 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.graph import draws
 from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, FunctionCall, apply, enter, functions_as
-from autotp.passes.canonicalise.functionalise import drop_inert_dropouts, memory, mutates, written_operand
+from autotp.passes.canonicalise.functionalise import drop_inert, memory, mutates, written_operand
 from autotp.rules.function_rules import linear_backward, loops_of
 
 from .capture_errors import running_line
@@ -98,7 +98,7 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
     calls = [n for n in graph.nodes if n.target is CALL and CALLS[n.args[2]].writes]
     # A dropout that drops nothing shares no memory in the graph, and does in the model.
     if calls:
-        drop_inert_dropouts(graph)
+        drop_inert(graph)
     places_of = memory(graph) if calls else {}
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in calls:

@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.carried import states_of
+from autotp.ir.carried import Carried, states_of
 from autotp.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Capture, Leaf, LeafKind
 from autotp.ir.op import expression
 from autotp.log import log, stage
+from autotp.passes.analysis.ones import allow_ones
 from autotp.passes.base import Pass, run_passes
 
 from .attempts import ATTEMPTS, Change, Failure, attempt_errors, worth_trying
@@ -82,7 +83,7 @@ def capture(
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
     """
     failures: list[Failure] = []
-    program = _of_any_length(_attempt(bare, inputs, device, state, states), passes, trial, state)
+    program = _of_any_size(_attempt(bare, _twice(inputs), device, state, states), inputs, passes, trial, state)
     if program is not None:
         return program
     for changes, flat in itertools.product(ATTEMPTS, (False, True)):
@@ -105,18 +106,38 @@ def capture(
     raise capture_error(bare, errors, fails) from errors[0][1]
 
 
-def _of_any_length(
-    attempt: Attempt, passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
+def _twice(inputs: Inputs) -> Inputs:
+    """The inputs, their one sequence twice where they have only one: of a size of 1 torch makes a constant."""
+
+    def batched(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.ndim > 1 and x.numel() > 0
+
+    arguments = (inputs.args, dict(inputs.kwargs))
+    if {x.shape[0] for x in filter(batched, compat.tree_leaves(arguments))} != {1}:
+        return inputs
+    args, kwargs = compat.tree_map(lambda x: torch.cat([x.detach()] * 2) if batched(x) else x, arguments)
+    return Inputs(*args, **kwargs)
+
+
+def _of_any_size(
+    attempt: Attempt, inputs: Inputs, passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
 ) -> Capture | None:
-    """The capture of a call with states of length 1 that takes any length; None where there are none, or it fails."""
+    """The capture of a call with states that takes any batch and any length of these, 1 too; None where there are none,
+    or it fails, or does not take the inputs."""
     try:
-        attempt.short = any(lengths(state) for state in attempt.state_tensors())
-        if not attempt.short:
+        holders = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
+        attempt.short = bool(holders) or any(map(lengths, attempt.state_tensors()))
+        program = _of_attempt(attempt, (), passes, trial, state) if attempt.short else None
+        if program is None:
             return None
-        return _of_attempt(attempt, (), passes, trial, state)
+        allow_ones(program, attempt.branches)
+        wrong = program.accepts(compat.tree_leaves((inputs.args, dict(inputs.kwargs))))
+        if wrong is None:
+            return program
     except Exception as error:  # whatever a user's forward and torch's tracer may raise
-        log.debug("an attempt with states of any length: %s", error)
-        return None
+        wrong = str(error)
+    log.debug("an attempt with states of any size: %s", wrong)
+    return None
 
 
 def _of_attempt(

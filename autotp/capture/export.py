@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from autotp import compat
-from autotp.ir.carried import Carried
+from autotp.ir.carried import SHIFT, Carried
 from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
@@ -30,7 +30,7 @@ from .export_passes import EXPORTED, Exported
 from .plain_values import files_of, plain_values, subclass_calls
 from .repeated_blocks import Repeats
 from .request import GRAD, INFERENCE
-from .state_objects import carries, carrying, forwarding, is_number
+from .state_objects import carries, carrying, forwarding, is_number, restored
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Attempt:
         short: states of length 1, of which programs take any length; all other sizes of 1 stay.
         assumes: while the model itself is asked about what the attempt assumes of it.
         stores: plain attributes of modules in which the forward left tensors.
+        branches: the conditions on sizes that the forward branched on, where it is `short`.
     """
 
     bare: nn.Module
@@ -116,12 +117,13 @@ class Attempt:
     assumes: bool = False
     short: bool = False
     stores: Stores = field(default_factory=list)
+    branches: list[Any] = field(default_factory=list)
 
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
             around = subclass_calls(self.bare), _kwargs_in_signature(self.bare, self.kwargs), _records(self.bare)
-            for context in (_restored(self.bare), *self.contexts, *around):
+            for context in (restored(self.bare), *self.contexts, *around):
                 stack.enter_context(context)
             # The forward wants the cache that it is called with, and a graph takes tensors alone.
             if carries(self.args, self.kwargs):
@@ -145,7 +147,7 @@ class Attempt:
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             # Torch takes a size of 1 for a constant: a cache of one token would never grow.
             if self.short:
-                stack.enter_context(compat.sizes_of_one())
+                self.branches = stack.enter_context(compat.sizes_of_one())
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())
             self.stores = stack.enter_context(attributes_written(self.bare))
@@ -168,11 +170,13 @@ class Attempt:
         return [*tensors, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
 
     def _state_lengths(self) -> set[int]:
-        """The sizes that the states of objects have beside their batch and heads, but for those that stay."""
+        """The sizes that the states of objects have beside their batch and heads, but for those that stay; and their
+        numbers that change from call to call, such as the length that a static cache is to have."""
         objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
         pairs = [pair for x in objects for pair in zip(x.tensors, x.shape.names, strict=True)]
         sizes = [(name, d, t.shape[d]) for t, name in pairs for d in range(2, t.ndim)]
-        return {size for name, d, size in sizes if not is_number(name, d, size)}
+        numbers = {x.tensors[i].shape[0] - SHIFT for x in objects for i in x.shape.counts}
+        return numbers | {size for name, d, size in sizes if not is_number(name, d, size)}
 
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
@@ -262,22 +266,6 @@ def _records(bare: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _restored(bare: nn.Module) -> Iterator[None]:
-    """Context after which attributes of modules are as before a trace: the next attempt is to meet the model as it is.
-
-    Torch puts back those that an object has itself, and not those that its class had for it.
-    """
-    before = [(module, dict(vars(module))) for module in bare.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
 
 
 @contextmanager

@@ -10,9 +10,13 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from autotp import compat
+from autotp.inputs import Inputs
 from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
+from autotp.log import log
 
 KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
@@ -88,6 +92,44 @@ def carrying(bare: nn.Module) -> Iterator[None]:
 
     with forwarding(bare, forward, inspect.signature(own)):
         yield
+
+
+def on_fakes(bare: nn.Module, inputs: Inputs, device: torch.device) -> Sequence[Carried] | None:
+    """Find what the objects among a call's arguments hold after it, by the call on fake tensors; None where it fails.
+
+    Args:
+        bare: the skeleton. inputs: of the call. device: that the skeleton's tensors are on.
+    """
+    mode = compat.mode_of([*bare.parameters(), *bare.buffers()])
+    if not isinstance(mode, compat.FakeTensorMode):
+        return None
+
+    def fake(tensor: Tensor) -> Tensor:
+        return compat.fake(mode, tensor.detach(), tensor.dtype, device)
+
+    args, kwargs = compat.tree_map_only(Tensor, fake, (inputs.args, dict(inputs.kwargs)))
+    try:
+        with restored(bare), carrying(bare), mode, torch.no_grad():
+            return bare(*args, **kwargs).after
+    except Exception as error:  # whatever a user's forward may raise, such as a branch on values
+        log.debug("a call on fake tensors: %s", error)
+        return None
+
+
+@contextmanager
+def restored(bare: nn.Module) -> Iterator[None]:
+    """Context after which attributes of modules are as before a trace: the next attempt is to meet the model as it is.
+
+    Torch puts back those that an object has itself, and not those that its class had for it.
+    """
+    before = [(module, dict(vars(module))) for module in bare.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
 
 
 @contextmanager

@@ -7,7 +7,10 @@ import inspect
 import logging
 import os
 import re
+import signal
+import socket
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +27,7 @@ from autotp.errors import AutoTPError, CaptureError, InputError, PlanError
 from .screen import Screen, rank
 
 FINE, NO, USAGE, CAPTURE, OTHER, STOPPED = 0, 1, 2, 3, 4, 130
+GRACE = 1.5  # seconds after Ctrl-C in which a command may end by itself
 CODES: tuple[tuple[type[BaseException], int], ...] = (
     (InputError, USAGE), (PlanError, NO), (CaptureError, CAPTURE), (OSError, USAGE), (KeyboardInterrupt, STOPPED),
 )  # fmt: skip
@@ -90,7 +94,7 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
         screen = next(x for x in built.values() if isinstance(x, Screen))
         if rank() != 0 and not everywhere:
             return FINE
-        with _quiet(screen):
+        with _quiet(screen), _stoppable(screen):
             try:
                 code = fn(**values, **built)
                 _printed().flush()  # a reader that is gone shows here, not when the interpreter ends
@@ -162,6 +166,36 @@ def _quiet(screen: Screen) -> Iterator[None]:
             log.setLevel(level)
 
 
+@contextmanager
+def _stoppable(screen: Screen) -> Iterator[None]:
+    """Within this context Ctrl-C ends the process within two seconds, also amid a solver that does not hear of it.
+
+    Python raises a KeyboardInterrupt between two of its own steps, and loses one in what nobody waits for. What it
+    writes to the socket comes at once, and wakes a thread.
+    """
+    if threading.current_thread() is not threading.main_thread():  # as in another program's tests: signals are its own
+        yield
+        return
+    wakes, woken = socket.socketpair()
+    woken.setblocking(False)
+
+    def watch() -> None:
+        with wakes:
+            while arrived := wakes.recv(1):
+                if arrived[0] == signal.SIGINT and not over.wait(GRACE):
+                    _failed(screen, KeyboardInterrupt())
+                    os._exit(STOPPED)
+
+    over, before = threading.Event(), signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        woken.close()  # which ends the thread
+
+
 def _printed() -> TextIO:
     """The stream that the shell reads, also where `sys.stdout` is redirected."""
     return sys.__stdout__ or sys.stdout
@@ -183,7 +217,7 @@ def _failed(screen: Screen, error: BaseException) -> int:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "stopped"
+        return "stopped by Ctrl-C, without a result."
     if isinstance(error, OSError):
         return f"{error.filename or type(error).__name__}: {error.strerror or error}."
     if isinstance(error, AutoTPError):

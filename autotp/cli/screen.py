@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from autotp.log import telling, under_way
+
 TABLE = re.compile(r"\S {2,}\S.* {2,}\S")  # three columns of a row
 PATIENCE = 1.0  # seconds after which work shows that it goes on
 
@@ -66,31 +68,53 @@ class Screen:
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show on a terminal that work goes on, once it takes longer than a second; the line goes away afterwards.
+        """Show that work goes on: on a terminal after a second, by a line that goes away afterwards; elsewhere after
+        two, and then ever less often, by lines that stay.
 
         Args:
             what: is going on.
 
         Yields: what says another thing that goes on now.
         """
-        console = _stderr()
-        if rank() != 0 or not console.is_terminal:
-            yield lambda text: None
+        console, now = _stderr(), Now(what)
+        if rank() != 0:
+            yield now.change
+            return
+        if not console.is_terminal:
+            with telling(now, self.say):
+                yield now.change
             return
         from rich import progress as rich  # noqa: PLC0415  on terminals
 
-        columns = rich.SpinnerColumn(), rich.TextColumn("{task.description}"), rich.TimeElapsedColumn()
+        columns = rich.SpinnerColumn(), rich.RenderableColumn(now), rich.TimeElapsedColumn()
         progress = rich.Progress(*columns, console=console, transient=True)
-        task = progress.add_task(what, total=None)
+        progress.add_task(what, total=None)
         late = threading.Timer(PATIENCE, progress.start)
         late.daemon = True
         late.start()
         try:
-            yield lambda text: progress.update(task, description=text)
+            yield now.change
         finally:
             late.cancel()
             late.join()
             progress.stop()
+
+
+@dataclass
+class Now:
+    """The work that goes on; prints with the stages of it that are under way."""
+
+    what: str
+
+    def change(self, what: str) -> None:
+        """Have another thing go on."""
+        self.what = what
+
+    def __str__(self) -> str:
+        return ": ".join([self.what, *under_way])
+
+    def __rich__(self) -> Text:
+        return Text(str(self))
 
 
 def report(text: str) -> None:

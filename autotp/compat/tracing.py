@@ -17,7 +17,7 @@ from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import _trace
 from torch.fx.experimental import _config as symbolic_config
-from torch.fx.experimental import sym_node
+from torch.fx.experimental import proxy_tensor, sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint as checkpointing
@@ -27,24 +27,42 @@ from .trees import tree_leaves
 
 
 @contextlib.contextmanager
-def sizes_of_one() -> Iterator[None]:
+def sizes_of_one() -> Iterator[list[Any]]:
     """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other.
 
     Torch may note no guard then where Python takes a size as a number (ProphetNet: `int(past_length + 1)`), and a
     program would have the example's for every size: that ends the export.
+
+    Yields: the conditions on sizes that Python branches on, and none of those that kernels ask for strides.
     """
-    own = sym_node.SymNode.guard_int
+    own, answer, call = sym_node.SymNode.guard_int, sym_node.SymNode.guard_bool, proxy_tensor.proxy_call
+    branches: list[Any] = []
+    within: list[Any] = []  # operators that are called now
 
     def number(self: Any, file: str, line: int) -> int:
         if self.expr.free_symbols:
             raise ValueError(f"the forward takes the size {self.expr} as a number")
         return own(self, file, line)
 
+    def branch(self: Any, file: str, line: int) -> bool:
+        if not within:
+            branches.append(self.expr)
+        return answer(self, file, line)
+
+    def run(mode: Any, operator: Any, *args: Any) -> Any:
+        within.append(operator)
+        try:
+            return call(mode, operator, *args)
+        finally:
+            within.pop()
+
     with (
         mock.patch.object(symbolic_config, "backed_size_oblivious", True),
         mock.patch.object(sym_node.SymNode, "guard_int", number),
+        mock.patch.object(sym_node.SymNode, "guard_bool", branch),
+        mock.patch.object(proxy_tensor, "proxy_call", run),
     ):
-        yield
+        yield branches
 
 
 def all_nonzero() -> contextlib.AbstractContextManager[Any]:

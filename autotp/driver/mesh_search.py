@@ -10,6 +10,7 @@ from autotp.cost.meshes import KEEPS, Mesh, divisors, factorisations, variants
 from autotp.errors import CaptureError, InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
+from autotp.log import stage
 from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes
@@ -136,7 +137,8 @@ class _Search:
         step would be spent in the head, whose stage all others wait for."""
         options = replace(self.options, tp=tp, memory=None, band=0.0)
         captured, notes = self.whole if cp == 1 else self.captured(tp, Axes(cp=cp), False)
-        staged = self.staged[tp, cp] = plan_stages(captured, notes, options, self.name)
+        with stage(f"tp={tp}, cp={cp}"):
+            staged = self.staged[tp, cp] = plan_stages(captured, notes, options, self.name)
         self.pricers[tp, cp] = Pricer(terms_of(staged), self.options.cluster, self.batch)
 
     def _rank(self, priced: Priced) -> tuple[bool, float, float]:

@@ -15,6 +15,7 @@ from autotp.cost.memory import Memory, lifetimes
 from autotp.cost.prices import lengths
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
+from autotp.log import stage
 from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
@@ -76,8 +77,9 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
     first = options[0]
     limit = first.cluster.memory_size if first.memory is None else first.memory
     rows, plans = [], {}
-    for each in options:
-        staged, row = _degree(captured, notes, each, name, limit)
+    for i, each in enumerate(options, 1):
+        with stage(f"tp={each.tp}, {i} of {len(options)}"):
+            staged, row = _degree(captured, notes, each, name, limit)
         rows.append(row)
         plans[each.tp] = staged.plan
     return Sweep(

@@ -102,6 +102,13 @@ class Shape:
         return _comparable(self.tree)
 
 
+def classes(tree: Any) -> set[type]:
+    """The classes of the objects and containers in a description."""
+    if not isinstance(tree, Compound):
+        return set()
+    return {tree.kind}.union(*(classes(x) for _, x in tree.items))
+
+
 def _comparable(tree: Any) -> bool:
     if isinstance(tree, Compound):
         return all(_comparable(item) for _, item in tree.items)

@@ -8,17 +8,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.rank0 import capture_once
 from autotp.capture.request import CaptureRequest, Mode
-from autotp.capture.state_objects import entering, sizes_of_states
+from autotp.capture.state_objects import entering, on_fakes, sizes_of_states
 from autotp.comm.ranks import agree, from_all, of_first, together
 from autotp.comm.turn import holding
 from autotp.comm.virtual import LARGE
 from autotp.errors import CaptureError, InputError, StateError
+from autotp.inputs import Inputs
+from autotp.ir.carried import classes
 from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
@@ -222,6 +225,7 @@ def _captured(module: Any, call: Arguments) -> Capture:
     Raises:
         InputError: it fails, and a state holds another number of sequences than the inputs.
     """
+    _foresee(module, call)
     try:
         captured = _capture(module, call, module._mode())
     except CaptureError as error:
@@ -234,15 +238,36 @@ def _captured(module: Any, call: Arguments) -> Capture:
     return captured
 
 
-@torch.inference_mode(False)
-def _capture(module: Any, call: Arguments, mode: Mode) -> Capture:
-    """Capture the original's skeleton, as the module's parts are now, for a call."""
-    source, device = module._source, module._shards.device
-    bare = skeleton(source.bare, device, state.dtypes(module._shards))
+def _foresee(module: Any, call: Arguments) -> None:
+    """Learn which numbers of objects of new classes change from call to call, before these are captured as they are."""
+    carriers, objects = module._carriers, [carried for _, carried in call.state_objects]
+    kinds = set().union(*(classes(carried.shape.tree) for carried in objects))
+    if kinds <= carriers.kinds:
+        return
+    carriers.kinds |= kinds
+    bare, inputs = _copy_for(module, call)
+    with torch.inference_mode(False), entering(bare, call.entry):
+        after = on_fakes(bare, inputs, module._shards.device)
+    shapes = [x.shape for x in call.inputs if isinstance(x, Tensor)]
+    if after is not None and carriers.foresee(objects, after, {n for shape in shapes for n in shape[:2]}):
+        call.read()
+
+
+def _copy_for(module: Any, call: Arguments) -> tuple[nn.Module, Inputs]:
+    """The original's skeleton, as the module's parts are now, and the inputs of a call as it takes them."""
+    source = module._source
+    bare = skeleton(source.bare, module._shards.device, state.dtypes(module._shards))
     for original, part in zip(bare.modules(), module._order, strict=True):
         original.training = part.training
     module._changes.apply(zip(bare.modules(), module._order, strict=True))
-    inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+    return bare, form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+
+
+@torch.inference_mode(False)
+def _capture(module: Any, call: Arguments, mode: Mode) -> Capture:
+    """Capture the original's skeleton for a call."""
+    source, device = module._source, module._shards.device
+    bare, inputs = _copy_for(module, call)
     request = request_of(module, call)
     with entering(bare, call.entry), sizes_of_states(module._carriers.sizes):
         captured = source.capture(bare, inputs, device, mode, request)

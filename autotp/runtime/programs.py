@@ -28,6 +28,7 @@ from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
 from autotp.runtime.generation.arguments import Returns
+from autotp.runtime.generation.generate_methods import LEFT_ON_MODELS
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
@@ -392,6 +393,11 @@ class Source:
     pipeline: Any = None
     elsewhere: frozenset[str] = frozenset()
     virtual: int = 0
+
+    def __post_init__(self) -> None:
+        # Set anew by every `generate()`, and read by no forward: as a change of the model it would be another program.
+        for name in LEFT_ON_MODELS:
+            vars(self.bare).pop(name, None)
 
     @cached_property
     def host(self) -> Host | None:

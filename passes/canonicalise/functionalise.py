@@ -36,7 +36,7 @@ def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
     writes = [n for n in graph.nodes if mutates(n)]
     if not writes:
         return {}
-    drop_inert_dropouts(graph)
+    drop_inert(graph)
     positions = _lift(graph, state)
     shared = _Memory(graph, state)
     if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.order):
@@ -135,10 +135,13 @@ def _place(value: Tensor) -> int:
         return id(value)
 
 
-def drop_inert_dropouts(graph: fx.Graph) -> None:
-    """Dropout outside training returns its operand itself; fake tensors believe that it makes a copy."""
+def drop_inert(graph: fx.Graph) -> None:
+    """Put the operand itself where that is what an operator returns: dropout outside training, of which fake tensors
+    believe that it makes a copy, and a conversion to the type and device that are there."""
     for n in list(graph.nodes):
-        if n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"]):
+        dropout = n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"])
+        converted = getattr(n.target, "overloadpacket", None) is aten.to
+        if dropout or (converted and _place(n.meta["val"]) == _place(n.args[0].meta["val"])):
             n.replace_all_uses_with(n.args[0])
             graph.erase_node(n)
 

@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(tmp_path, monkeypatch) -> Run:
     """A command in an empty folder; it must never leave with a traceback of ours."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotp.log.LATE", 1e6)  # no line of progress, however slow the machine is
 
     def run(*args: object, columns: int = 110) -> Result:
         result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": str(columns), "NO_COLOR": "1"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import transformers
 from torch import nn
 from typer.testing import CliRunner
 
-from autotp import Inputs
+from autotp import Inputs, log
 from autotp.cli import app, facts, screen
 from autotp.cli.doctor import missing, uses
 from autotp.cli.flags import ModelOptions
@@ -201,6 +202,13 @@ def test_work_shows_only_once_it_takes_long(monkeypatch, capsys):
     with Screen().working("work in a log"):
         time.sleep(0.2)
     assert "work in a log" not in capsys.readouterr().err
+    monkeypatch.setattr(log, "LATE", 0.02)
+    with Screen().working("long work in a log") as working, log.stage("plan"):
+        time.sleep(0.3)
+        working("other work")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "long work in a log: plan: 0 s so far" and "other work: plan: 0 s so far" in lines[1:]
 
 
 def test_messages_become_one_line_without_their_tables():
@@ -236,4 +244,40 @@ def test_a_reader_that_has_enough_is_no_error():
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=everything, capture_output=True, text=True, timeout=900
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    told = [line for line in done.stderr.splitlines() if not line.endswith("s so far")]
+    assert (done.returncode, done.stdout, told) == (0, "", [])
+
+
+DEAF = """
+import time
+
+def make():
+    print("waits", flush=True)
+    while {deaf}:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            pass
+    time.sleep(600)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("deaf", [False, True])
+def test_ctrl_c_ends_a_command_with_a_sentence(tmp_path, deaf):
+    (tmp_path / "waiting.py").write_text(DEAF.format(deaf=deaf))
+    command, everything = (
+        [sys.executable, "-m", "autotp", "plan", "waiting:make"],
+        os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=everything, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    told = told.splitlines()[-1]
+    assert (process.returncode, told) == (130, "autotp: error: stopped by Ctrl-C, without a result.")

@@ -172,7 +172,7 @@ def test_what_is_written_is_what_the_model_writes(kind):
 @pytest.mark.parametrize(
     ("broken", "kind"),
     [
-        ("drop_inert_dropouts", Returned),
+        ("drop_inert", Returned),
         ("_twin", Narrow),
         ("_later", ViewReadLater),
         ("_later", Interleaved),
@@ -185,7 +185,7 @@ def test_without_its_guards_the_rewriting_would_be_wrong(broken, kind, monkeypat
         return getattr(torch.ops.aten, str(node.target).split(".")[1].removesuffix("_")).Tensor
 
     guards: dict[str, tuple[Any, Any]] = {
-        "drop_inert_dropouts": (module, lambda graph: None),
+        "drop_inert": (module, lambda graph: None),
         "_twin": (module, twin),
         "_later": (module._Memory, lambda self, target, write: []),
     }

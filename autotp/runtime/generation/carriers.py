@@ -7,7 +7,7 @@ them. A call is recognised by the object's shape and sizes; afterwards what the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class Carriers:
         sizes: (state, dimension) -> its size where all programs left the same number there, else None.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
         state_names: arguments that the user named as states.
+        kinds: classes in the objects of calls that were captured.
     """
 
     names: tuple[str, ...]
@@ -93,6 +94,7 @@ class Carriers:
     moving: set[tuple[type, str]] = field(default_factory=set)
     sizes: dict[tuple[str, int], int | None] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
+    kinds: set[type] = field(default_factory=set)
     bare: Any = None
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
     shapes: dict[Any, Shape] = field(default_factory=dict)  # descriptions of objects, by what is skimmed of them
@@ -109,6 +111,7 @@ class Carriers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}
+        own["kinds"] = set(self.kinds)
         return replace(self, **own, cuts={}, shapes={}, writings={}, readings={})
 
     def named_places(self, spec: Any, entry: str = "") -> dict[int, str]:
@@ -147,6 +150,22 @@ class Carriers:
         """Read the next calls that are made in this way so."""
         _remember(self.readings, tuple(way), reading)
 
+    def foresee(self, before: Sequence[Carried], after: Sequence[Carried], others: Collection[int]) -> bool:
+        """Take note of numbers that change from call to call as a call on fake tensors shows them, before it is traced.
+
+        Args:
+            before, after: the objects of the call. others: sizes of its inputs, which an object's number may equal by
+                chance.
+
+        Returns: whether the call must be read again.
+        """
+        lengths: dict[str, Sequence[Any]] = {}
+        for x in after:
+            for name, tensor in zip(x.shape.names, x.tensors, strict=True):
+                lengths[name] = [0, *(n for n in tensor.shape[1:] if n not in others)]
+        pairs = [(x.shape, y.shape) for x, y in zip(before, after, strict=True)]
+        return self._note(pairs, lengths)
+
     def learn(self, captured: Capture) -> bool:
         """Take note of numbers that a capture shows to change from call to call.
 
@@ -157,8 +176,11 @@ class Carriers:
         returned = compat.tree_unflatten([None] * captured.out_spec.num_leaves, captured.out_spec)
         if not isinstance(returned, Returned):
             return False
-        state_sizes = self._measure(captured)
         pairs = [(x.shape, y.shape) for x, y in zip(before, returned.after, strict=True)]
+        return self._note(pairs, self._measure(captured))
+
+    def _note(self, pairs: Sequence[tuple[Shape, Shape]], state_sizes: Mapping[str, Sequence[Any]]) -> bool:
+        """Take note of numbers that objects have otherwise after a call, or that say how long a state is to be."""
         counters = set().union(*(changed_numbers(x.tree, y.tree) for x, y in pairs))
         # The length of a static cache is a number of the caller's, and another in the next call.
         counters |= {(*each, True) for x, y in pairs for each in asked_sizes(x, y, state_sizes)}

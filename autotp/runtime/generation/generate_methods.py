@@ -13,6 +13,7 @@ from torch import nn
 
 from autotp.comm.ranks import Ranks, broadcast
 
+LEFT_ON_MODELS = ("_previous_max_cache_length",)  # attributes that transformers' `generate` leaves for its next call
 _drawing: list[str] = []  # groups whose ranks draw from rank 0's random numbers now
 
 

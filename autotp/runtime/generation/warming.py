@@ -34,8 +34,8 @@ def warmup(
         calls: kinds of calls by name: "prefill" and "decode" of `generate()`, and "static" for both with a static
             cache, for which a prompt of ones is generated from; or example inputs of a call, which is captured and not
             run, with gradients where these are recorded now.
-        batch, length: sequences and tokens of that prompt. Programs take every number of them, but those of one
-            sequence, or of one token, are programs of their own.
+        batch, length: sequences and tokens of that prompt. Programs take every number of them; of one token, or one
+            sequence, only where the model does for one what it does for more, and else those are programs of their own.
 
     Returns: how many programs were made.
 

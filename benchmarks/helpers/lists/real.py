@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from autotp import compat
@@ -45,7 +46,7 @@ class Real:
     def make(self) -> tuple[nn.Module, Any]:
         """The model in eval mode and its inputs, on the meta device."""
         draws = {name: getattr(torch, name) for name in ("randn", "rand", "zeros", "ones")}
-        known: dict[str, Any] = {"torch": torch, "modules": real_modules, **draws}
+        known: dict[str, Any] = {"torch": torch, "modules": real_modules, "transformers": transformers, **draws}
         known["ints"] = lambda high, *shape: torch.randint(high, shape)
         setup = next((m.setup for m in listed() if m.library == self.library), "")
         exec(setup, known)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+from transformers.models.esm import modeling_esmfold
+from transformers.models.esm.configuration_esm import TrunkConfig
 
 # Rows of the tables of the Criteo Terabyte data set, as MLPerf's DLRM has them with at most 40 million rows each.
 CRITEO = (
@@ -18,13 +23,21 @@ class DLRM(nn.Module):
 
     Args:
         rows: of each table. width: of what is looked up. dense: features beside.
+        crosses: layers that cross all features (DCNv2, Wang et al. 2021), of weights of this `rank`; 0: products of
+            pairs.
     """
 
-    def __init__(self, rows: tuple[int, ...] = CRITEO, width: int = 128, dense: int = 13) -> None:
+    def __init__(
+        self, rows: tuple[int, ...] = CRITEO, width: int = 128, dense: int = 13, crosses: int = 0, rank: int = 512
+    ) -> None:
         super().__init__()
         self.tables = nn.ModuleList([nn.EmbeddingBag(n, width, mode="sum") for n in rows])
         self.bottom = _layers(dense, 512, 256, width)
-        self.top = _layers(width + len(rows) * (len(rows) + 1) // 2, 1024, 1024, 512, 256, 1)
+        features = width * (len(rows) + 1)
+        cross = nn.Linear(features, rank, bias=False), nn.Linear(rank, features)
+        self.crosses = nn.ModuleList([deepcopy(nn.Sequential(*cross)) for _ in range(crosses)])
+        products = width + len(rows) * (len(rows) + 1) // 2
+        self.top = _layers(features if crosses else products, 1024, 1024, 512, 256, 1)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """A score for every example.
@@ -35,6 +48,11 @@ class DLRM(nn.Module):
         first = self.bottom(dense)
         looked = [table(rows) for table, rows in zip(self.tables, ids.unbind(0), strict=True)]
         each = torch.stack([first, *looked], 1)
+        if self.crosses:
+            x = all_ = each.flatten(1)
+            for cross in self.crosses:
+                x = all_ * cross(x) + x
+            return self.top(x).squeeze(-1)
         products = each @ each.transpose(1, 2)
         rows, columns = torch.tril_indices(each.shape[1], each.shape[1], -1, device=dense.device)
         return self.top(torch.cat([first, products[:, rows, columns]], -1)).squeeze(-1)
@@ -157,3 +175,71 @@ class GraphGPS(nn.Module):
         for layer in self.layers:
             x, edges = layer(x, edges, source, target)
         return x
+
+
+class Trunk(nn.Module):
+    """Blocks of ESMFold over a sequence and its pairs of residues.
+
+    Args:
+        blocks: how many.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        kind, config = modeling_esmfold.EsmFoldTriangularSelfAttentionBlock, TrunkConfig(num_blocks=blocks)
+        self.blocks = nn.ModuleList([kind(config) for _ in range(blocks)])
+
+    def forward(self, sequence: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Both after all blocks, [examples, residues, width] and [examples, residues, residues, width]."""
+        for block in self.blocks:
+            sequence, pairs = block(sequence, pairs)
+        return sequence, pairs
+
+
+class Graphormer(nn.Module):
+    """A transformer over nodes, biased by distances, with nodes' degrees in what it reads (Ying et al. 2021).
+
+    Args:
+        layers: how many. width: of nodes. heads: of the attention. distances, degrees: how many are told apart.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, distances: int = 20, degrees: int = 64) -> None:
+        super().__init__()
+        self.distances, self.degrees = nn.Embedding(distances, heads), nn.Embedding(degrees, width)
+        kind = nn.TransformerEncoderLayer(width, heads, 4 * width, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.ModuleList([deepcopy(kind) for _ in range(layers)])
+
+    def forward(self, nodes: Tensor, distances: Tensor, degrees: Tensor) -> Tensor:
+        """Nodes after all layers.
+
+        Args:
+            nodes: [graphs, nodes, width]. distances: [graphs, nodes, nodes]. degrees: [graphs, nodes].
+        """
+        bias = self.distances(distances).permute(0, 3, 1, 2).flatten(0, 1)
+        nodes = nodes + self.degrees(degrees)
+        for layer in self.layers:
+            nodes = layer(nodes, src_mask=bias)
+        return nodes
+
+
+class Towers(nn.Module):
+    """Two towers for retrieval: scores of every query with every passage of a batch.
+
+    Args:
+        config: of each tower.
+    """
+
+    def __init__(self, config: transformers.BertConfig) -> None:
+        super().__init__()
+        self.query, self.passage = (transformers.BertModel(config, add_pooling_layer=False) for _ in range(2))
+
+    def forward(self, queries: Tensor, passages: Tensor) -> Tensor:
+        """Scores, [queries, passages].
+
+        Args:
+            queries, passages: ids, [examples, length].
+        """
+        q, p = (
+            tower(ids).last_hidden_state.mean(1) for tower, ids in ((self.query, queries), (self.passage, passages))
+        )
+        return F.normalize(q, dim=-1) @ F.normalize(p, dim=-1).T

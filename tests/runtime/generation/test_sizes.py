@@ -79,3 +79,38 @@ def test_a_length_that_is_taken_as_a_number_is_that_of_each_call():
         x = torch.randn(3, 1, 8)
         with torch.no_grad():
             assert torch.equal(sharded(x, cache), model(x, wanted))
+
+
+class Adds(nn.Module):
+    """Adds to what a cache holds, and gives the rows' sums in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        cache = SimpleNamespace(total=torch.zeros_like(x)) if cache is None else cache
+        cache.total = cache.total + self.layer(x)
+        if self.way == "branches" and x.shape[0] == 1:
+            return 2 * cache.total.sum(1)
+        sums = cache.total.sum(1, keepdim=True)
+        return sums.squeeze() if self.way == "squeezes" else sums.squeeze(1)
+
+
+@pytest.mark.parametrize(("way", "programs"), [("plain", 1), ("branches", 2), ("squeezes", 2)])
+@pytest.mark.parametrize("batches", [(3, 1, 2), (1, 4)])
+def test_one_program_is_for_a_batch_of_one_too_where_the_model_does_the_same(way, programs, batches):
+    torch.manual_seed(0)
+    model = Adds(way)
+
+    def call(rows: int) -> tuple[Tensor, Any]:
+        return torch.randn(rows, 5, 8), SimpleNamespace(total=torch.randn(rows, 5, 8))
+
+    sharded: Any = autotp.compile(model, 1, example_inputs=call(6)[:1], check_capture=False)
+    before = len(sharded._programs_made)
+    with torch.no_grad():
+        for rows in batches:
+            x, cache = call(rows)
+            wanted = model(x, SimpleNamespace(total=cache.total))
+            assert torch.equal(sharded(x, cache), wanted), rows
+    assert len(sharded._programs_made) - before <= programs

@@ -111,10 +111,10 @@ def test_sizes_that_a_program_takes(monkeypatch):
 
     for _ in range(2):  # as code, and where none can be written
         program = Program(found, none, none, 0, none)
-        for given in (flat(3, 2, 8), flat(5, 3, 9), flat(3, 2, 8, 4), flat(1, 2, 8), flat(3, 1, 8)):
+        for given in (flat(3, 2, 8), flat(5, 3, 9), flat(3, 2, 8, 4), flat(1, 2, 8), flat(3, 1, 8), flat(0, 2, 8)):
             assert program.takes([x.shape for x in given]) == (found.accepts(given) is None)
-        fits = [program.takes([x.shape for x in given]) for given in (flat(5, 3, 9), flat(3, 1, 8))]
-        assert fits == [True, False]
+        fits = [program.takes([x.shape for x in given]) for given in (flat(5, 3, 9), flat(1, 1, 8), flat(3, 2, 8, 4))]
+        assert fits == [True, True, False]
         monkeypatch.setattr(SizeBounds, "code", lambda _: None)
 
 
