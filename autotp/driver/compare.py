@@ -9,10 +9,9 @@ rank should hold of a value is cut out of the original's by its layout, so compa
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,41 +20,46 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.comm.ranks import agree, broadcast, by_value, together
-from autotp.errors import CompareError, InputError
+from autotp.comm.ranks import by_value, from_all, together
+from autotp.errors import CompareError, InputError, StateError
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import CONSTANT, SEEDS, short_name
+from autotp.ir.graph import CONSTANT, SEEDS, draws, shape_of, short_name
+from autotp.ir.layouts import I
 from autotp.ir.marks import mark
+from autotp.ir.program import Sharded
 from autotp.ir.scopes import module_of, module_path
 from autotp.log import log
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.plans.plan import Plan
 from autotp.proof.differences import (
+    Parts,
     Rounding,
     differences,
     grad_or_zeros,
     has_grad,
     largest,
-    own_leaf,
-    relative,
     rounding_of,
 )
-from autotp.proof.run import WHOLE, CallLayouts, Here, Simulated, Values, run
-from autotp.runtime import state
-from autotp.runtime.generation.arguments import Arguments
+from autotp.proof.run import CallLayouts, Here, Simulated, Values, run
+from autotp.runtime import data_parallel, state
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.program_search import match_of
 from autotp.runtime.programs import Program, Source
+
+from .compared_call import Call, Candidates, again, by_shape, errors_of, joined, listening, tensors_of
 
 CAUSE = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
 AROUND = (
     "Run operator by operator the program agrees: look at what stands around the modules (hooks, wrappers, modules and "
     "attributes that were replaced), or leave out the compiler and the optimisations (backend='eager', optimise=False)"
 )
+ROUNDED = (
+    "compare= with precision: the original has no products in float8, and of two runs that do, a difference of one "
+    "rounding before a cast may be one of an eighth behind it, which nothing tells from a fault. autotp.verify proves "
+    "such a program in float64. Leave out precision, or compare."
+)
 SUMMED = 10  # a gradient is a sum over rows, which may be zero by mathematics: that many of the largest round to it
 STALE = "The sharded module runs what was captured of the model, which was in another state then, or was captured wrong"
-# By shape, values with the modules that they were made in.
-Candidates = Mapping[tuple[int, ...], list[tuple[set[str], Tensor]]]
 
 
 class ComparedModule(ShardedModule):
@@ -69,25 +73,32 @@ class ComparedModule(ShardedModule):
     compared: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
-        want = source.want
-        if plan.batch.size > 1 or want.outputs == "sharded" or want.carried or want.precision is not None:
-            raise InputError(
-                "compare= runs the whole original on every rank, without a cache and in its own precision: it takes tp "
-                "alone and outputs='full' or 'loss'. Leave out dp, cp, outputs, carried and precision, or compare."
-            )
+        if source.want.outputs == "sharded":
+            raise InputError("compare= compares whole outputs: it takes outputs='full' or 'loss'. Leave out one.")
+        if source.want.precision is not None:
+            raise InputError(ROUNDED)
         super().__init__(model, plan, source)
         self.__dict__["_compared_with"] = model  # beside this module, not a part of it
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the sharded module, then the original; a CompareError says where they differ (collective)."""
-        if self.how == "first" and self.compared:
-            return super().forward(*args, **kwargs)
-        arguments = Arguments(self._carriers, args, kwargs)
+        if self._generation is not None or (self.how == "first" and self.compared):
+            return super().__call__(*args, **kwargs)
+        with self._calls.turn():
+            return self._compared(args, kwargs)
+
+    def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = self._arguments(args, kwargs, "")
         if arguments.state_objects or kwargs.get("use_cache"):
             raise InputError("compare= compares calls without a cache. Leave out the cache and use_cache, or compare.")
-        call = Call.of(self, args, kwargs)
-        with _listening(self) as call.part_values:
-            outputs = super().forward(*args, **kwargs)
+        if not self._shards.summing:
+            raise StateError(
+                "compare= compares a backward with its sum over dp and cp. Leave out no_sync(), or compare."
+            )
+        call = Call.of(self, arguments)
+        with listening(self) as call.part_values:
+            outputs = super().__call__(*args, **kwargs)
+        data_parallel.show_gradients(self._shards)  # its own weights, where torch has gathered others for the call
         match = match_of(self, arguments)
         assert match is not None  # it has just run
         comparison = _Comparison(self, *match, call)
@@ -137,87 +148,18 @@ def kind_of(compare: Any) -> type[ShardedModule]:
     return KINDS[compare]
 
 
-@contextmanager
-def _listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]:
-    """Note what each part gives in a call, after the user's own hooks, in order; not where a hook would keep it from
-    being compiled."""
-    values: list[tuple[str, list[Tensor]]] = []
-    parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
-    if module._source.lowering.name != "eager":
-        parts = {}
-    handles = []
-    for path, part in parts.values():
-        hook = partial(lambda path, part, args, outputs: values.append((path, _tensors(outputs))), path)
-        handles.append(part.register_forward_hook(hook))
-    try:
-        yield values
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [t.detach() for t in compat.tree_leaves(outputs) if isinstance(t, Tensor)]
-
-
-@dataclass
-class Call:
-    """A call to be run again.
-
-    Attributes:
-        flat, spec: its inputs, which it may write to. buffers: by first name, before it. device: of the module.
-        random: the state of torch's generators. part_values: what each part gave, in order.
-    """
-
-    flat: list[Any]
-    spec: compat.TreeSpec
-    buffers: dict[str, Tensor]
-    device: torch.device
-    random: list[Tensor]
-    part_values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, module: ShardedModule, args: Any, kwargs: Any) -> Call:
-        """Take what the call starts from, alike on every rank.
-
-        Args:
-            module: that is called. args, kwargs: of the call.
-        """
-        shards = module._shards
-        flat, spec = compat.tree_flatten((args, kwargs))
-        if shards.ranks is not None or module._source.tp == 1:
-            facts = state.input_text(flat, spec, True)
-            agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
-        random = [torch.get_rng_state()]
-        random += [torch.cuda.get_rng_state(shards.device)] if shards.device.type == "cuda" else []
-        random = broadcast(shards.ranks, random)  # as the call's own are rank 0's
-        buffers = {name: getattr(*holder[0]) for name, holder in shards.holders.items()}
-        return cls(again(flat), spec, dict(zip(buffers, again(buffers.values()), strict=True)), shards.device, random)
-
-    def rewind(self) -> None:
-        """Draw again what the call drew."""
-        torch.set_rng_state(self.random[0])
-        for random in self.random[1:]:
-            torch.cuda.set_rng_state(random, self.device)
-
-    def undisturbed(self) -> Any:
-        """Return a context after which random numbers go on as they would have."""
-        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-
-
-def again(values: Iterable[Any]) -> list[Any]:
-    """Copy values as leaves of another autograd graph."""
-    return [own_leaf(x, getattr(x, "requires_grad", False)) for x in values]
-
-
 class _Comparison:
     """One call of a sharded module against the original: values, then gradients, to the first module that differs."""
 
     def __init__(self, module: ComparedModule, program: Program, order: Sequence[int], call: Call) -> None:
         self.module, self.program, self.order, self.call = module, program, order, call
         self.shards, self.capture, self.sharded = module._shards, program.capture, program.sharded
+        self.ranks = self.shards.ranks and self.shards.ranks.planners
+        self.places = module._source.places()
         # The graph that the ranks' program was made from, which is not always the captured one.
-        self.original = replace(self.capture, graph=next(iter(self.sharded.origin.values()))[0].graph)
+        self.original = Sharded(next(iter(self.sharded.origin.values()))[0].graph)
+        self.beside = bool(self.places.keys() - {"tp"})
+        self.held = {name: state.pieces(self.shards, name) for name in self.shards.storages}
         self.local: dict[str, Tensor] = {}  # parameters by first name: what this rank holds of each
         self.whole: dict[str, Tensor] = {}  # whole
         self.users: dict[str, Tensor] = {}  # and those of a copy of the user's model
@@ -232,44 +174,76 @@ class _Comparison:
     def forward(self, outputs: Sequence[Any]) -> str:
         """Run all, and compare values: of the program, of the call, and of the user's own module; say what is equal."""
         self._read_weights()
-        self.ours = self._run(self.sharded, self.local, self.call.buffers, Here(self.module._source.places()))
-        self.theirs = self._together(lambda: self._run(self.original, self.whole, self.buffers, WHOLE))
+        self.ours = self._run(self.sharded, self.call.flat, self.local, self.call.buffers)
+        whole = self._whole_states()
+        self.theirs = self._together(lambda: self._run(self.original, whole, self.whole, self.buffers))
         self.positions = [i for i in range(len(self.theirs.outputs[0])) if i not in self.capture.mutations]
         origin = self.sharded.origin
         values = Rounding(self.tolerance, lambda node: self.layouts.made_of(self.theirs, origin[node][0]))
         self._verdict(self._program(values), CAUSE)
         self._verdict(self._outputs(outputs), AROUND)
         unlike = " (the original's own random numbers are others: its graph was run with the module's)"
-        if not self.program.seeds:
-            self._verdict(self._together(self._user_model), STALE)
+        drawn = self.beside and any(map(draws, self.original.graph.nodes))
+        if not self.program.seeds and not drawn:
+            flat, outputs = self._whole_call(whole) if self.beside else (whole, [])
+            self._verdict(self._together(lambda: self._user_model(flat, outputs)), STALE)
             unlike = ""
         return self._equal(f"{values.compared} values") + unlike
 
     def _read_weights(self) -> None:
         """Read the weights of now: this rank's, and all of them, rank 0's where each rank has them whole."""
         for name, storage in self.shards.storages.items():
-            parameters = state.pieces(self.shards, name)
+            parameters = self.held[name]
             trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-            whole = storage.full([p.detach() for p in parameters])
-            whole = whole if storage.split else self._rank_0(whole)
-            local = storage.local([compat.part_of(p).detach() for p in parameters])
+            whole, place = storage.full([p.detach() for p in parameters]), self.places["tp"]
+            local = storage.layout.to_runtime().take(whole, place.rank, place.size) if storage.split else whole.clone()
+            whole = whole if storage.split and not self.beside else self._rank_0(whole)
             self.local[name] = local.detach().requires_grad_(trained)
             self.whole[name] = whole.detach().requires_grad_(trained)
         self.buffers = {name: self._rank_0(b) for name, b in self.call.buffers.items()}
 
     def _rank_0(self, value: Tensor) -> Tensor:
-        if self.shards.ranks is None:
+        if self.ranks is None:
             return value
         value = value.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(value, group=self.shards.ranks.group, group_src=0)
+        dist.broadcast(value, group=self.ranks.group, group_src=0)
         return value
 
+    def _whole_states(self) -> list[Any]:
+        """Return the inputs with whole states, such as a cache, of which each tp rank has passed its part."""
+        flat = list(self.call.flat)
+        for at, name in self.call.states.items():
+            layout = self.sharded.states.get(name, I)
+            if layout.sharded_dim is not None:
+                parts = from_all(self.shards.ranks, flat[at].detach(), "states of a call (compare=)")
+                flat[at] = layout.to_runtime().recombine(parts)
+        return flat
+
+    def _whole_call(self, flat: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
+        """Return inputs and outputs of the whole batch, with whole sequences, of what ranks beside tp have."""
+        flat, shapes = list(flat), [getattr(x, "shape", None) for x in flat]
+        everyone = from_all(self.ranks, shapes, "sizes of the inputs (compare=)")
+        if any(one != shapes for one in everyone):
+            raise InputError(
+                "compare= with dp runs the original on the whole batch, and its slices have inputs of other sizes: "
+                "pad all to one length, or leave out compare."
+            )
+        passed = [x.node for x in self.capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+        for at, node in zip(self.order, passed, strict=True):
+            flat[at], _ = self._joined(flat[at], node)
+        nodes = compat.tree_leaves(self.capture.graph.output_node().args[0])
+        outputs = [(x, nodes[i]) for i, x in enumerate(self.theirs.outputs[0]) if i in self.positions]
+        return flat, [self._joined(x, node)[0] for x, node in outputs if isinstance(x, Tensor)]
+
+    def _joined(self, part: Tensor, node: fx.Node) -> tuple[Tensor, int]:
+        return joined(part, shape_of(node), self.capture, self.shards.ranks)
+
     def _run(
-        self, program: Any, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], on: Simulated | Here
+        self, program: Sharded, flat: Sequence[Any], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> Values:
-        """Run a program as the call ran, with these weights and buffers by first name."""
+        """Run a program as the call ran, with these inputs, and weights and buffers by first name."""
         self.call.rewind()
-        tensors = iter(again([self.call.flat[i] for i in self.order]))
+        tensors = iter(again([flat[i] for i in self.order]))
         seeds = self.program.random(self.shards, base_seed() if self.program.seeds else 0)
         values: list[Any] = []
         for leaf in self.capture.leaves:
@@ -287,12 +261,12 @@ class _Comparison:
         # The graph holds its casts: under autocast they would be made again.
         cast = self.capture.state[-1] is not None
         with torch.autocast(self.call.device.type, enabled=False) if cast else nullcontext():
-            return run(program, placeholders, on, watch=True)
+            return run(program, placeholders, Here(self.places), watch=True)
 
     def _program(self, rounding: Rounding, backward: bool = False) -> _Fault | None:
         """Find the first value of this rank's program, or the last gradient, that is not its part of the original's."""
         nodes = list(self.ours.nodes)
-        place = self.module._source.places()["tp"]
+        place = self.places["tp"]
         pairs = self.layouts.paired(
             self.ours, self.theirs, reversed(nodes) if backward else nodes, backward, (place.rank, place.size)
         )
@@ -314,12 +288,15 @@ class _Comparison:
 
     def _outputs(self, outputs: Sequence[Any]) -> _Fault | None:
         """Find an output that is not the original's, by the first part that gave what its program does not."""
-        wholes = [self.theirs.outputs[0][i] for i in self.positions]
-        ours = {i: x for i, x in enumerate(outputs) if isinstance(x, Tensor)}
+        wholes, place = [self.theirs.outputs[0][i] for i in self.positions], self.places["tp"]
+        specs = [self.layouts.spec(self.layouts.output_layout(i)) for i in self.positions]
+        ours = {
+            i: Parts([x], specs[i], (place.rank, place.size)) for i, x in enumerate(outputs) if isinstance(x, Tensor)
+        }
         gap = differences(ours, {i: wholes[i] for i in ours}, Rounding(self.tolerance))
         if gap is None:
             return None
-        candidates = _by_shape((set(), x) for (x,) in self.ours.nodes.values() if isinstance(x, Tensor))
+        candidates = by_shape((set(), x) for (x,) in self.ours.nodes.values() if isinstance(x, Tensor))
         at, path = self._first_unlike(self.call.part_values, candidates, by_module=False)
         if path is None:
             return _Fault(len(self.call.part_values) + gap.key, f"the model (its output {gap.key})", gap.error)
@@ -332,12 +309,17 @@ class _Comparison:
         for at, (path, values) in enumerate(module_values):
             module = path if by_module else None
             for x in values:
-                if all(not e <= self.tolerance for e in _errors(x, candidates, module)):
+                if all(not e <= self.tolerance for e in errors_of(x, candidates, module)):
                     return at, path
         return 0, None
 
-    def _user_model(self) -> _Fault | None:
-        """Find the first module of the user's own that gives what the captured graph does not compute."""
+    def _user_model(self, flat: Sequence[Any], outputs: list[Tensor]) -> _Fault | None:
+        """Find the first module of the user's own that gives what the captured graph does not compute; with axes beside
+        tp, where ranks have parts of what a module gives, of the whole outputs alone.
+
+        Args:
+            flat: the inputs, whole. outputs: of the captured graph, likewise.
+        """
         original: nn.Module = self.module._compared_with  # type: ignore[assignment]
         memo: dict[int, Any] = {}
         # A copy of the module by deepcopy, in whose memo its weights are the whole ones of now: tied ones stay tied.
@@ -353,23 +335,27 @@ class _Comparison:
             module.training = part.training
         module_values: list[tuple[str, list[Tensor]]] = []
         for name, module in model.named_modules():
-            hook = partial(lambda name, module, args, outputs: module_values.append((name, _tensors(outputs))), name)
+            hook = partial(lambda name, module, args, outputs: module_values.append((name, tensors_of(outputs))), name)
             module.register_forward_hook(hook)
-        args, kwargs = compat.tree_unflatten(again(self.call.flat), self.call.spec)
+        args, kwargs = compat.tree_unflatten(again(flat), self.call.spec)
         inputs = without_cache(model, Inputs(*args, **kwargs))[0]
         self.call.rewind()
         self.users_outputs = compat.tree_leaves(model(*inputs.args, **inputs.kwargs))
-        candidates = _by_shape(
+        made = (
             ({module_of(p) for p in module_path(node)}, x)
             for node, (value,) in self.theirs.nodes.items()
             for x in compat.tree_leaves(value)
             if isinstance(x, Tensor)
         )
+        candidates = by_shape([(set(), x) for x in tensors_of(self.users_outputs)] if self.beside else made)
+        if any(tuple(x.shape) not in candidates for x in outputs):
+            return _Fault(0, "the model", math.inf)
+        module_values = [("", outputs)] if self.beside else module_values
         at, path = self._first_unlike(module_values, candidates, by_module=True)
         return (
             None
             if path is None
-            else _Fault(at, _module_name(path), max(min(_errors(x, candidates, None)) for x in module_values[at][1]))
+            else _Fault(at, _module_name(path), max(min(errors_of(x, candidates, None)) for x in module_values[at][1]))
         )
 
     def await_backward(self, outputs: Sequence[Any]) -> None:
@@ -383,15 +369,14 @@ class _Comparison:
             return
         if not self.arrived:
             self.before = {n: again(self._grads(n)) for n in self.shards.storages}
-            compat.after_backward(self._backward)
+            # The sums over dp and cp end by a call after the backward too, and are asked for later than this.
+            last = partial(compat.after_backward, self._backward) if self.beside else self._backward
+            compat.after_backward(last)
         self.arrived[position] = grad.detach().clone()
 
     def _grads(self, name: str) -> list[Tensor | None]:
         """Return the gradients of what holds a parameter on this rank."""
-        grads: list[Tensor | None] = []
-        for p in state.pieces(self.shards, name):
-            grads.append(None if p.grad is None else compat.part_of(p.grad))
-        return grads
+        return [p.grad for p in self.held[name]]
 
     def _backward(self) -> None:
         self.finished = True
@@ -402,16 +387,32 @@ class _Comparison:
             top = SUMMED * max((largest(x.grad) for x in leaves if has_grad(x)), default=0.0)
             values, parameters = Rounding(self.tolerance, top), Rounding(self.tolerance, top)
             self._verdict(self._program(values, backward=True), CAUSE, "the gradients of")
+            self._average()
             gained = {n: self._gained(n) for n in reversed(self.local)}
-            self._verdict(self._parameters(gained, self.local, parameters), AROUND, "the gradients of")
+            self._verdict(self._parameters(gained, self.whole, parameters), AROUND, "the gradients of")
             if len(self.users_outputs) == len(self.positions):
-                mine = {self.positions.index(i): g for i, g in self.arrived.items()}
+                mine = {self.positions.index(i): self._whole_gradient(i, g) for i, g in self.arrived.items()}
                 self._together(lambda: self._differentiate(self.users_outputs, mine))
                 users = {n: self.users[n].grad for n in reversed(self.whole)}
                 self._verdict(self._parameters(users, self.whole, parameters), STALE, "the gradients of")
         self.module._note(self._equal(f"the gradients of {values.compared} values"))
         self.ours = self.theirs = Values()
         self.users_outputs = []
+
+    def _average(self) -> None:
+        """Take the mean over axes beside tp of the gradients of weights, as the backward does."""
+        batch = self.shards.ranks.batch if self.shards.ranks is not None else None
+        for x in self.whole.values():
+            if x.requires_grad and batch is not None:
+                x.grad = grad_or_zeros(x)
+                dist.all_reduce(x.grad, group=batch.group)
+                x.grad.div_(batch.tp)
+
+    def _whole_gradient(self, position: int, grad: Tensor) -> Tensor:
+        """Return the gradient of a whole output, where each rank beside tp has that of its part."""
+        node = compat.tree_leaves(self.capture.graph.output_node().args[0])[position]
+        whole, count = self._joined(grad, node)
+        return whole / count
 
     def _differentiate(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> None:
         """Fill the gradients, from those of the outputs at these positions."""
@@ -433,18 +434,18 @@ class _Comparison:
         return _Fault(list(gradients).index(gap.key), what, gap.error)
 
     def _gained(self, name: str) -> Tensor | None:
-        """Return what the user's backward has added to a parameter's gradient on this rank; None where nothing."""
+        """Return what the user's backward has added to a parameter's gradient, whole; None where nothing."""
         now = self._grads(name)
         if all(g is None for g in now):
             return None
         pieces: list[Tensor] = []
-        for p, before, after in zip(state.pieces(self.shards, name), self.before[name], now, strict=True):
-            gain = torch.zeros_like(compat.part_of(p)) if after is None else after
+        for p, before, after in zip(self.held[name], self.before[name], now, strict=True):
+            gain = torch.zeros_like(p) if after is None else after
             pieces.append(gain if after is None or before is None else gain - before)
-        return self.shards.storages[name].local(pieces)
+        return self.shards.storages[name].full(pieces)
 
     def _together(self, run: Callable[[], Any]) -> Any:
-        return together(self.shards.ranks, "running the original (compare=)", run)
+        return together(self.ranks, "running the original (compare=)", run)
 
     def _equal(self, what: str) -> str:
         return f"compare: {what} of this call are the original's within {self.tolerance:.1e} ({_name(self.dtype)})"
@@ -453,9 +454,9 @@ class _Comparison:
         """Raise the same CompareError on every rank where one has found a difference: of the first (collective)."""
         self.finished = self.finished or mine is not None
         every: list[_Fault | None] = [mine]
-        if self.shards.ranks is not None:
-            every = [None] * self.shards.ranks.tp
-            dist.all_gather_object(every, mine, group=self.shards.ranks.group)
+        if self.ranks is not None:
+            every = [None] * self.ranks.tp
+            dist.all_gather_object(every, mine, group=self.ranks.group)
         first = min((fault for fault in every if fault is not None), default=None)
         if first is None:
             return
@@ -475,20 +476,6 @@ class _Fault(NamedTuple):
     order: int
     what: str
     error: float
-
-
-def _by_shape(values: Iterable[tuple[set[str], Tensor]]) -> Candidates:
-    groups: dict[tuple[int, ...], list[tuple[set[str], Tensor]]] = defaultdict(list)
-    for modules, value in values:
-        groups[tuple(value.shape)].append((modules, value.detach()))
-    return groups
-
-
-def _errors(value: Tensor, candidates: Candidates, module: str | None) -> Iterator[float]:
-    """Yield how far a value is from each of its shape: from those that were made in a module, if any were."""
-    alike = candidates.get(tuple(value.shape)) or [(set(), value)]
-    for _, x in [each for each in alike if module in each[0]] or alike:
-        yield relative(x, value)
 
 
 def _module_name(path: str) -> str:

@@ -61,10 +61,10 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = No
         requested=(
             *((products,) if early else ()),
             DealAxis(BatchRules, request.dp),
+            CountedRandom(request.random),  # of a slice of the batch, and of whole sequences
             DealAxis(SequenceRules, request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),
             *(() if early else (products,)),
-            CountedRandom(request.random),
         ),
         agreed=(RankOrder(ranks),),
         planned=(DecomposeLosses(),),

@@ -151,7 +151,7 @@ def prove_call(
         )
     options = Options.of_plan(plan) if plan else Options.read(tp, keywords, axes)
     captured, beside, planned, sharded, plan = programs_on(model, inputs, options, request, plan, pp)
-    # Every rank beside tp draws for itself, and others than one device.
+    # By torch's generator every rank beside tp draws for itself, and others than one device.
     if beside and any(draws(n) for n in captured.graph.nodes):
         raise InputError(
             f"the model draws random numbers, which every rank of {axes.name} does for itself: prove it in eval()."
@@ -174,7 +174,7 @@ def programs_on(
             are to be. plan: by this one; None makes one. pp: number of stages, one after another.
     """
     degrees = options.batch.degrees
-    request = replace(request, random="torch") if degrees else request
+    request = replace(request, random="torch") if "dp" in degrees else request
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     program, beside = own_copy(captured) if degrees else captured, []
     for policy in (BatchRules, SequenceRules):

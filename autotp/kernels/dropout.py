@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES, differentiable, jit, power_of_two, register, tiles, tl
-from .operators import _dropout_fake, _keep_seed, counter_dropout
+from .operators import OTHER, _dropout_fake, _keep_seed, counter_dropout, dropout_gradient
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`
@@ -57,9 +57,12 @@ def _drop(x, out, seed, place, columns, length, whole, least, keep, BY: tl.const
     tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float) -> Tensor:
-    if x.dtype not in DTYPES or not _counts(x.shape, place, dim, whole):
-        return counter_dropout(x, seed, place, dim, whole, p)
+def _launch_dropout(
+    x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float,
+    other: Tensor | None = None, other_dim: int = 0,
+) -> Tensor:  # fmt: skip
+    if x.dtype not in DTYPES or other is not None or not _counts(x.shape, place, dim, whole):
+        return counter_dropout(x, seed, place, dim, whole, p, other, other_dim)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows, by, *sizes = _dealt(x.shape, place, dim, whole)
@@ -90,13 +93,12 @@ def _least(p: float) -> int:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    seed, place = ctx.saved_tensors
-    return OPS.counter_dropout_fused(grad, seed, place, ctx.dim, ctx.whole, ctx.p), None, None, None, None, None
+    return dropout_gradient(OPS.counter_dropout_fused, ctx, grad)
 
 
 OPS: Any = torch.ops.autotp
 register(
-    "counter_dropout_fused(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p) -> Tensor",
+    f"counter_dropout_fused(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p{OTHER}) -> Tensor",
     twin=counter_dropout, launch=_launch_dropout, fake=_dropout_fake,
 )  # fmt: skip
 differentiable("counter_dropout_fused", _gradient, _keep_seed)

@@ -89,8 +89,9 @@ def _checked_fake(target: Tensor, classes: int, ignored: int) -> Tensor:
 
 
 def counter_uniform(
-    size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+    size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype,
+    other: Tensor | None = None, other_dim: int = 0,
+) -> Tensor:  # fmt: skip
     """Uniform numbers in [0, 1), each by its seed and its index in the whole value alone: a rank can draw any part.
 
     The index is mixed by SplitMix64 (Steele, Lea and Flood 2014); the upper bits are the number: 24, for float64 53.
@@ -99,10 +100,13 @@ def counter_uniform(
         size: of the part. seed: one int64, []. whole: size of the whole value.
         place: coordinates in the whole of what the part has along `dim`, [size[dim]]; None where it has all.
         dtype: of the result.
+        other, other_dim: likewise of a second dimension, where two axes of a mesh each deal one.
     """
+    places = {other_dim: other, dim: place} if other is not None else {dim: place}
     index, stride = torch.zeros((), dtype=torch.int64, device=seed.device), 1
     for d in reversed(range(len(size))):
-        here = place if place is not None and d == dim else torch.arange(size[d], device=seed.device)
+        here = places.get(d)
+        here = torch.arange(size[d], device=seed.device) if here is None else here
         index = index + (here * stride).view(-1, *[1] * (len(size) - d - 1))
         stride = stride * whole[d]
     bits = 53 if dtype == torch.float64 else 24
@@ -122,33 +126,41 @@ def _logical_shift(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
-def counter_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float) -> Tensor:
+def counter_dropout(
+    x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float,
+    other: Tensor | None = None, other_dim: int = 0,
+) -> Tensor:  # fmt: skip
     """Dropout whose mask is `counter_uniform` >= p, so that it does not depend on who computes it; see there.
 
     Its gradient is the same operator on the gradient: the mask is drawn again, nothing is kept but the seed.
     """
     if p >= 1:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    keep = counter_uniform(x.shape, seed, place, dim, whole, WIDE) >= p
+    keep = counter_uniform(x.shape, seed, place, dim, whole, WIDE, other, other_dim) >= p
     return torch.where(keep, x / (1 - p), 0).contiguous()
 
 
-def _uniform_fake(size: Any, seed: Tensor, place: Any, dim: int, whole: Any, dtype: torch.dtype) -> Tensor:
+def _uniform_fake(size: Any, seed: Tensor, place: Any, dim: int, whole: Any, dtype: torch.dtype, *_: Any) -> Tensor:
     return seed.new_empty(size, dtype=dtype)
 
 
-def _dropout_fake(x: Tensor, seed: Tensor, place: Any, dim: int, whole: Any, p: float) -> Tensor:
+def _dropout_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seed, place, ctx.dim, ctx.whole, ctx.p = inputs
-    ctx.save_for_backward(seed, place)
+    _, seed, place, ctx.dim, ctx.whole, ctx.p, other, ctx.other_dim = inputs
+    ctx.save_for_backward(seed, place, other)
 
 
 def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    seed, place = ctx.saved_tensors
-    return OPS.counter_dropout(grad, seed, place, ctx.dim, ctx.whole, ctx.p), None, None, None, None, None
+    return dropout_gradient(OPS.counter_dropout, ctx, grad)
+
+
+def dropout_gradient(operator: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Drop of the gradient what was dropped of the value, by this operator."""
+    seed, place, other = ctx.saved_tensors
+    return operator(grad, seed, place, ctx.dim, ctx.whole, ctx.p, other, ctx.other_dim), *(None,) * 7
 
 
 def batch_norm(
@@ -173,14 +185,15 @@ def batch_norm(
     return torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, cudnn), mean, variance
 
 
+OTHER = ", Tensor? other=None, int other_dim=0"  # in schemas
 _ENTRIES = (
     ("class_sums(Tensor scores, Tensor most, Tensor target, bool total)", class_sums, _sums_fake),
     ("class_sums_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total)", class_sums_backward,
      _sums_gradient_fake),
     ("checked_classes(Tensor target, SymInt classes, SymInt ignored)", checked_classes, _checked_fake),
-    ("counter_uniform(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype)",
+    (f"counter_uniform(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype{OTHER})",
      counter_uniform, _uniform_fake),
-    ("counter_dropout(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p)", counter_dropout,
+    (f"counter_dropout(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p{OTHER})", counter_dropout,
      _dropout_fake),
 )  # fmt: skip
 for _schema, _function, _fake in _ENTRIES:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autotp.ir.op import Op
+from autotp.ir.marks import write
+from autotp.ir.op import Op, aten
 from autotp.ir.specs import Runs
 
 if TYPE_CHECKING:
     from .local import ShardCall
+
+
+PLACES = {"place": "dim", "other": "other_dim"}  # arguments that say where elements are, and along which dimension
 
 
 def local_factory(op: Op, local: ShardCall):
@@ -19,7 +24,10 @@ def local_factory(op: Op, local: ShardCall):
 
 
 def local_part(op: Op, local: ShardCall) -> Any:
-    """The whole's size stays; along the split dimension the part says where its elements are."""
+    """The whole's size stays; along each split dimension the part says where its elements are.
+
+    An axis that was dealt before may have split the same dimension, of which this is then a part, or another one.
+    """
     out, args = local.outs[0], local.arguments(op)
     if out.sharded_dim is None or out.distribution is None:
         return local.call(op, args)
@@ -27,7 +35,14 @@ def local_part(op: Op, local: ShardCall) -> Any:
         args["size"] = local.out_shape(op)
     seed = local.operand(op.names.index("seed"))
     place = local.ranked(coordinates, seed, local.runs(out.distribution))
-    return local.call(op, {**args, "place": place, "dim": out.sharded_dim})
+    fake = op.node.meta["val"]
+    place.meta["val"] = fake.new_empty((fake.shape[out.sharded_dim],), dtype=torch.int64)
+    write(place, layout=replace(out, dim=0))  # type: ignore[call-arg]  # by which an axis that is dealt next knows the size here
+    name = next((n for n in PLACES if args[n] is not None and args[PLACES[n]] == out.sharded_dim), None)
+    if name is not None:
+        place = local.emit(aten.index_select.default, (args[name], 0, place))
+    name = name or next(n for n in PLACES if args[n] is None)  # dp has seeds of its own, so that two axes are all
+    return local.call(op, {**args, name: place, PLACES[name]: out.sharded_dim})
 
 
 def coordinates(like: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:

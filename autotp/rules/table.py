@@ -13,7 +13,7 @@ from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.attention import dealt_attention
 
 from .core import RULES, targets_of
-from .creation import local_factory, local_part
+from .creation import coordinates, local_factory, local_part
 from .local import local_count
 from .lookup import local_bags, local_embedding
 from .losses import local_classes, local_mean
@@ -96,8 +96,9 @@ row("native_dropout", "...->...", lambda a: a["train"] is False or not a["p"], l
 # Values without operands, of which each rank makes its part; every rank makes all of what depends on the position.
 row("zeros.default ones.default full.default empty.memory_format", "->...", localise=local_factory)
 row("arange eye.default eye.m linspace.default tril_indices triu_indices", "->*")
-row("autotp::counter_uniform", "->...", localise=local_part)
-row("autotp::counter_dropout", "...,,->...", linear="x", localise=local_part)
+row("autotp::counter_uniform", ",_,_->...", localise=local_part)
+row("autotp::counter_dropout", "...,,_,_->...", linear="x", localise=local_part)
+coordinates.rule = lambda op: Rule()  # type: ignore[attr-defined]  # of an axis that was dealt before: all on every rank
 
 # Contractions.
 row("linear", "...k,nk,n->...n", linear="input + bias", addends="bias")

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
-from autotp.comm.ranks import agree, from_all
+from autotp.comm.ranks import agree, broadcast, from_all
 from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError, StateError
 from autotp.passes.decompose.counter_random import base_seed
@@ -204,8 +204,8 @@ class Calls:
         self.writes_before = count
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
-        own_slice = next(each for each in self.groups.slices if channel.rank in each)
-        beside = [everyone[r] for r in own_slice]
+        own_lane = next(each for each in self.groups.lanes if channel.rank in each)
+        beside = [everyone[r] for r in own_lane]
         new = any(message.flags & NEW for message in beside)
         return new, beside[0].seed if program is not None else None
 
@@ -267,12 +267,13 @@ class Calls:
     def seed(self, program: Program) -> int:
         """Return rank 0's seed for a forward whose program was not known before. Collective."""
         seed, generator = self._numbers(program)
-        if self.joint is None or not (program.seeds or program.draws):
+        if not (program.seeds or program.draws):
             return seed
         everyone = meet(self.joint, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
         pairs = [struct.unpack("!q8s", one) for one in everyone]
         refuse_generators([pair[1] for pair in pairs], self.what)
-        return int(pairs[0][0])
+        cp = self.shards.ranks.beside.get("cp") if self.shards.ranks is not None else None
+        return int(broadcast(cp, pairs[0][0]))
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.

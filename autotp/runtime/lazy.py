@@ -45,13 +45,18 @@ class LazyModule(ShardedModule):
 
     @Turn("the first call of a module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward` with its hooks."""
-        return nn.Module.__call__(self, *args, **kwargs)
+        """Capture and shard for these inputs, then call that sharded module, which this is then."""
+        self._begin(Inputs(*args, **kwargs))
+        return self(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Capture and shard for these inputs, then be that sharded module."""
+        """Do so without hooks."""
+        self._begin(Inputs(*args, **kwargs))
+        return self.forward(*args, **kwargs)
+
+    def _begin(self, inputs: Inputs) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            parts, mode = self._build(Inputs(*args, **kwargs)), self.training
+            parts, mode = self._build(inputs), self.training
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
             kind = self._kind
             self.__class__ = whole_class(parts[0], kind)
@@ -60,7 +65,6 @@ class LazyModule(ShardedModule):
         self.__dict__.update(hooks)
         if mode != parts[0].training:
             self.train(mode)
-        return self.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> LazyModule:
         """Set the mode that the module will be in."""

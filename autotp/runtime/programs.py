@@ -202,11 +202,12 @@ class Program:
         return [at[i] for i in sorted(at)]
 
     def random(self, shards: ShardState, base: int) -> list[Tensor]:
-        """Seeds of a forward's random numbers: from one number of torch's default generator, the same on tp ranks."""
+        """Seeds of a forward's random numbers: from one number of torch's default generator, the same on all ranks of a
+        slice of the batch."""
         if not self.seeds:
             return []
-        batch = shards.ranks.batch if shards.ranks is not None else None
-        return [seeds(self.seeds, batch.rank if batch is not None else 0, base).to(shards.device)]
+        dp = shards.ranks.beside.get("dp") if shards.ranks is not None else None
+        return [seeds(self.seeds, dp.rank if dp is not None else 0, base).to(shards.device)]
 
     def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks | None) -> Any:
         """An output of this rank as a DTensor."""

@@ -122,7 +122,6 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 RECIPES = tuple(name for name in BY_NAME if name.startswith("float8"))
 WITHOUT_MEANING: dict[frozenset[str], str] = {
     frozenset({"dp", "fully_shard"}): "fully_shard splits over dp: its row is the one with dp",
-    frozenset({"cp", "dropout"}): "each cp rank draws for its own tokens: no run of one device has these masks",
     frozenset({"Trainer", "accelerate"}): "each of them prepares the module, and has the loop",
     **{frozenset(two): "a product is computed by one recipe" for two in combinations(RECIPES, 2)},
     **{frozenset({r, "quantised weights"}): "such products have a precision of their own" for r in RECIPES},

@@ -16,6 +16,7 @@ from autotp.driver.options import Options, Steering, read_axis
 from autotp.driver.verify import programs_on
 from autotp.errors import InputError
 from autotp.inputs import normalise
+from autotp.ir.specs import Runs
 from autotp.kernels import attention as attention_kernel
 from autotp.passes.shard import batch_axis
 from autotp.proof.differences import own_leaf
@@ -26,9 +27,9 @@ from tests.helpers.modules.two_axes import Contrastive
 class Causal(nn.Module):
     """Attention and a feed-forward block over 8 heads; `few`: heads of keys."""
 
-    def __init__(self, few: int = 8, causal: bool = True, drop: float = 0.0) -> None:
+    def __init__(self, few: int = 8, causal: bool = True, drop: float = 0.0, weights: float = 0.0) -> None:
         super().__init__()
-        self.few, self.causal, self.drop = few, causal, nn.Dropout(drop)
+        self.few, self.causal, self.drop, self.weights = few, causal, nn.Dropout(drop), weights
         self.table = nn.Embedding(32, 16)
         self.qkv = nn.Linear(16, 16 + 4 * few)
         self.out, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
@@ -38,7 +39,7 @@ class Causal(nn.Module):
         parts = self.qkv(x).split([16, 2 * self.few, 2 * self.few], -1)
         q, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in parts)
         mask = None if self.causal else seen[:, None, None, :] > 0
-        y = attention(q, k, v, mask, is_causal=self.causal, enable_gqa=self.few != 8)
+        y = attention(q, k, v, mask, self.weights, self.causal, enable_gqa=self.few != 8)
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
         x = x + self.down(self.up(x).relu())
         loss = nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten())
@@ -112,12 +113,23 @@ def test_what_cannot_be_dealt_is_refused():
     with pytest.raises(InputError, match="must be a multiple of 6"):
         autotp.Inputs(ids).part(0, 3)
     verify: Any = autotp.verify
-    for axes in ({"cp": 2}, {"dp": 2}):
+    for axes in ({"dp": 2, "cp": 2}, {"dp": 2}):
         with pytest.raises(InputError, match="draws random numbers"):
             verify(Causal(drop=0.5), 2, (ids, seen, targets), **axes)
     parts = [autotp.Inputs(ids, flag=True).part(rank, 2) for rank in range(2)]
     assert torch.equal(parts[0].args[0], ids[:, [0, 1, 6, 7]]) and torch.equal(parts[1].args[0], ids[:, 2:6])
     assert parts[0].kwargs == {"flag": True}
+
+
+def test_what_is_dropped_of_sequences_is_that_of_one_device():
+    """Attention that drops weights and tokens that drop features, over cp and tp; the control: places of the first."""
+    spans = Runs.spans
+    for few, cp in ((8, 2), (2, 2)):
+        report = autotp.verify(Causal(few, drop=0.5, weights=0.3), 2, inputs(), cp=cp)
+        assert report and max(report.output_error, report.gradient_error) < 1e-12, report
+        with patch.object(Runs, "spans", lambda runs, rank, tp: spans(runs, 0, tp)):
+            wrong = autotp.verify(Causal(few, drop=0.5, weights=0.3), 2, inputs(), cp=cp)
+        assert not wrong and wrong.output_error > 1e-3
 
 
 def test_a_plan_over_three_axes_says_what_goes_over_each():

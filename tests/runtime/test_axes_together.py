@@ -55,23 +55,28 @@ class Dropping(nn.Module):
 
 
 def dropped(rank: int, world: int, group: Any) -> list[Tensor]:
-    """What two calls with one seed drop of a part, all sequences and parts of which are equal; and gradients."""
-    mesh, at, _ = mesh_of()
-    torch.manual_seed(3)
-    model: Any = autotp.compile(Dropping().double(), mesh, example_inputs=torch.zeros(2, 16, dtype=torch.long))
+    """What two calls with one seed drop of a part, all sequences and parts of which are equal; and what one device
+    drops of a slice, of which it takes that part."""
+    mesh, _, part = mesh_of()
+    rows = torch.zeros(2, 16, dtype=torch.long)
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("rest", "tp"))
     masks = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        masks.append(model(torch.zeros(2, 16, dtype=torch.long)).detach() != 0)
-    return masks
+    for axes, times in ((mesh, 2), (alone["tp"], 1)):
+        torch.manual_seed(3)
+        model: Any = autotp.compile(Dropping().double(), axes, example_inputs=rows)
+        for _ in range(times):
+            torch.manual_seed(rank if times == 2 and rank % 2 else 7)  # the others of a slice take its first one's
+            masks.append(model(rows).detach() != 0)
+    return [*masks[:2], autotp.Inputs(masks[2]).part(part, 2).args[0]]
 
 
-def test_every_part_has_masks_of_its_own(pool):
+def test_every_part_has_its_own_of_the_masks_of_a_slice(pool):
     masks = pool.run(dropped)
-    for first, again in masks:
+    for first, again, _ in masks:
         assert torch.equal(first, again) and 0.4 < first.double().mean() < 0.6
     for i in range(4):
         assert not any(torch.equal(masks[i][0], masks[j][0]) for j in range(i))
+        assert torch.equal(masks[i][0], masks[i][2]) == (i < 2)  # dp rank 0 draws as one device does
 
 
 def checkpointed(rank: int, world: int, group: Any) -> dict[str, float]:

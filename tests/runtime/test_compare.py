@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autotp
@@ -224,6 +225,54 @@ def test_models_of_transformers(pool, name, options):
         assert len(said) == 2 and all(int(line.split(" values")[0].split()[-1]) > 50 for line in said)
 
 
+def beside_tp(rank: int, world: int, group: Any, axis: str, mode: str) -> list[str]:
+    """What a step over another axis and tp says: with the loss inside, of rows of which more count on one slice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "tp"))
+    model: Any = transformer("llama-short")
+    ids = torch.arange(64).view(4, 16) % 30
+    labels = ids.masked_fill(torch.arange(64).view(4, 16) < 9, -100)
+    place = mesh[axis].get_local_rank()
+    rows = {k: v.chunk(2)[place] if axis == "dp" else v for k, v in {"input_ids": ids, "labels": labels}.items()}
+    if axis == "cp" and mode == "parts":
+        rows = dict(autotp.Inputs(**rows).part(place, 2).kwargs)
+    options: dict[str, Any] = {"fully_shard": True} if mode == "split" else {}
+    sharded: Any = autotp.compile(model, mesh, example_inputs=rows, compare="every", **options)
+    if mode == "weight" and rank == 3:
+        sharded.model.norm.weight.to_local().data.add_(0.5)
+    if mode == "stale":
+        sharded._compared_with.model.layers[0].mlp.act_fn = nn.ReLU()
+    if mode == "sum":  # another summand of one slice
+        scale = 1.1 if rank > 1 else 1.0
+        sharded.model.norm.register_forward_hook(lambda m, _, out: out.register_hook(lambda g: g * scale) and None)
+    try:
+        for _ in range(2):  # gradients add up
+            sharded(**rows).loss.backward()
+    except CompareError as error:
+        return [str(error)]
+    return list(sharded.compared)
+
+
+@pytest.mark.parametrize(("axis", "mode"), [("dp", "fine"), ("dp", "split"), ("cp", "fine"), ("cp", "parts")])
+def test_slices_and_parts_of_sequences_pass(pool, axis, mode):
+    one, *others = pool.run(beside_tp, axis, mode)
+    assert len(one) == 4 and all(other == one for other in others)
+
+
+@pytest.mark.parametrize(
+    ("axis", "mode", "text"),
+    [
+        ("dp", "weight", "the values of model.norm (its parameter model.norm.weight)"),
+        ("cp", "weight", "the values of model.norm (its parameter model.norm.weight)"),
+        ("cp", "stale", "captured of the model"),
+        ("dp", "stale", "captured of the model"),
+        ("dp", "sum", "the gradients of model.norm (its parameter model.norm.weight)"),
+    ],
+)
+def test_what_differs_over_another_axis_is_named(pool, axis, mode, text):
+    one, *others = pool.run(beside_tp, axis, mode)
+    assert len(one) == 1 and text in one[0] and all(other == one for other in others), one
+
+
 class Chosen(nn.Module):
     """A module that computes a truth value of the shape of what it gives."""
 
@@ -243,9 +292,9 @@ def test_what_cannot_be_compared_is_refused():
     for wrong in ("always", True, 1, []):
         with pytest.raises(InputError, match="choose None, 'first' or 'every'"):
             autotp.compile(Two(), 1, example_inputs=x, compare=wrong)  # type: ignore[arg-type]
-    refused: tuple[dict[str, Any], ...] = ({"dp": 2}, {"outputs": "sharded"}, {"precision": "float8"})
-    for options in refused:
-        with pytest.raises(InputError, match="compare= runs the whole original on every rank"):
+    refused: tuple[dict[str, Any], ...] = ({"outputs": "sharded"}, {"precision": "float8"})
+    for options, why in zip(refused, ("compares whole outputs", "a difference of one rounding"), strict=True):
+        with pytest.raises(InputError, match=f"compare=.*{why}"):
             autotp.compile(Two(), 2, example_inputs=x, compare="first", **options)
     alone: Any = autotp.compile(Two(), 1, example_inputs=x, compare="every")
     step(alone, x)

@@ -1,0 +1,144 @@
+"""A call that `compare=` runs again, and what ranks beside tp have of it, put together for the user's own module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotp import compat
+from autotp.comm.ranks import Ranks, agree, broadcast
+from autotp.ir.graph import Capture, shape_of
+from autotp.ir.layouts import Shard
+from autotp.ir.op import Shape
+from autotp.passes.shard.batch_axis import BatchRules, has
+from autotp.passes.shard.sequence_axis import SequenceRules
+from autotp.proof.differences import own_leaf, relative
+from autotp.runtime import state
+from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.module import ShardedModule
+
+# By shape, values with the modules that they were made in.
+Candidates = Mapping[tuple[int, ...], list[tuple[set[str], Tensor]]]
+POLICIES: tuple[type[BatchRules], ...] = (BatchRules, SequenceRules)
+
+
+@dataclass
+class Call:
+    """A call to be run again.
+
+    Attributes:
+        flat, spec: its inputs, which it may write to, as this rank has them. states: which of them are states, by name.
+        buffers: by first name, before it. device: of the module. random: the state of torch's generators.
+        part_values: what each part gave, in order.
+    """
+
+    flat: list[Any]
+    spec: compat.TreeSpec
+    states: Mapping[int, str]
+    buffers: dict[str, Tensor]
+    device: torch.device
+    random: list[Tensor]
+    part_values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: ShardedModule, arguments: Arguments) -> Call:
+        """Take what the call starts from, alike on every tp rank.
+
+        Args:
+            module: that is called. arguments: of the call.
+        """
+        shards = module._shards
+        if shards.ranks is not None or module._source.tp == 1:
+            facts = state.input_text(arguments.whole, arguments.spec, True)
+            agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
+        random = [torch.get_rng_state()]
+        random += [torch.cuda.get_rng_state(shards.device)] if shards.device.type == "cuda" else []
+        random = broadcast(shards.ranks, random)  # as the call's own are rank 0's
+        buffers = {name: getattr(*holder[0]) for name, holder in shards.holders.items()}
+        buffers = dict(zip(buffers, again(buffers.values()), strict=True))
+        return cls(again(arguments.flat), arguments.spec, arguments.states, buffers, shards.device, random)
+
+    def rewind(self) -> None:
+        """Draw again what the call drew."""
+        torch.set_rng_state(self.random[0])
+        for random in self.random[1:]:
+            torch.cuda.set_rng_state(random, self.device)
+
+    def undisturbed(self) -> Any:
+        """Return a context after which random numbers go on as they would have."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
+
+def again(values: Iterable[Any]) -> list[Any]:
+    """Copy values as leaves of another autograd graph."""
+    return [own_leaf(x, getattr(x, "requires_grad", False)) for x in values]
+
+
+@contextmanager
+def listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]:
+    """Note what each part gives in a call, after the user's own hooks, in order; not where a hook would keep it from
+    being compiled."""
+    values: list[tuple[str, list[Tensor]]] = []
+    parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
+    if module._source.lowering.name != "eager":
+        parts = {}
+    handles = []
+    for path, part in parts.values():
+        hook = partial(lambda path, part, args, outputs: values.append((path, tensors_of(outputs))), path)
+        handles.append(part.register_forward_hook(hook))
+    try:
+        yield values
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """The tensors in what a module gives, cut off from autograd."""
+    return [t.detach() for t in compat.tree_leaves(outputs) if isinstance(t, Tensor)]
+
+
+def joined(part: Tensor, shape: Shape, program: Capture, ranks: Ranks | None) -> tuple[Tensor, int]:
+    """Put together a whole value, of which ranks beside tp have a part each; return it and how many parts there were.
+
+    A collective call of all ranks beside tp, where its shape says that it is dealt.
+
+    Args:
+        part: this rank's. shape: of it in the program. program: of one rank. ranks: of tp.
+    """
+    shapes, count = [shape_of(leaf.node) for leaf in program.inputs], 1
+    for d, policy in reversed([*enumerate(POLICIES)]):
+        axis = ranks.beside.get(policy.axis) if ranks is not None else None
+        symbol: Any = next((s[d] for s in shapes if len(s) > d), None)
+        dim = next((i for i, n in enumerate(shape) if has([n], symbol)), None)
+        if axis is None or dim is None:
+            continue
+        pieces = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis.tp)]
+        dist.all_gather(pieces, part.detach().contiguous(), group=axis.group)
+        partition = policy(sympy.Integer(part.shape[dim] * axis.tp)).partition(axis.tp)  # type: ignore[arg-type]
+        part, count = Shard(dim, partition).to_runtime(int).recombine(pieces), count * axis.tp
+    return part, count
+
+
+def by_shape(values: Iterable[tuple[set[str], Tensor]]) -> Candidates:
+    """Sort values, each with the modules that it was made in, by their shapes."""
+    groups: dict[tuple[int, ...], list[tuple[set[str], Tensor]]] = defaultdict(list)
+    for modules, value in values:
+        groups[tuple(value.shape)].append((modules, value.detach()))
+    return groups
+
+
+def errors_of(value: Tensor, candidates: Candidates, module: str | None) -> Iterator[float]:
+    """Yield how far a value is from each of its shape: from those that were made in a module, if any were."""
+    alike = candidates.get(tuple(value.shape)) or [(set(), value)]
+    for _, x in [each for each in alike if module in each[0]] or alike:
+        yield relative(x, value)
