@@ -168,6 +168,11 @@ class _Comparison:
         self.before: dict[str, list[Tensor | None]] = {}  # gradients before the backward
         self.finished = False
         dtypes = [self.capture.state[-1], *(p.dtype for p in self.shards.root.parameters() if p.is_floating_point())]
+        if (
+            module._source.lowering.name != "eager"
+        ):  # what is compiled rounds otherwise what is computed in a lower type
+            values = [x for n in self.original.graph.nodes for x in tensors_of(n.meta.get("val"))]
+            dtypes += [x.dtype for x in values if x.is_floating_point()]
         self.dtype = max(filter(None, dtypes), key=lambda d: torch.finfo(d).eps, default=torch.float32)
         self.tolerance = rounding_of([self.dtype])
 
