@@ -111,7 +111,8 @@ def plan(
     refuse_beside_devices(devices, global_batch, degree, any(x not in (None, False, 1) for x in others))
     axes = axes_beside(None, keywords, degree)
     options = Options.read(1 if degree is None or degree == "auto" else degree, keywords, axes)
-    inputs, name = required_inputs(model, example_inputs, "autotp.plan", axes), type(model).__name__
+    dealt = replace(axes, cp=_request(keywords, axes).cp)
+    inputs, name = required_inputs(model, example_inputs, "autotp.plan", dealt), type(model).__name__
     capture = partial(_captured, model, example_inputs, keywords, options.cluster)
     if devices is not None:
         only = [degree] if isinstance(degree, int) else None
@@ -155,7 +156,8 @@ def parallelize(
     request, lowering = _request(keywords, plan.batch).within(options.tp, options.cluster), Lowering.read(keywords)
     kind = kind_of(keywords.get("compare"))
     ranks = Ranks.find(plan.tp, mesh, plan.batch.dp, plan.batch.cp)
-    inputs = None if example_inputs is None else _examples(model, example_inputs, plan.batch, ranks)
+    dealt = replace(plan.batch, cp=request.cp)
+    inputs = None if example_inputs is None else _examples(model, example_inputs, dealt, ranks)
     refuse_late(plan.batch, inputs)
     model = plain(model, request, lowering)
     compilation = Compilation(
@@ -217,7 +219,7 @@ def compile(
     if degree == "auto":
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
     ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
-    inputs = _examples(model, example_inputs, axes, ranks)
+    inputs = _examples(model, example_inputs, replace(axes, cp=request.cp), ranks)
     refuse_late(axes, inputs)
     request = request.within(options.tp, options.cluster)
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
@@ -231,7 +233,8 @@ def _captured(
     check: bool = True,
 ) -> tuple[Capture, list[str]]:  # fmt: skip
     """The program of a rank of the axes beside tp, and its notes; compared with the model as `check_capture` says."""
-    inputs, request = required_inputs(model, example_inputs, "autotp.plan", axes), _request(keywords, axes)
+    request = _request(keywords, axes)
+    inputs = required_inputs(model, example_inputs, "autotp.plan", replace(axes, cp=request.cp))
     compared = keywords.get("check_capture") if check else False
     return capture_model(model, inputs, torch.device("cpu"), compared, request.within(tp, cluster))
 

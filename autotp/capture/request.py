@@ -64,9 +64,8 @@ class CaptureRequest:
         _refuse_unknown("random", random, ("counter", "torch"))
         axes = Axes(axes) if isinstance(axes, int) else axes
         names = read_carried(carried)
-        if names and axes.cp > 1:
-            raise InputError("carried= with cp: what comes back from a call is not dealt along the sequence. Use cp=1.")
-        return cls(axes.dp, outputs, random, names, Precision.read(precision), axes.cp)
+        cp = 1 if names else axes.cp  # a call that goes on with a state is computed by each rank of cp
+        return cls(axes.dp, outputs, random, names, Precision.read(precision), cp)
 
     def within(self, tp: int, cluster: Cluster) -> CaptureRequest:
         """Copy it for the tp ranks and the cluster of a plan, which matter with cp alone."""

@@ -158,7 +158,13 @@ class ShardedModule(Part):
         return program_search.by_itself(self, entry, args, kwargs)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
-        """The arguments of a call; with cp this rank's part of the sequences."""
+        """The arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""
+        call = Arguments(self._carriers, args, kwargs, entry)
+        if self._shards.axis.cp == 1:
+            return call
+        if self._generation is not None or call.states:
+            call.undealt = True
+            return call
         own, whole = state.dealt(self._shards, Inputs(*args, **kwargs))
         call = Arguments(self._carriers, own.args, own.kwargs, entry)
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None

@@ -37,6 +37,7 @@ WITHIN = (
     "{entry} is called within a call of {name}, by a hook: where not all ranks did so they would wait for each other. "
     "Keep what the hook sees, and call {entry} after that call."
 )
+UNDEALT = "undealt"
 ALONG = (
     "{0} of the plan's ranks in each of {1} processes, every sum along one tree over {2}, no rewrite for speed; a "
     "process sends {3:g} times the size of a sum, of one of {6:,} numbers or more {4:g}, where in a ring it would {5:g}"
@@ -92,7 +93,7 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
         layouts, outputs = module._carriers.layouts, request_of(module, call).outputs
         decided = of_first(ranks, "planning this call", lambda: source.decide(captured, layouts))
         sharded = together(ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs, decided))
-        install(module, captured, sharded, module._changes.key(), call.entry)
+        install(module, captured, sharded, _changes(module, call), call.entry)
         match = match_of(module, call)
     if match is None:
         raise StateError("a program was captured for these inputs and does not accept them; please report this.")
@@ -144,7 +145,7 @@ def match_of(module: Any, call: Arguments) -> tuple[Program, list[int]] | None:
     state.refuse_meta(module._shards)
     call.check()
     call_form, _ = form(module._source.bare.get_submodule(call.entry), call.whole, call.spec)
-    return module._programs_made.find(call_form, call.whole, module._mode(), call.entry, module._changes.key())
+    return module._programs_made.find(call_form, call.whole, module._mode(), call.entry, _changes(module, call))
 
 
 def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> Program:
@@ -208,12 +209,18 @@ def _spread(module: Any, program: Program) -> None:
 
 def request_of(module: Any, call: Arguments) -> CaptureRequest:
     """Request for a capture of a call."""
-    return module._source.want_of(call.entry, module._generation is not None)
+    want = module._source.want_of(call.entry, module._generation is not None)
+    return replace(want, cp=1) if call.undealt else want
+
+
+def _changes(module: Any, call: Arguments) -> Hashable:
+    """What was set on the module's parts, and whether a call is dealt over cp: by both programs are known."""
+    return (module._changes.key(), UNDEALT) if call.undealt else module._changes.key()
 
 
 def kind_of(module: Any, call: Arguments) -> CallKind:
     """The kind of a call, by which its programs are known."""
-    of = module._changes.key(), call.entry, call.wrong
+    of = _changes(module, call), call.entry, call.wrong
     # Of a state nobody asks for a gradient.
     leaves = call.whole if call.states and torch.is_grad_enabled() else call.flat
     return module._programs_made.kind(CallKey.of_call(module._mode(), of, leaves, call.spec))

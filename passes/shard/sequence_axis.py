@@ -200,7 +200,8 @@ def _one_sequence(program: Capture) -> sympy.Symbol:
     if any(leaf.kind.carried for leaf in program.leaves):
         raise CaptureError(
             "with cp sequences are dealt, and what this call carries to the next, such as a cache, is not. Call it "
-            "with use_cache=False, and decode with a module that is compiled without cp."
+            "with use_cache=False, or decode by generate(), or with a cache that you pass: each rank of cp then "
+            "computes all of it."
         )
     if program.conditions is not None:
         raise CaptureError(

@@ -46,9 +46,11 @@ class Arguments:
         entry: path of the module that is called.
         sequences: with context parallelism the whole sequences that were passed, of which the leaves are this rank's
             part; None where a part was passed.
+        undealt: with context parallelism each of its ranks computes all of it, over tp alone.
     """
 
     sequences: list[Any] | None = None
+    undealt: bool = False
 
     def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
         self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry

@@ -80,19 +80,20 @@ def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
 
     What is drawn in a context within one, as that of an assistant which drafts, counts in the outer one.
     """
-    if ranks is None or ranks.tp == 1 or ranks.group_name in _drawing:
+    cp = ranks.beside.get("cp") if ranks is not None else None
+    if ranks is None or (ranks.tp == 1 and cp is None) or ranks.group_name in _drawing:
         yield
         return
     cuda = device.type == "cuda"
     own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
-    common: Any = broadcast(ranks, own)
+    common: Any = broadcast(cp, broadcast(ranks, own))  # the tp groups of a slice of the batch compute the same
     _drawing.append(ranks.group_name)
     try:
         _draw_from(common, device)
         yield
     finally:
         _drawing.remove(ranks.group_name)
-        if ranks.rank and not _drawing:
+        if (ranks.rank or (cp is not None and cp.rank)) and not _drawing:
             _draw_from(own, device)
 
 

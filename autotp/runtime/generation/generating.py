@@ -19,10 +19,6 @@ NO_GENERATE = (
     "{name} has no generate(): its class brings none. Those of transformers that end in a language model's head do; "
     "for others call the sharded module itself, with the cache that it gave."
 )
-CONTEXT_PARALLEL = (
-    "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled without cp; "
-    "its state dict is this one's."
-)
 SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
 ALONE = ("streamer",)  # arguments that a rank may have alone
@@ -101,8 +97,6 @@ def generate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     shards, calls, original = module._shards, module._calls, type(module._source.bare)
     function = getattr(original, "generate", None)
-    if shards.axis.cp > 1:
-        raise StateError(CONTEXT_PARALLEL)
     if not callable(function):
         raise StateError(NO_GENERATE.format(name=original.__name__))
     if shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(original):
