@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.comm.ranks import by_value, from_all, together
+from autotp.comm.ranks import agree, by_value, from_all, together
 from autotp.errors import CompareError, InputError, StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import CONSTANT, SEEDS, draws, shape_of, short_name
@@ -159,7 +159,7 @@ class _Comparison:
         # The graph that the ranks' program was made from, which is not always the captured one.
         self.original = Sharded(next(iter(self.sharded.origin.values()))[0].graph)
         self.beside = bool(self.places.keys() - {"tp"})
-        self.held = {name: state.pieces(self.shards, name) for name in self.shards.storages}
+        self.parameters = {name: state.pieces(self.shards, name) for name in self.shards.storages}
         self.local: dict[str, Tensor] = {}  # parameters by first name: what this rank holds of each
         self.whole: dict[str, Tensor] = {}  # whole
         self.users: dict[str, Tensor] = {}  # and those of a copy of the user's model
@@ -188,8 +188,8 @@ class _Comparison:
         self._verdict(self._program(values), CAUSE)
         self._verdict(self._outputs(outputs), AROUND)
         unlike = " (the original's own random numbers are others: its graph was run with the module's)"
-        drawn = self.beside and any(map(draws, self.original.graph.nodes))
-        if not self.program.seeds and not drawn:
+        random = bool(self.program.seeds) or self.beside and any(map(draws, self.original.graph.nodes))
+        if not random:
             flat, outputs = self._whole_call(whole) if self.beside else (whole, [])
             self._verdict(self._together(lambda: self._user_model(flat, outputs)), STALE)
             unlike = ""
@@ -198,7 +198,7 @@ class _Comparison:
     def _read_weights(self) -> None:
         """Read the weights of now: this rank's, and all of them, rank 0's where each rank has them whole."""
         for name, storage in self.shards.storages.items():
-            parameters = self.held[name]
+            parameters = self.parameters[name]
             trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
             whole, place = storage.full([p.detach() for p in parameters]), self.places["tp"]
             local = storage.layout.to_runtime().take(whole, place.rank, place.size) if storage.split else whole.clone()
@@ -227,14 +227,13 @@ class _Comparison:
     def _whole_call(self, flat: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
         """Return inputs and outputs of the whole batch, with whole sequences, of what ranks beside tp have."""
         flat, shapes = list(flat), [getattr(x, "shape", None) for x in flat]
-        everyone = from_all(self.ranks, shapes, "sizes of the inputs (compare=)")
-        if any(one != shapes for one in everyone):
-            raise InputError(
-                "compare= with dp runs the original on the whole batch, and its slices have inputs of other sizes: "
-                "pad all to one length, or leave out compare."
-            )
-        passed = [x.node for x in self.capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
-        for at, node in zip(self.order, passed, strict=True):
+        agree(
+            self.ranks,
+            "the sizes of slices of the batch, which compare= joins (pad them alike)",
+            {"sizes": str(shapes)},
+        )
+        tensors = [x.node for x in self.capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+        for at, node in zip(self.order, tensors, strict=True):
             flat[at], _ = self._joined(flat[at], node)
         nodes = compat.tree_leaves(self.capture.graph.output_node().args[0])
         outputs = [(x, nodes[i]) for i, x in enumerate(self.theirs.outputs[0]) if i in self.positions]
@@ -346,13 +345,14 @@ class _Comparison:
         inputs = without_cache(model, Inputs(*args, **kwargs))[0]
         self.call.rewind()
         self.users_outputs = compat.tree_leaves(model(*inputs.args, **inputs.kwargs))
-        made = (
+        values = (
             ({module_of(p) for p in module_path(node)}, x)
             for node, (value,) in self.theirs.nodes.items()
             for x in compat.tree_leaves(value)
             if isinstance(x, Tensor)
         )
-        candidates = by_shape([(set(), x) for x in tensors_of(self.users_outputs)] if self.beside else made)
+        users = [(set[str](), x) for x in tensors_of(self.users_outputs)]
+        candidates = by_shape(users if self.beside else values)
         if any(tuple(x.shape) not in candidates for x in outputs):
             return _Fault(0, "the model", math.inf)
         module_values = [("", outputs)] if self.beside else module_values
@@ -381,7 +381,7 @@ class _Comparison:
 
     def _grads(self, name: str) -> list[Tensor | None]:
         """Return the gradients of what holds a parameter on this rank."""
-        return [p.grad for p in self.held[name]]
+        return [p.grad for p in self.parameters[name]]
 
     def _backward(self) -> None:
         self.finished = True
@@ -444,7 +444,7 @@ class _Comparison:
         if all(g is None for g in now):
             return None
         pieces: list[Tensor] = []
-        for p, before, after in zip(self.held[name], self.before[name], now, strict=True):
+        for p, before, after in zip(self.parameters[name], self.before[name], now, strict=True):
             gain = torch.zeros_like(p) if after is None else after
             pieces.append(gain if after is None or before is None else gain - before)
         return self.shards.storages[name].full(pieces)

@@ -132,6 +132,9 @@ def counter_dropout(
 ) -> Tensor:  # fmt: skip
     """Dropout whose mask is `counter_uniform` >= p, so that it does not depend on who computes it; see there.
 
+    Args:
+        x: the part. p: the chance that an element is dropped. seed, place, dim, whole, other, other_dim: see there.
+
     Its gradient is the same operator on the gradient: the mask is drawn again, nothing is kept but the seed.
     """
     if p >= 1:

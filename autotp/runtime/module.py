@@ -160,10 +160,9 @@ class ShardedModule(Part):
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""
         call = Arguments(self._carriers, args, kwargs, entry)
-        if self._shards.axis.cp == 1:
-            return call
-        if self._generation is not None or call.states:
-            call.undealt = True
+        cp = self._shards.axis.cp > 1
+        call.undealt = cp and (self._generation is not None or bool(call.states))
+        if not cp or call.undealt:
             return call
         own, whole = state.dealt(self._shards, Inputs(*args, **kwargs))
         call = Arguments(self._carriers, own.args, own.kwargs, entry)

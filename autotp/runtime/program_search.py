@@ -214,7 +214,7 @@ def request_of(module: Any, call: Arguments) -> CaptureRequest:
 
 
 def _changes(module: Any, call: Arguments) -> Hashable:
-    """What was set on the module's parts, and whether a call is dealt over cp: by both programs are known."""
+    """Changes of the module's parts, and a word where a call is not dealt over cp: by both programs are known."""
     return (module._changes.key(), UNDEALT) if call.undealt else module._changes.key()
 
 
