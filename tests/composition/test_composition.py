@@ -21,7 +21,7 @@ SAMPLE: list[Names] = [
     ("LoRA", "quantised weights"),
     ("compare", "profile"),
     ("sequence parallelism", "accelerate"),
-    ("fully_shard", "checkpoint at another mesh"),
+    ("fully_shard", "compare"),
 ]
 
 
