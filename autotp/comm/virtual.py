@@ -258,7 +258,9 @@ def each(
             torch.set_rng_state(state)
         place = {"rank": rank, "tp": host.tp} if ranked else {}
         results.append(call(*at_rank(args, at), **at_rank(dict(kwargs), at), **place))
-    return Virtual(results) if host.own > 1 else results[0]
+    # A size that all have alike is one: what is whole on every rank is computed once with it too.
+    alike = isinstance(results[0], int | float) and results.count(results[0]) == host.own
+    return results[0] if alike or host.own == 1 else Virtual(results)
 
 
 def at_rank(args: Any, at: int) -> Any:

@@ -46,7 +46,7 @@ from .staging import one_after_another
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
-BITS_ALONE = "tp_invariant compares calls over tp alone: leave out generate=, certify=, dp=, cp= and pp=."
+BITS_ALONE = "tp_invariant compares calls over tp alone: leave out generate=, certify=, precision=, dp=, cp= and pp=."
 
 
 @with_keywords
@@ -101,7 +101,7 @@ def verify(
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
     if invariant is not None:
-        if generate is not None or certify or axes.size > 1 or pp > 1:
+        if generate is not None or certify or precision is not None or axes.size > 1 or pp > 1:
             raise InputError(BITS_ALONE)
         return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:

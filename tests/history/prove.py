@@ -16,6 +16,7 @@ from autotp.driver.options import Options, Steering
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
 from autotp.passes import schema
+from autotp.proof.bits import same_bits
 from autotp.proof.certificate import certificate
 from autotp.proof.equality import compare
 from autotp.proof.report import Certificate, Report
@@ -93,6 +94,11 @@ class Proved:
         types = list(schema.sharded(sharded, planned))
         outside = certificate(planned, sharded) if CHECKER else None
         return Found(types, compare(planned, sharded, values), outside)
+
+    def bits(self, tp: int) -> Report:
+        """Whether every number of processes that divides these ranks has the same bits."""
+        planned, sharded = self.program(tp, self.row.sequence)
+        return same_bits(planned, sharded, Values.of(planned.program, self.model, self.inputs))
 
     def mutated(self, tp: int) -> Found:
         """What they say of the mutant."""

@@ -63,6 +63,11 @@ def test_context_parallel():
     assert "64 tokens, 32 on each cp rank" in printed and "by all-to-all" in printed and printed.endswith("Right\n")
 
 
+def test_equal_bits():
+    printed = run("equal_bits.py", "--steps", "2", ranks=4)
+    assert "tp_invariant=4, tp=2 beside tp=4: 0 of 22 tensors differ" in printed and printed.endswith("Right\n")
+
+
 def test_trainer(tmp_path):
     printed = run("trainer.py", "--steps", "4", "--out", str(tmp_path), ranks=2)
     assert "4 steps: loss 5." in printed and f"115008 parameters in {tmp_path}" in printed
