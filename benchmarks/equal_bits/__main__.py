@@ -14,57 +14,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import autotp
 from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
-from benchmarks.helpers.interleaved import Times, interleaved
-from benchmarks.helpers.llama.megatron import Shape, untouched
-from benchmarks.helpers.llama.variants import training_step
+from benchmarks.helpers.interleaved import Times
 from benchmarks.helpers.performance import ROOT, table, write_section
 from benchmarks.helpers.together import together
 
 from .picture import off, picture
+from .runs import BATCH, SMALL, VIRTUAL, WAYS, WORDS, timed, trained
 
 HEADING, PICTURE = "Equal bits", ROOT / "docs" / "assets" / "equal-bits.svg"
-SMALL = Shape(hidden=128, layers=2, heads=8, kv_heads=4, wide=256, vocabulary=512)
-BATCH, WORDS, STEPS, ROUNDS, LENGTH, VIRTUAL = 4, 32, 100, 7, 256, 8
-DEGREES = (1, 2, 4)
-WAYS: dict[str, dict[str, Any]] = {"ordinary": {}, f"tp_invariant={VIRTUAL}": {"tp_invariant": VIRTUAL}}
-
-
-def trained(steps: int) -> dict[str, list[float]]:
-    """The loss of each step, ordinary and with equal bits, over the ranks that are there."""
-    losses: dict[str, list[float]] = {}
-    for name, options in WAYS.items():
-        data = torch.Generator().manual_seed(1)
-        model, ids = untouched(SMALL), torch.randint(SMALL.vocabulary, (BATCH, WORDS), generator=data)
-        module: Any = autotp.compile(model, example_inputs=ids, check_capture=False, **options)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        losses[name] = []
-        for _ in range(steps):
-            ids = torch.randint(SMALL.vocabulary, (BATCH, WORDS + 1), generator=data)
-            loss = nn.functional.cross_entropy(module(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[name].append(loss.item())
-    return losses
-
-
-def timed(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """This rank's seconds of a step of the larger Llama, each way in turn."""
-    shape = Shape()
-    model = untouched(shape)
-    ids, targets = torch.randint(shape.vocabulary, (2, 1, LENGTH), generator=torch.Generator().manual_seed(1))
-    steps = {}
-    for name, options in WAYS.items():
-        module = autotp.compile(model, example_inputs=ids, check_capture=False, **options)
-        steps[name] = training_step(module, ids, targets)
-    return {name: tuple(times) for name, times in interleaved(steps, rounds, before=dist.barrier).items()}
+STEPS, ROUNDS, DEGREES = 100, 7, (1, 2, 4)
 
 
 def run(steps: int, rounds: int) -> dict[str, Any]:

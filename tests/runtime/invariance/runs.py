@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import autotp
@@ -48,6 +49,11 @@ def call_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
         )  # read by peft (transformers 5.23)
         options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         return redrawn(peft.get_peft_model(transformer("llama-short"), options)), TOKENS
+    if name == "mamba":
+        config = transformers.MambaConfig(
+            hidden_size=32, state_size=4, num_hidden_layers=1, vocab_size=256, use_cache=False
+        )
+        return redrawn(transformers.MambaForCausalLM(config)), TOKENS
     return transformer(name), IMAGES if name.startswith("vit") else TOKENS
 
 

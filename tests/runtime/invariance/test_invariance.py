@@ -42,6 +42,11 @@ def test_other_models_train_to_the_same_bits(pool, name: str):
     compare(pool, name, "float32", 4, (2,))
 
 
+@pytest.mark.parametrize("name", ["mamba", "dropout", "lora"])
+def test_others_in_bfloat16_too(pool, name: str):
+    compare(pool, name, "bfloat16", 4, (2,))
+
+
 def test_of_six_ranks_two_and_three_send_what_they_cannot_sum(pool):
     compare(pool, "dropout", "float32", 6, (2, 3))
 
