@@ -19,7 +19,13 @@ from torch import Tensor
 
 import autotp
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "pad_token_id": 0}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+}
 
 
 def trained(tp: int, steps: int, virtual: int | None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Trainings of a small Llama, and steps of a larger one, ordinary and with equal bits, over the ranks that are there."""
+"""Trainings of a small Llama, and steps of a larger one, ordinary and with equal bits, over the ranks there are."""
 
 from __future__ import annotations
 
