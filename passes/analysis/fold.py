@@ -18,7 +18,7 @@ from autotp.ir.op import sizes
 from autotp.ir.scopes import Block, Blocks, module_of, module_path
 
 LISTS = -1  # in place of a depth
-SELECT = torch.ops.aten.select.int
+SELECT, SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 DIGITS = re.compile(r"\d+")
 NUMBER = re.compile(r"\d+$")  # of a constant: torch counts them over the whole model
 INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
@@ -120,9 +120,12 @@ def _signature(
 
 
 def _arguments(node: fx.Node, module: str = "") -> list[Any]:
-    """The arguments of a call; of a step of a loop, which has no module, without the place that it selects: no rule
-    reads that."""
-    return compat.tree_leaves((node.args[:2] if not module and node.target is SELECT else node.args, node.kwargs))
+    """The arguments of a call, a slice from None as one from 0; of a step of a loop, which has no module, without the
+    place that it selects: no rule reads that."""
+    args = node.args[:2] if not module and node.target is SELECT else node.args
+    if node.target is SLICE and args[2:3] == (None,):
+        args = (*args[:2], 0, *args[3:])
+    return compat.tree_leaves((args, node.kwargs))
 
 
 # ---- lists of blocks -------------------------------------------------------------------------------------------------

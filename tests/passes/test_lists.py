@@ -115,6 +115,24 @@ def test_literals_do_not_tell_equal_blocks_apart():
     assert autotp.verify(Begun(2, 1, 2), 2, X)
 
 
+class Cut(nn.Module):
+    """A layer of some positions, from one on."""
+
+    def __init__(self, first: int | None) -> None:
+        super().__init__()
+        self.first, self.layer = first, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = torch.ops.aten.slice.Tensor(x, 1, self.first, 3)
+        return x + self.layer(part).mean(1, keepdim=True)
+
+
+def test_a_slice_from_none_is_one_from_the_first():
+    few = decided(nn.Sequential(Cut(0), Cut(0), Cut(0)))
+    assert decided(nn.Sequential(Cut(0), Cut(None), Cut(0))) == few
+    assert decided(nn.Sequential(Cut(0), Cut(1), Cut(0))) > few
+
+
 @pytest.mark.parametrize("order", [(0, 1, 0), (0, 1, 1, 0)])
 def test_items_that_are_called_again_are_no_blocks(order):
     program, _ = capture_model(Lists(2, order), Inputs(X), torch.device("cpu"), check=False)
