@@ -19,9 +19,10 @@ HEAD = """\
 
 Well-known configurations, on the meta device, in bfloat16 (DLRM in float32), planned for `h100`:
 [benchmarks/real_sizes.toml](../benchmarks/real_sizes.toml) says how each of {listed} is built and called, of which
-{count} were run. The triangle attention, ESMFold's trunk, GraphGPS, Graphormer, the two towers and DLRM are
-[modules as users write them](../benchmarks/helpers/lists/real_modules.py); the others are their libraries' own. Each was captured once and planned at three degrees, with `check_capture=False`: the comparison runs a
-model on the example inputs, and here takes as long as that does on a CPU, up to minutes.
+{count} were run. The triangle attention, ESMFold's trunk, GraphGPS, Graphormer, the two towers and DLRM are [modules
+as users write them](../benchmarks/helpers/lists/real_modules.py); the others are their libraries' own. Each was
+captured once and planned at three degrees, with `check_capture=False`: the comparison runs a model on the example
+inputs, and here takes as long as that does on a CPU, up to minutes.
 
 {made} CPU seconds, of one process each, on a loaded machine (load averages of {least:.0f} to {most:.0f} on two
 cores): an idle one takes less.
