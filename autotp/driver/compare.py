@@ -156,9 +156,10 @@ class _Comparison:
         self.shards, self.capture, self.sharded = module._shards, program.capture, program.sharded
         self.ranks = self.shards.ranks and self.shards.ranks.planners
         self.places = module._source.places()
+        self.place = self.places["tp"].rank, self.places["tp"].size  # over tp
         # The graph that the ranks' program was made from, which is not always the captured one.
         self.original = Sharded(next(iter(self.sharded.origin.values()))[0].graph)
-        self.beside = bool(self.places.keys() - {"tp"})
+        self.beside = self.shards.ranks is not None and bool(self.shards.ranks.beside)
         self.parameters = {name: state.pieces(self.shards, name) for name in self.shards.storages}
         self.local: dict[str, Tensor] = {}  # parameters by first name: what this rank holds of each
         self.whole: dict[str, Tensor] = {}  # whole
@@ -168,9 +169,8 @@ class _Comparison:
         self.before: dict[str, list[Tensor | None]] = {}  # gradients before the backward
         self.finished = False
         dtypes = [self.capture.state[-1], *(p.dtype for p in self.shards.root.parameters() if p.is_floating_point())]
-        if (
-            module._source.lowering.name != "eager"
-        ):  # what is compiled rounds otherwise what is computed in a lower type
+        # What is compiled rounds otherwise than operators one by one, in whichever type a value is computed.
+        if module._source.lowering.name != "eager":
             values = [x for n in self.original.graph.nodes for x in tensors_of(n.meta.get("val"))]
             dtypes += [x.dtype for x in values if x.is_floating_point()]
         self.dtype = max(filter(None, dtypes), key=lambda d: torch.finfo(d).eps, default=torch.float32)
@@ -200,8 +200,8 @@ class _Comparison:
         for name, storage in self.shards.storages.items():
             parameters = self.parameters[name]
             trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-            whole, place = storage.full([p.detach() for p in parameters]), self.places["tp"]
-            local = storage.layout.to_runtime().take(whole, place.rank, place.size) if storage.split else whole.clone()
+            whole = storage.full([p.detach() for p in parameters])
+            local = storage.layout.to_runtime().take(whole, *self.place) if storage.split else whole.clone()
             whole = whole if storage.split and not self.beside else self._rank_0(whole)
             self.local[name] = local.detach().requires_grad_(trained)
             self.whole[name] = whole.detach().requires_grad_(trained)
@@ -270,10 +270,8 @@ class _Comparison:
     def _program(self, rounding: Rounding, backward: bool = False) -> _Fault | None:
         """Find the first value of this rank's program, or the last gradient, that is not its part of the original's."""
         nodes = list(self.ours.nodes)
-        place = self.places["tp"]
-        pairs = self.layouts.paired(
-            self.ours, self.theirs, reversed(nodes) if backward else nodes, backward, (place.rank, place.size)
-        )
+        order = reversed(nodes) if backward else nodes
+        pairs = self.layouts.paired(self.ours, self.theirs, order, backward, self.place)
         gap = differences(*pairs, rounding)
         if gap is None:
             return None
@@ -292,12 +290,12 @@ class _Comparison:
 
     def _outputs(self, outputs: Sequence[Any]) -> _Fault | None:
         """Find an output that is not the original's, by the first part that gave what its program does not."""
-        wholes, place = [self.theirs.outputs[0][i] for i in self.positions], self.places["tp"]
-        specs = [self.layouts.spec(self.layouts.output_layout(i)) for i in self.positions]
-        ours = {
-            i: Parts([x], specs[i], (place.rank, place.size)) for i, x in enumerate(outputs) if isinstance(x, Tensor)
-        }
-        gap = differences(ours, {i: wholes[i] for i in ours}, Rounding(self.tolerance))
+        ours, theirs = {}, {}
+        for i, (position, x) in enumerate(zip(self.positions, outputs, strict=True)):
+            if isinstance(x, Tensor):
+                spec = self.layouts.spec(self.layouts.output_layout(position))
+                ours[i], theirs[i] = Parts([x], spec, self.place), self.theirs.outputs[0][position]
+        gap = differences(ours, theirs, Rounding(self.tolerance))
         if gap is None:
             return None
         candidates = by_shape((set(), x) for (x,) in self.ours.nodes.values() if isinstance(x, Tensor))
