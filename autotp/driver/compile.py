@@ -167,8 +167,8 @@ def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None =
     if precision is not None and precision.recipe == DELAYED and lowering is not None and lowering.backend != EAGER:
         raise InputError(
             f"precision: with delayed scaling a backward leaves the largest values of its gradients to the next call, "
-            f"which torch's AOTAutograd, that backend={lowering.backend!r} goes through, does not keep (its error: Node "
-            "copy was invalid, but is output). Use backend='eager', or the recipe 'tensorwise'."
+            f"which torch's AOTAutograd, that backend={lowering.backend!r} goes through, does not keep (its error: "
+            "Node copy was invalid, but is output). Use backend='eager', or the recipe 'tensorwise'."
         )
     return with_histories(plain_weights(model), precision)
 
