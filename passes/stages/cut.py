@@ -178,13 +178,20 @@ class _Cutter:
         return tagged and draws(node)
 
     def _sink(self) -> None:
-        """Move what is made of weights and buffers alone, as scales of earlier calls are, to where it is read first."""
+        """Move what is made of weights, buffers or states alone, as scales of earlier calls are, to its first reader.
+
+        A state is on the ranks that read it in its block alone, though the model may have put it in a cache before.
+        """
         alone = {node for node, leaf in self.leaf.items() if not leaf.kind.passed and leaf.kind is not SEEDS}
+        states = {node for node, leaf in self.leaf.items() if leaf.kind.carried} - self.free
         for node in self.at:
-            if node.all_input_nodes and alone.issuperset(node.all_input_nodes) and not self._random(node):
-                alone.add(node)
+            reads = {*node.all_input_nodes}
+            made_of = states if reads & states else alone
+            rest = reads - made_of - (self.free if made_of is states else set())
+            if reads and not rest and not self._random(node):
+                made_of.add(node)
         for node in reversed(list(self.at)):
-            if node in alone:
+            if node in alone or node in states:
                 self.at[node] = min((self.at[n] for n in node.users if n in self.at), default=self.at[node])
 
     def _settle(self) -> None:
