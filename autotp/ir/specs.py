@@ -141,6 +141,15 @@ class ShardSpec(NamedTuple):
     def dual(self) -> Spec:
         return self
 
+    @property
+    def plain(self) -> bool:
+        """Say whether ranks own one run each, in their order."""
+        return self.repeat == 1 and len(self.segments) == 1 and len(self.segments[0]) == 2
+
+    def lengths(self, tp: int) -> list[int]:
+        """Elements along the dimension that each rank owns."""
+        return [Runs(self.repeat, self.segments).local(rank, tp) for rank in range(tp)]
+
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
         dim, repeat, segments, _ = self
         mine = windows.shares(segments, rank, tp)

@@ -171,7 +171,11 @@ class Slices:
             place, hosts = host.first // host.own, host.tp // host.own
             here = tuple((chunk(count, place, hosts)[1], unit) for count, unit in spec.segments)
             spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.own, host.own)
-        slices = list(map(aligned, on_hosts([whole] * host.own, INVARIANT, spec, host)))
+        if host.own == host.tp and spec.plain:  # torch joins their gradients in one step
+            slices = [x.contiguous() for x in whole.split(spec.lengths(host.tp), spec.dim)]
+        else:
+            slices = on_hosts([whole] * host.own, INVARIANT, spec, host)
+        slices = list(map(aligned, slices))
         return Virtual(slices) if host.own > 1 else slices[0]
 
 
