@@ -2,13 +2,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import autotp
-from autotp.comm.virtual import Host
+from autotp.comm import collectives
+from autotp.comm.virtual import AllHosts, Host
 from autotp.errors import InputError, StateError
 from tests.helpers.compare import mesh_of
 
@@ -49,6 +51,30 @@ def test_others_in_bfloat16_too(pool, name: str):
 
 def test_of_six_ranks_two_and_three_send_what_they_cannot_sum(pool):
     compare(pool, "dropout", "float32", 6, (2, 3))
+
+
+def summed(rank: int, world: int, group: Any, dtype: torch.dtype) -> tuple[bool, list[str]]:
+    """Whether a sum of twelve in slices is that of all at once, and the collectives of it."""
+    draw = torch.Generator().manual_seed(0)
+    xs = [torch.randn(7, 4999, generator=draw).to(dtype) for _ in range(12)]
+    host, primitives = Host(3 * rank, 3, 12, group.group_name), list[str]()
+    real = collectives.real
+
+    def counted(primitive: Any, *args: Any, **options: Any) -> Tensor:
+        primitives.append(primitive)
+        return real(primitive, *args, **options)
+
+    with patch.object(collectives, "real", counted):
+        found = host.exchange("all_reduce", xs[host.first : host.first + 3], "sum")
+    wanted = AllHosts(12).exchange("all_reduce", xs, "sum")[0]
+    return all(torch.equal(x, wanted) for x in found), primitives
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_sums_in_slices_have_the_same_bits(pool, dtype: torch.dtype):
+    for equal, primitives in pool.run(summed, dtype, world=4):
+        assert equal and primitives == ["all_to_all", "all_gather"]
+    assert Host(3, 3, 12).sends == (6, 2.25, 1.5) and Host(0, 4, 8).sends == (1, 1, 1)
 
 
 @pytest.mark.parametrize("split", [True, False])
