@@ -34,6 +34,7 @@ T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_LINES = 20  # of differences in a message
 CPU_INFO = Path("/proc/cpuinfo")
+KERNELS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG")  # pick some
 SETTLE_SECONDS = 0.1  # seconds at exit for gloo's threads
 
 
@@ -373,6 +374,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "precision of products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        **{name: os.environ.get(name, "unset") for name in KERNELS},
     }
 
 

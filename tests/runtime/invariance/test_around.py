@@ -1,5 +1,6 @@
 """Around a module of equal bits: data parallelism, machines and kernels that would give others are seen."""
 
+import os
 from typing import Any
 
 import pytest
@@ -51,6 +52,11 @@ def unlike(rank: int, world: int, group: Any) -> None:
             lambda: torch.use_deterministic_algorithms(rank == 0),
             lambda: torch.use_deterministic_algorithms(False),
             "deterministic algorithms: ",
+        ),
+        (
+            lambda: os.environ.update(ONEDNN_MAX_CPU_ISA=("AVX2", "DEFAULT")[rank]),
+            lambda: os.environ.pop("ONEDNN_MAX_CPU_ISA"),
+            "ONEDNN_MAX_CPU_ISA: ",
         ),
     ):
         change()
