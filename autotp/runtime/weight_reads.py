@@ -163,6 +163,8 @@ class Slices:
             pieces: what this process holds of it.
         """
         storage, host = self.storage, self.host
+        if not torch.is_grad_enabled():  # torch's matmul has another kernel for a parameter, which ranks do not hold
+            pieces = [piece.detach() for piece in pieces]
         if storage.layout.sharded_dim is None:
             return pieces[0]
         spec: Any = storage.layout.to_runtime()
