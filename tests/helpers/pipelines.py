@@ -59,7 +59,9 @@ def double() -> Iterator[None]:
 class Tower(nn.Module):
     """Blocks between an embedding and a head, in few operators."""
 
-    def __init__(self, layers: int = 2, width: int = 8, tied: bool = True, drop: float = 0.0) -> None:
+    def __init__(
+        self, layers: int = 2, width: int = 8, tied: bool = True, drop: float = 0.0, late: float = 0.0
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(16, width)
@@ -67,7 +69,7 @@ class Tower(nn.Module):
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(drop),
                           nn.Linear(2 * width, width)) for _ in range(layers)
         )  # fmt: skip
-        self.head = nn.Linear(width, 16, bias=False)
+        self.late, self.head = nn.Dropout(late), nn.Linear(width, 16, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -75,7 +77,7 @@ class Tower(nn.Module):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return self.head(self.late(x))
 
 
 def error(outputs: Any, targets: Tensor) -> Tensor:
@@ -257,11 +259,11 @@ def untied(rank: int, world: int, group: Any, case: Case) -> float:
         return far
 
 
-def drawn(rank: int, world: int, group: Any, seed: int) -> tuple[float, float, float]:
+def drawn(rank: int, world: int, group: Any, seed: int, where: str) -> tuple[float, float, float]:
     """With dropout: how far a step of stages is from that of one sharded module, from one with another seed, and an
     evaluation from the model's."""
     with double():
-        case = Case("tower", "Schedule1F1B", train={"drop": 0.3})
+        case = Case("tower", "Schedule1F1B", train={where: 0.3})
         model = made(case)
         pipe, schedule = staged(case, model)
         batch = batch_of(model)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotp.ir.graph import Capture
+from autotp.ir.graph import SEEDS, Capture
 from autotp.ir.program import Sharded
 from autotp.runtime.program_search import built
 from autotp.runtime.programs import Form, Program
@@ -57,8 +57,10 @@ class Pipeline:
             stages[index] = Stage(module, piece, index, function, parts[-1].seeds > 0, self.loss and index == last)
         ranks = module._source.ranks
         module._programs[key] = Relay(captured, sharded, stages, self.grid, ranks, module._sums)
+        # Of all stages: ranks whose own draw nothing take part in the choice of the number that others draw from.
+        count = max((x.node.meta["val"].shape[0] for x in captured.leaves if x.kind is SEEDS), default=0)
         program = Program(
-            captured, sharded, parts[0].graph, key, call_form, max(part.seeds for part in parts), False,
+            captured, sharded, parts[0].graph, key, call_form, count, False,
             parts[0].fired, parts[0].compiler, [read for part in parts for read in part.reads], stages=stages,
         )  # fmt: skip
         for stage, part in zip(stages.values(), parts, strict=True):

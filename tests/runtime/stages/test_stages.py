@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.helpers.pipelines import CLOSE, Case, compared, drawn, refused, untied
 from tests.helpers.processes.pool import Pool
 
@@ -35,8 +37,9 @@ def test_two_stages_are_the_model(pool: Pool) -> None:
     assert "blocks.0.1.weight" in held[0] and "blocks.1.1.weight" in held[2]
 
 
-def test_dropout_draws_the_same_masks_in_stages_and_evaluation_none(pool: Pool) -> None:
-    for same, other, evaluated in pool.run(drawn, 7):
+@pytest.mark.parametrize("where", ["drop", "late"], ids=["in blocks", "in the last stage alone"])
+def test_dropout_draws_the_same_masks_in_stages_and_evaluation_none(pool: Pool, where: str) -> None:
+    for same, other, evaluated in pool.run(drawn, 7, where, timeout=120.0):
         assert same < CLOSE and evaluated < CLOSE and other > 1e-4
 
 
