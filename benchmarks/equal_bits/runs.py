@@ -46,4 +46,5 @@ def timed(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     for name, options in WAYS.items():
         module = autotp.compile(model, example_inputs=ids, check_capture=False, **options)
         steps[name] = training_step(module, ids, targets)
-    return {name: tuple(times) for name, times in interleaved(steps, rounds, before=dist.barrier).items()}
+    measured = interleaved(steps, rounds, before=dist.barrier)
+    return {name: (times[0], times[1]) for name, times in measured.items()}

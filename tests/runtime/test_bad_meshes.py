@@ -150,5 +150,6 @@ def test_on_ranks(pool):
 @pytest.mark.parametrize("name", ALONE)
 def test_in_one_process(name):
     call, what = ALONE[name]
-    plan_of(dp=2), plan_of(cp=2)
+    plan_of(dp=2)
+    plan_of(cp=2)
     assert what in said(call)
