@@ -262,10 +262,10 @@ class ShardedModule(Part):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
         examples = [fn(torch.empty(0, dtype=kind, device=self._shards.device)) for kind in PROBES]
-        if self._sums is not None:
-            weights.refuse_types(self, fn)
         kinds = ", ".join(str(example.dtype) for example in examples)
         with self._calls.conversion(f"{kinds} on {examples[0].device.type}"):
+            if self._sums is not None:
+                weights.refuse_types(self, fn)
             return super()._apply(fn, recurse)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
