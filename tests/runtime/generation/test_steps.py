@@ -114,7 +114,8 @@ def test_sizes_that_a_program_takes(monkeypatch):
         for given in (flat(3, 2, 8), flat(5, 3, 9), flat(3, 2, 8, 4), flat(1, 2, 8), flat(3, 1, 8), flat(0, 2, 8)):
             assert program.takes([x.shape for x in given]) == (found.accepts(given) is None)
         fits = [program.takes([x.shape for x in given]) for given in (flat(5, 3, 9), flat(1, 1, 8), flat(3, 2, 8, 4))]
-        assert fits == [True, True, False]
+        # Torch 2.11 asks nothing of `index_copy`'s sizes as it traces: there the operator fails, as the model's does.
+        assert fits == [True, True, not found.guards]
         monkeypatch.setattr(SizeBounds, "code", lambda _: None)
 
 
