@@ -13,6 +13,12 @@ from .errors import InputError
 BESIDE = ("dp", "cp")  # names of a mesh's axes beside tp, the outermost first
 
 
+def divisors(n: int) -> list[int]:
+    """Return all divisors of a count, as of ranks, in ascending order."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
 def counts(number: Any) -> bool:
     """Say whether it is a whole number of at least 1, as of ranks or calls; a flag is no number."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autotp.cost.machines.cluster import Cluster
+from autotp.text import divisors
 
 from .collective_costs import call_seconds, collective_bytes
 
@@ -64,12 +65,6 @@ class Mesh:
         """Return whether a group of this axis leaves the node."""
         ranks = self.replicas if axis == "weights" else getattr(self, axis)
         return cluster.spans_nodes(ranks, self.stride(axis))
-
-
-def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
 
 
 def factorisations(devices: int, inner: Iterable[tuple[int, int]], most: int) -> Iterator[Mesh]:

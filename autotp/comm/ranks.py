@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
-from autotp.text import BESIDE
+from autotp.text import BESIDE, divisors
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
@@ -60,7 +60,7 @@ def check_degree(tp: object, world: int | None = None) -> int:
         )
     raise InputError(
         f"tp={tp} does not divide the world of {world} ranks: every rank belongs to one group of tp ranks. "
-        f"Choose tp from {[n for n in range(1, world + 1) if world % n == 0]}, or launch a multiple of {tp} ranks."
+        f"Choose tp from {divisors(world)}, or launch a multiple of {tp} ranks."
     )
 
 

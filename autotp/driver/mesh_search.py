@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autotp.cost.meshes import KEEPS, Mesh, divisors, factorisations, variants
+from autotp.cost.meshes import KEEPS, Mesh, factorisations, variants
 from autotp.errors import CaptureError, InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -15,7 +15,7 @@ from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
-from autotp.text import counts, listed
+from autotp.text import counts, divisors, listed
 
 from .compile import Staged, plan_stages
 from .mesh_prices import Priced, Pricer, terms_of

@@ -26,7 +26,7 @@ from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
-from autotp.text import BESIDE, counts, read_bytes
+from autotp.text import BESIDE, counts, divisors, read_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -258,14 +258,13 @@ def read_invariant(tp_invariant: Any, tp: int | None = None) -> int | None:
     """
     if tp_invariant is None:
         return None
-    if isinstance(tp_invariant, bool) or not isinstance(tp_invariant, int) or tp_invariant < 1:
+    if not counts(tp_invariant):
         raise InputError(
             f"tp_invariant={tp_invariant!r}: give the largest number of ranks that is to have the same bits as every "
             "divisor of it, such as tp_invariant=8."
         )
     if tp is not None and tp_invariant % tp:
-        divisors = [n for n in range(1, tp_invariant + 1) if tp_invariant % n == 0]
-        raise InputError(f"tp={tp} does not divide tp_invariant={tp_invariant}: take tp from {divisors}.")
+        raise InputError(f"tp={tp} does not divide tp_invariant={tp_invariant}: take tp from {divisors(tp_invariant)}.")
     return tp_invariant
 
 

@@ -12,7 +12,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.planner import Builder
 from autotp.passes.stages.balance import Staging, Weight, divide, stage_starts, units_of
 from autotp.passes.stages.cut import cut, joined
-from autotp.text import amount
+from autotp.text import amount, counts
 
 
 def found_units(planned: Planned, sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:
@@ -109,7 +109,7 @@ def one_after_another(planned: Planned, sharded: Sharded, builder: Builder, name
     Args:
         planned, sharded, builder, name: see `staging`. pp: number of stages.
     """
-    if isinstance(pp, bool) or not isinstance(pp, int) or pp < 1:
+    if not counts(pp):
         raise InputError(f"pp={pp!r}: it counts stages, so it is an int of at least 1.")
     if pp == 1:
         return sharded

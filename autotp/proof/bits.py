@@ -13,17 +13,13 @@ from autotp.comm.virtual import Deterministic, values_of
 from autotp.ir.graph import short_name
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
+from autotp.text import divisors
 
 from .differences import backward, loss, own_leaf
 from .report import Difference, Report
 from .run import CallLayouts, Simulated, Values, run
 
 Parts = list[tuple[str, fx.Node, list[Any]]]  # of each value or gradient what every virtual rank has
-
-
-def divisors(tp: int) -> tuple[int, ...]:
-    """Return the numbers of processes that have as many virtual ranks each."""
-    return tuple(k for k in range(1, tp + 1) if tp % k == 0)
 
 
 def same_bits(planned: Planned, sharded: Sharded, values: Values) -> Report:
@@ -42,9 +38,10 @@ def same_bits(planned: Planned, sharded: Sharded, values: Values) -> Report:
 
 def _compared(planned: Planned, sharded: Sharded, values: Values) -> Report:
     tp, state, compared = planned.tp, torch.get_rng_state(), 0
+    degrees = tuple(divisors(tp))  # numbers of processes that have as many virtual ranks each
     # Those of one process for each rank, of which all others are to have the bits.
     expected, failed = _parts(planned, sharded, values, 1, state)
-    for k in divisors(tp)[:-1]:
+    for k in degrees[:-1]:
         ours, _ = _parts(planned, sharded, values, tp // k, state)
         for (direction, node, xs), (*_, ys) in zip(ours, expected, strict=True):
             compared += 1
@@ -54,8 +51,8 @@ def _compared(planned: Planned, sharded: Sharded, values: Values) -> Report:
                 path = module_path(node)
                 place = node.name, short_name(node.target), path[-1] if path else ""
                 difference = Difference(direction, *place, float("inf"), detail)
-                return Report(tp, None, 0.0, 0.0, 0.0, compared, difference, degrees=divisors(tp))
-    return Report(tp, None, 0.0, 0.0, 0.0, compared, forward_only=failed, degrees=divisors(tp))
+                return Report(tp, None, 0.0, 0.0, 0.0, compared, difference, degrees=degrees)
+    return Report(tp, None, 0.0, 0.0, 0.0, compared, forward_only=failed, degrees=degrees)
 
 
 def same(x: Any, y: Any) -> bool:

@@ -14,11 +14,11 @@ from autotp.cost.meshes import (
     Mesh,
     boundary_sends,
     bubble,
-    divisors,
     factorisations,
     variants,
     weight_sends,
 )
+from autotp.text import divisors
 
 H100 = Cluster.preset("h100")
 

@@ -24,7 +24,7 @@ from autotp.plans.plan import Plan
 from autotp.runtime import checkpoint, program_search, state
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Program, form
-from autotp.text import amount, seconds
+from autotp.text import amount, divisors, seconds
 
 from .pipeline import Pipeline
 from .stage import BASE, Stage
@@ -328,7 +328,7 @@ def split_of(tensors: Mapping[str, Tensor], microbatches: int) -> dict[str, tupl
     if size % microbatches:
         raise InputError(
             f"{microbatches} micro-batches do not divide a batch of {size}: take one of "
-            f"{[n for n in range(1, size + 1) if size % n == 0]}, or another batch."
+            f"{divisors(size)}, or another batch."
         )
     return {name: (size // microbatches, *t.shape[1:]) for name, t in tensors.items()}
 
