@@ -15,12 +15,14 @@ from autotp.plans.show.overview import overview
 from autotp.plans.show.terminal import Sheet
 
 from .estimates import ALONE, Axes, Decoding, Degree, Layer, Sublayer, Totals, decoding
+from .pieces import BUCKET
 
 if TYPE_CHECKING:
     from autotp.passes.shard.planner import Builder
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
+    from .transfers import Transfer
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,24 @@ class Plan:
         from .explain import compare  # noqa: PLC0415
 
         return compare(self, other)
+
+    def transfer(self, other: Plan, first: int = 0, bucket: int = BUCKET) -> Transfer:
+        """The way of the parameters from this plan's layout to another's: who sends which block to whom.
+
+        Each byte that a rank lacks is sent once, by a rank that has it; what is there is not sent. Print it, or take it
+        as JSON (`to_json()`) or as a drawing (`to_svg(path)`). `autotp.move` sends so.
+
+        Args:
+            other: a plan for the same model, on ranks of its own axes. first: this plan's ranks are counted from 0, the
+                other's from here.
+            bucket: bytes that a rank packs and unpacks at once.
+
+        Raises:
+            InputError: the plans are for different models, or the bucket is smaller than an element.
+        """
+        from .transfers import between  # noqa: PLC0415  it reads plans too, and so needs this class
+
+        return between(self, other, first, bucket)
 
     def to_parallelize_plan(self) -> Styles:
         """The plan as torch's styles, for `parallelize_module(model, mesh, ...)`: a dict whose `cannot` lists the rest.

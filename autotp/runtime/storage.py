@@ -1,9 +1,8 @@
 """The tensors that hold a parameter: DTensors that torch's own tools understand, and back to the original's shape.
 
-A plain split is one DTensor `Shard(dim)`. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one
-piece for each segment, so that every piece is a plain `Shard`; every state dict speaks the original name. This file
-alone knows what pieces are (docs/architecture.md, "One DTensor for each parameter"). Outputs that are left sharded are
-said in the same words. `ShardState` is the record of all that one rank holds.
+Which pieces those are says `autotp.plans.pieces`, in numbers; this file alone knows the tensors. Every state dict
+speaks the original name. Outputs that are left sharded are said in the same words. `ShardState` is the record of all
+that one rank holds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,33 +27,10 @@ from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Host
 from autotp.compat import like_dtensor, local_of
 from autotp.errors import StateError
-from autotp.ir.layouts import I, Layout, Partition, Segment, Shard, chunk
+from autotp.ir.layouts import I, Layout, Shard
 from autotp.ir.specs import INVARIANT
 from autotp.plans.estimates import ALONE, Axes
-
-MAX_PIECES = 16  # of a parameter
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of a parameter.
-
-    Attributes:
-        offset, length: along the run of pieces.
-        shape: of the piece. dim: the dimension of that which is split; None where every rank holds all of it.
-    """
-
-    offset: int
-    length: int
-    shape: tuple[int, ...]
-    dim: int | None
-
-    def share(self, rank: int, tp: int) -> tuple[int, torch.Size]:
-        """Return where a rank's part starts in the split dimension, and the shape of that part."""
-        if self.dim is None:
-            return 0, torch.Size(self.shape)
-        start, length = chunk(self.shape[self.dim], rank, tp)
-        return start, torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+from autotp.plans.pieces import Block, Piece, Pieces
 
 
 @dataclass(frozen=True)
@@ -71,90 +46,8 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
 
 
-@dataclass(frozen=True)
-class Storage:
-    """The pieces of one parameter of this shape under this layout on `tp` ranks.
-
-    Attributes:
-        virtual: ranks that the layout is of, where each of the `tp` has the parts of several of these.
-    """
-
-    shape: tuple[int, ...]
-    layout: Layout
-    tp: int
-    virtual: int = 0
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The tensors that hold it: one whole piece where it is not split, and for a bias of uneven heads."""
-        whole = (Piece(0, 0, self.shape, None),)
-        d, (segments, times) = self.layout.sharded_dim, self._run
-        if d is None or not segments or not self._aligned:
-            return whole
-        out, at = [], 0
-        for s in segments:
-            assert isinstance(s.count, int) and isinstance(s.unit, int)
-            # Units larger than one need a dimension of their own, but where single elements are dealt in the same way.
-            flat = Partition.plain(s.length, self.tp).segments == (s,)
-            units = (s.count * s.unit,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
-            repeat = (times,) if times > 1 else ()
-            shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
-            out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
-            at += s.count * s.unit
-        # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
-        matrices = [x for x in out if len(x.shape) > 1]
-        return whole if len(self.shape) == 1 and matrices else tuple(out)
-
-    @property
-    def _aligned(self) -> bool:
-        """Return whether the parts of the virtual ranks of each rank are what DTensor gives that rank."""
-        if not self.virtual or (partition := self.layout.stored) is None:
-            return True
-        own = self.virtual // self.tp
-        for s in partition.segments:
-            for v in range(self.virtual):
-                count: Any = s.count
-                start, here = chunk(count, v // own, self.tp)
-                if start + chunk(here, v % own, own)[0] != chunk(count, v, self.virtual)[0]:
-                    return False
-        return True
-
-    @property
-    def _run(self) -> tuple[tuple[Segment, ...], int]:
-        """The segments that pieces are made of, and how often their run comes along the sharded dimension.
-
-        A few runs are as many pieces, in the parameter's own dimensions; many are one piece with a dimension more.
-        """
-        if (partition := self.layout.stored) is None:
-            return (), 1
-        segments, times = partition.segments, partition.repeat
-        assert isinstance(times, int)  # a parameter's size is no symbol
-        return (segments * times, 1) if len(segments) * times <= MAX_PIECES else (segments, times)
-
-    def names(self, name: str) -> list[str]:
-        """Return the attribute names of what holds the parameter `name`: its own where that has its dimensions."""
-        if self._plain:
-            return [name]
-        return [f"{name}_part{i}" for i in range(len(self.pieces))]
-
-    @property
-    def _plain(self) -> bool:
-        return [len(x.shape) for x in self.pieces] == [len(self.shape)]
-
-    @property
-    def split(self) -> bool:
-        """Return whether a rank holds a part of it."""
-        return self.pieces[0].dim is not None
-
-    @property
-    def held_whole(self) -> bool:
-        """Return whether every rank holds all of it, and uses a slice."""
-        return self.layout.sharded_dim is not None and not self.split
-
-    @property
-    def as_held(self) -> bool:
-        """Return whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
-        return self._plain and not self.held_whole
+class Storage(Pieces):
+    """The tensors that hold one parameter, and what is made of them."""
 
     def cut(self, full: Tensor) -> list[Tensor]:
         """Return the whole pieces of a whole parameter, as views."""
@@ -197,8 +90,8 @@ class Storage:
         """
         out = []
         for whole, x in zip(self.cut(full.detach()), self.pieces, strict=True):
-            start, size = x.share(rank, self.tp)
-            part = whole if x.dim is None else whole.narrow(x.dim, start, size[x.dim])
+            block = x.share(rank, self.tp)
+            part = whole if x.dim is None else whole.narrow(x.dim, block.offset[x.dim], block.size[x.dim])
             local, cut = part.to(device, copy=True), Whole() if x.dim is None else Split(x.dim)
             local = local if x.dim is None else local.contiguous()
             stride = local.stride() if x.dim is None else strides(x.shape)
@@ -237,52 +130,35 @@ class Storage:
             return [Box((0,) * len(self.shape), pieces[0].new_empty(self.shape))]
         out: list[Box] = []
         for t, piece in zip(pieces, self.pieces, strict=True):
-            start, local = _window(t, piece)
+            block, local = _window(t, piece)
             if local.numel():
-                out += [Box(start, local)] if self._plain else self._unfold(piece, start, local)
-        return out
-
-    def _unfold(self, piece: Piece, start: Sequence[int], local: Tensor) -> list[Box]:
-        """Return a part of a piece `(..., [repeat], count, [unit], ...)` in the dimensions of its parameter."""
-        d, repeat = self.layout.sharded_dim, self._run[1]
-        assert d is not None
-        repeated = repeat > 1
-        axis = d + repeated  # of the counts
-        units = len(piece.shape) - len(self.shape) - repeated
-        unit = piece.shape[axis + 1] if units else 1
-        out = []
-        for i in range(local.shape[d] if repeated else 1):
-            block = local.select(d, i) if repeated else local
-            # view, not reshape: a copy would be filled in place of the parameter
-            block = block.view(*block.shape[:d], -1, *block.shape[d + 2 :]) if units else block
-            at = (start[d] + i) * (self.shape[d] // repeat) if repeated else 0
-            offset = (*start[:d], at + piece.offset + start[axis] * unit, *start[axis + 1 + units :])
-            out.append(Box(tuple(offset), block))
+                blocks = [*self.unfolded(piece, block)]
+                # view, not reshape: a copy would be filled in place of the parameter
+                parts = local.unbind(self.layout.sharded_dim or 0) if len(blocks) > 1 else [local]
+                out += [Box(b.offset, part.view(b.size)) for b, part in zip(blocks, parts, strict=True)]
         return out
 
 
-def _window(t: Tensor, piece: Piece) -> tuple[tuple[int, ...], Tensor]:
-    """Return where this rank's part of a piece starts, and that part.
+def _window(t: Tensor, piece: Piece) -> tuple[Block, Tensor]:
+    """Return which block of a piece this rank holds, and its memory.
 
     tp cuts first, a data-parallel axis cuts its share.
     """
-    start, size = [0] * len(piece.shape), list(piece.shape)
-    local = t.detach()
+    block, local = Block.whole(piece.shape), t.detach()
     if isinstance(local, DTensor):
         mesh = local.device_mesh
         for axis in reversed(range(mesh.ndim)):
             cut = getattr(local.placements[axis], "dim", None)
             if cut is not None:
-                first, size[cut] = chunk(size[cut], mesh.get_local_rank(axis), mesh.size(axis))
-                start[cut] += first
+                block = block.chunk(cut, mesh.get_local_rank(axis), mesh.size(axis))
         local = local.to_local()
-    if list(local.shape) != size and (math.prod(size) or local.numel()):
+    if tuple(local.shape) != block.size and (block.elements or local.numel()):
         raise StateError(
             f"a piece of shape {piece.shape}, split on dimension {piece.dim}, is held here as {tuple(local.shape)} "
-            f"where {tuple(size)} was expected: something other than autotp's own dp has spread it. Use "
+            f"where {block.size} was expected: something other than autotp's own dp has spread it. Use "
             "full_state_dict() and load_state_dict() for this module."
         )
-    return tuple(start), local
+    return block, local
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:

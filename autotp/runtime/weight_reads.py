@@ -115,7 +115,7 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None) 
     out = []
     for n, piece in zip(storage.names(leaf), storage.pieces, strict=True):
         full, whole = f"{owner}.{n}" if owner else n, torch.Size(piece.shape)
-        local = piece.share(rank, storage.tp)[1] if ranks is not None else whole
+        local = torch.Size(piece.share(rank, storage.tp).size) if ranks is not None else whole
         out.append(Place(module, n, full, local, mesh))
     return out
 

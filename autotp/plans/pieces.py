@@ -1,0 +1,184 @@
+"""Pieces that hold a parameter, and the blocks of it that a rank has: numbers, no tensors.
+
+A plain split is one piece. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one piece for each
+segment, so that every piece is a plain `Shard` (docs/architecture.md, "One DTensor for each parameter").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from autotp.ir.layouts import Layout, Partition, Segment, chunk
+
+MAX_PIECES = 16  # of a parameter
+BUCKET = 256 * 10**6  # bytes that a rank packs and unpacks at once where blocks are sent
+
+
+class Block(NamedTuple):
+    """A block of a tensor: where it starts in the whole, and how many elements it has in each dimension."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Block:
+        """All of a tensor of this shape."""
+        return Block((0,) * len(shape), tuple(shape))
+
+    @property
+    def elements(self) -> int:
+        return prod(self.size)
+
+    def span(self, dim: int, start: int, length: int) -> Block:
+        """A part of it along a dimension; `start` is counted in the whole."""
+        around = slice(dim), slice(dim + 1, None)
+        offset = (*self.offset[around[0]], start, *self.offset[around[1]])
+        return Block(offset, (*self.size[around[0]], length, *self.size[around[1]]))
+
+    def chunk(self, dim: int, rank: int, ranks: int) -> Block:
+        """A rank's part where whole elements of a dimension are dealt."""
+        start, length = chunk(self.size[dim], rank, ranks)
+        return self.span(dim, self.offset[dim] + start, length)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a parameter.
+
+    Attributes:
+        offset, length: along the run of pieces.
+        shape: of the piece. dim: the dimension of that which is split; None where every rank holds all of it.
+    """
+
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+    dim: int | None
+
+    def share(self, rank: int, tp: int) -> Block:
+        """Return a rank's part of it."""
+        whole = Block.whole(self.shape)
+        return whole if self.dim is None else whole.chunk(self.dim, rank, tp)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces that hold one parameter of this shape under this layout on `tp` ranks.
+
+    Attributes:
+        virtual: ranks that the layout is of, where each of the `tp` has the parts of several of these.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    tp: int
+    virtual: int = 0
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensors that hold it: one whole piece where it is not split, and for a bias of uneven heads."""
+        whole = (Piece(0, 0, self.shape, None),)
+        d, (segments, times) = self.layout.sharded_dim, self._run
+        if d is None or not segments or not self._aligned:
+            return whole
+        out, at = [], 0
+        for s in segments:
+            assert isinstance(s.count, int) and isinstance(s.unit, int)
+            # Units larger than one need a dimension of their own, but where single elements are dealt in the same way.
+            flat = Partition.plain(s.length, self.tp).segments == (s,)
+            units = (s.count * s.unit,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
+            repeat = (times,) if times > 1 else ()
+            shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
+            out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
+            at += s.count * s.unit
+        # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
+        matrices = [x for x in out if len(x.shape) > 1]
+        return whole if len(self.shape) == 1 and matrices else tuple(out)
+
+    @property
+    def _aligned(self) -> bool:
+        """Return whether the parts of the virtual ranks of each rank are what DTensor gives that rank."""
+        if not self.virtual or (partition := self.layout.stored) is None:
+            return True
+        own = self.virtual // self.tp
+        for s in partition.segments:
+            for v in range(self.virtual):
+                count: Any = s.count
+                start, here = chunk(count, v // own, self.tp)
+                if start + chunk(here, v % own, own)[0] != chunk(count, v, self.virtual)[0]:
+                    return False
+        return True
+
+    @property
+    def _run(self) -> tuple[tuple[Segment, ...], int]:
+        """The segments that pieces are made of, and how often their run comes along the sharded dimension.
+
+        A few runs are as many pieces, in the parameter's own dimensions; many are one piece with a dimension more.
+        """
+        if (partition := self.layout.stored) is None:
+            return (), 1
+        segments, times = partition.segments, partition.repeat
+        assert isinstance(times, int)  # a parameter's size is no symbol
+        return (segments * times, 1) if len(segments) * times <= MAX_PIECES else (segments, times)
+
+    def names(self, name: str) -> list[str]:
+        """Return the attribute names of what holds the parameter `name`: its own where that has its dimensions."""
+        if self._plain:
+            return [name]
+        return [f"{name}_part{i}" for i in range(len(self.pieces))]
+
+    @property
+    def _plain(self) -> bool:
+        return [len(x.shape) for x in self.pieces] == [len(self.shape)]
+
+    @property
+    def split(self) -> bool:
+        """Return whether a rank holds a part of it."""
+        return self.pieces[0].dim is not None
+
+    @property
+    def held_whole(self) -> bool:
+        """Return whether every rank holds all of it, and uses a slice."""
+        return self.layout.sharded_dim is not None and not self.split
+
+    @property
+    def as_held(self) -> bool:
+        """Return whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
+        return self._plain and not self.held_whole
+
+    def blocks(self, rank: int, spread: tuple[int, int] = (0, 1)) -> list[Block]:
+        """Return the blocks of the parameter that a rank holds.
+
+        Args:
+            rank: among the tp ranks. spread: where weights are split over an axis beside tp too, the rank's place on
+                that and its size. Empty blocks are left out, but for a parameter without elements.
+        """
+        if prod(self.shape) == 0:
+            return [Block.whole(self.shape)]
+        out: list[Block] = []
+        for piece in self.pieces:
+            part = piece.share(rank, self.tp)
+            part = part.chunk(0, *spread) if self.shape else part
+            out += self.unfolded(piece, part) if part.elements else ()
+        return out
+
+    def unfolded(self, piece: Piece, part: Block) -> Iterator[Block]:
+        """Iterate over what a part of a piece `(..., [repeat], count, [unit], ...)` is in the parameter's dimensions,
+        one block for each repetition."""
+        d, repeat = self.layout.sharded_dim, self._run[1]
+        if d is None or self._plain:
+            yield part
+            return
+        (offset, size), repeated = part, repeat > 1
+        axis = d + repeated  # of the counts
+        units = len(piece.shape) - len(self.shape) - repeated
+        unit = piece.shape[axis + 1] if units else 1
+        after = axis + 1 + units
+        for i in range(size[d] if repeated else 1):
+            at = (offset[d] + i) * (self.shape[d] // repeat) if repeated else 0
+            start = (*offset[:d], at + piece.offset + offset[axis] * unit, *offset[after:])
+            yield Block(start, (*size[:d], size[axis] * unit, *size[after:]))
