@@ -121,8 +121,7 @@ class Transfer:
         `ranks` has a row for each rank: its number, bytes that it sends, receives and has already; `rounds` in each
         round a row for each send: the tensor's name, offset and size of the block, source, target, bytes.
         """
-        sums = self.outgoing, self.incoming, self.present
-        rows = [[rank, *(of[rank] for of in sums)] for rank in self.ranks]
+        rows = [(rank, self.outgoing[rank], self.incoming[rank], self.present[rank]) for rank in self.ranks]
         rounds = []
         for sends in self.rounds:
             rounds.append([[x.name, *x.block, x.source, x.target, x.nbytes] for x in sends])
