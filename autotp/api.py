@@ -44,6 +44,7 @@ from autotp.passes.decompose.loss_sums import with_loss
 from autotp.plans.choices import MeshChoice, Sweep
 from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
+from autotp.runtime.checkpoint import resumed
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
@@ -202,6 +203,7 @@ def compile(
         reduce_dtype: torch.float32: gradients of narrower parameters are added up in it, over ranks and backwards.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
         tp_invariant: 8: the bits of 8 ranks at every tp that divides it, by its plan (docs/invariance.md).
+        resume: take the weights of the latest step that `snapshot()` kept of this run of torchrun, where there is one.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
@@ -221,11 +223,16 @@ def compile(
     ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
     inputs = _examples(model, example_inputs, replace(axes, cp=request.cp), ranks)
     refuse_late(axes, inputs)
+    if inputs is None and keywords.get("resume"):
+        raise InputError("resume=True loads weights before the first call: give example_inputs.")
     request = request.within(options.tp, options.cluster)
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
     model = plain(model, request, lowering)
     compilation = Compilation(model, ranks, options, request, lowering, plan, check, check_capture, captured, hosts)
-    return kind(*compilation(inputs)) if inputs is not None else LazyModule(model, compilation, kind)
+    if inputs is None:
+        return LazyModule(model, compilation, kind)
+    module = kind(*compilation(inputs))
+    return resumed(module) if keywords.get("resume") else module
 
 
 def _captured(

@@ -73,7 +73,8 @@ def from_pretrained(
             f"{path}: the config of {type(model).__name__} does not say what the model is called with. Give "
             "example_inputs, as for autotp.compile."
         )
-    sharded.load_checkpoint(path, cast=dtype is not None, trusted=trusted)
+    if sharded.__dict__.get("_kept") is None:  # else it has the weights of a later step
+        sharded.load_checkpoint(path, cast=dtype is not None, trusted=trusted)
     return sharded
 
 

@@ -103,6 +103,7 @@ class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
     """Keywords of `autotp.compile`."""
 
     tp_invariant: int | None
+    resume: bool
 
 
 # What has bits that depend on the number of ranks, or is not known not to: the keyword, what it may be, and why.
@@ -127,6 +128,7 @@ UNLIKE: dict[str, tuple[Any, str]] = {
 DEFAULTS: dict[str, Any] = {
     "objective": TRAINING.name, "optimizer": TRAINING.optimizer, "within_node": False, "band": BAND,
     "seconds": SECONDS, "fully_shard": False, "outputs": "full", "random": "counter", "backend": "eager",
+    "resume": False,
 }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from autotp.inputs import Inputs
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
-from autotp.runtime.checkpoint.saving import save_into
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate
@@ -59,6 +58,7 @@ class ShardedModule(Part):
     __jit_ignored_attributes__ = Refused(JIT)
     _initialize_hook = Refused(COMPILE)
     warmup = warmup
+    snapshot = checkpoint.snapshot
     is_distributed_loading_by_transformers = Refused(TRAINER)
     _generation: Generation | None = None
 
@@ -381,7 +381,7 @@ class ShardedModule(Part):
             StateError: the folder cannot be written.
             RankError: that is so on another rank.
         """
-        save_into(self._shards, save_directory, max_shard_size, kwargs)
+        checkpoint.save_into(self._shards, save_directory, max_shard_size, kwargs)
 
     # ---- other ways to run -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .folders import DIGESTS, OWN, matching
 FORMAT, MAX_FILE_BYTES = 1, 1 << 30
 TABLES = ("*.safetensors", ".metadata", OWN)  # what says which bytes are which tensor's
 BLOCK, PAGE, WORD = 4 << 20, 4096, 8  # bytes
+PAGES = BLOCK // PAGE  # of a block
 IN_ORDER = "4096/1"  # names these digests in a file; those of columns, which were written once, are not read
 
 View = Callable[[int, int], Tensor]  # the bytes of a stored tensor from one place to another
@@ -56,8 +57,22 @@ def digest(block: Tensor) -> int:
     """Return the digest of the bytes of one block; what its last page lacks is zeros."""
     if len(block) % PAGE or block.storage_offset() % WORD:  # words must begin where torch can read them
         block = pad(block, (0, -len(block) % PAGE))
-    pages = block.view(torch.int64).view(-1, PAGE // WORD).sum(1)
-    return int((pages * _odd(BLOCK // PAGE, block.device)[: len(pages)]).sum())
+    return int(of_pages(words(block).sum(1)))
+
+
+def words(data: Tensor) -> Tensor:
+    """Return the words of whole pages, `[pages, words]`; their sums are what digests are made of."""
+    return data.view(torch.int64).view(-1, PAGE // WORD)
+
+
+def of_pages(sums: Tensor) -> Tensor:
+    """Return digests of blocks from the sums of their pages, `[..., pages]`."""
+    return (sums * _odd(PAGES, sums.device)[: sums.shape[-1]]).sum(-1)
+
+
+def as_text(digests: Tensor | Sequence[int]) -> str:
+    """Return digests as a file has them: 16 hexadecimal digits for each."""
+    return b"".join(int(n).to_bytes(WORD, "little", signed=True) for n in digests).hex()
 
 
 @cache
@@ -68,7 +83,7 @@ def _odd(count: int, device: torch.device) -> Tensor:
 def measured(size: int, view: View) -> dict[str, str]:
     """Return the digests of a tensor of `size` bytes as a file has them: 16 hexadecimal digits for each block."""
     numbers = [digest(view(start, min(start + BLOCK, size))) for start in range(0, size, BLOCK)]
-    return {IN_ORDER: b"".join(n.to_bytes(WORD, "little", signed=True) for n in numbers).hex()}
+    return {IN_ORDER: as_text(numbers)}
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

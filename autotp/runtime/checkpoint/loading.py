@@ -51,7 +51,7 @@ class Loaded:
 @torch.no_grad()
 def load(
     shards: ShardState,
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: str | os.PathLike[str] | Mapping[str, Any] | Archive,
     *,
     optimizer: Optimizer | None = None,
     strict: bool = True,
@@ -101,8 +101,10 @@ def load(
     return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))
 
 
-def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
+def open_archive(source: str | os.PathLike[str] | Mapping[str, Any] | Archive, trusted: bool) -> Archive:
     """Return the archive of a checkpoint, of the kind that its files say."""
+    if isinstance(source, Archive):
+        return source
     if not isinstance(source, Mapping | str | os.PathLike):
         raise StateError(f"a checkpoint is a path or a full state dict, and got {type(source).__name__}.")
     # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others, and are taken

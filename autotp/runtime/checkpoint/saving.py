@@ -73,7 +73,7 @@ def save(
         with folders.dropped_on_failure(place, first):
             huggingface.save(shards, ranks, place, max_file)
         return None
-    tensors, own = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
+    tensors, own = together(ranks, "reading the state", lambda: collect(shards, optimizer, extra, weights))
     if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
         of_stages = from_all(ranks, own, "what is saved")
         own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
@@ -105,7 +105,7 @@ def _ready(shards: ShardState, place: Path) -> None:
         raise StateError(f"{place} is still being written in the background: wait for that save's result() first.")
 
 
-def _collect(
+def collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes."""

@@ -54,7 +54,7 @@ class TensorFiles(Archive):
         """Fill the boxes from the stored tensor `name`."""
         entry = self.entries[name]
         for box in boxes:
-            self.digests.fill(entry.file.name, name, entry, box, partial(_map, entry))
+            self.digests.fill(entry.file.name, name, entry, box, partial(mapped, entry))
 
 
 def record(folder: Path) -> None:
@@ -63,12 +63,12 @@ def record(folder: Path) -> None:
     for file in matching(folder, "*.safetensors"):
         for name, entry in _header(file, []).items():
             assert isinstance(entry.dtype, torch.dtype)
-            digests = measured(entry.stop - entry.start, partial(_map, entry))
+            digests = measured(entry.stop - entry.start, partial(mapped, entry))
             tensors[name] = {position((0,) * len(entry.shape)): digests}
     write(folder, tensors)
 
 
-def _map(entry: Entry, start: int, stop: int) -> Tensor:
+def mapped(entry: Entry, start: int, stop: int) -> Tensor:
     """Map bytes of a stored tensor; they are of the file as long as somebody holds this."""
     first = (entry.start + start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:

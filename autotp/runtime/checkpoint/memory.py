@@ -1,0 +1,351 @@
+"""Memory of a node that outlives its processes: what ranks hold after a step, in files of shared memory.
+
+Each rank has two files, which it fills in turn, and beside each a record that is written last: the step, where in the
+file which box of which tensor lies, and digests of all of it. A file without its record is one whose copy was cut off.
+A folder is of one run and one model, and every record says of which. A start of ranks is an epoch: its files
+replace those of the epoch before once all of its ranks have kept a step.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from autotp.errors import StateError
+from autotp.runtime.storage import Box, ShardState
+
+from .archives import Archive
+from .dcpfiles import Tensors
+from .digests import BLOCK, IN_ORDER, PAGE, PAGES, Entry, as_bytes, as_text, measured, of_pages, words
+from .tensorfiles import mapped
+
+FOLDER, SHARED = "AUTOTP_MEMORY", "/dev/shm"  # names the folder of shared memory; where that is by default
+RUN = "TORCHELASTIC_RUN_ID"
+CHUNK = 128 * PAGE  # bytes that are copied and summed while the processor's cache has them
+MARK = 32  # characters of a record's own digest
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a folder belongs to: a run of torchrun, and a model."""
+
+    run: str
+    model: str
+
+    @staticmethod
+    def of(shards: ShardState) -> Owner:
+        """The run of this process, and the module's class, names and shapes.
+
+        Raises:
+            StateError: torchrun has given this run no name of its own.
+        """
+        run = os.environ.get(RUN, "none")
+        if run == "none":  # that of every run without a name
+            raise StateError(
+                "memory of the node is kept under the name of the run, and this one has none: start it with torchrun "
+                "--standalone, or with --rdzv-backend c10d and an --rdzv-id of its own."
+            )
+        shapes = {n: (tuple(x.shape), first) for n, x, first in _tensors(shards)}
+        return Owner(run, _digest(f"{type(shards.bare).__qualname__} {shapes}"))
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie on this node."""
+        return _mine() / _digest(f"{self.run} {self.model}")
+
+    def open(self) -> Path:
+        """Make the folder, for this user alone, and say which process launched its ranks; clear those of ended runs."""
+        root = _mine()
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.getuid() or root.is_symlink():
+            raise StateError(f"{root} is not this user's. Set {FOLDER} to a folder of shared memory that is.")
+        for other in root.iterdir():
+            if other != self.folder and not any(map(_lives, other.glob("launcher-*"))):
+                shutil.rmtree(other, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        (self.folder / f"launcher-{_launcher(os.getppid())}").touch()
+        return self.folder
+
+
+def sealed(text: str) -> str:
+    """Return a record's text with a digest of it, by which one that is damaged is told."""
+    return _digest(text) + text
+
+
+def _mine() -> Path:
+    return Path(os.environ.get(FOLDER, SHARED)) / f"autotp-{os.getuid()}"
+
+
+def _tensors(shards: ShardState) -> Iterator[tuple[str, Tensor, str]]:
+    for name, x in shards.bare.state_dict().items():
+        if isinstance(x, Tensor):
+            yield name, x, shards.aliases.get(name, name)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=MARK // 2).hexdigest()
+
+
+def _launcher(pid: int) -> str:
+    """Name a process: its namespace, number, and when it began; numbers come again."""
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = ""
+    return f"{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{began}"
+
+
+def _lives(mark: Path) -> bool:
+    """Return whether a launcher lives, or is of another container, of whose processes nothing is known here."""
+    own, pid, _ = name = mark.name.removeprefix("launcher-").split("-")
+    return own != _launcher(0).split("-")[0] or _launcher(int(pid)).split("-") == name
+
+
+def drop(folder: Path, unwanted: Callable[[str], bool]) -> None:
+    """Delete files whose names, without their endings, are unwanted; records first."""
+    for pattern in ("*.json", "*.data"):
+        for file in folder.glob(pattern):
+            if unwanted(file.stem):
+                file.unlink(missing_ok=True)
+
+
+# ---- one file --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a file of the folder holds.
+
+    Attributes:
+        file: without its ending. run, model, epoch, step: of what it holds. place: of the rank, among `world` of them.
+        settled: the step that all ranks had kept before.
+        table: stored name -> the whole's shape, its type, and of each box where it begins, its shape, and its bytes.
+        digests: of the file, as `measured` gives them. notes: beside the tensors.
+    """
+
+    file: Path
+    run: str
+    model: str
+    epoch: int
+    step: int
+    place: int
+    settled: int
+    size: int
+    table: dict[str, Any]
+    digests: dict[str, str]
+    notes: dict[str, Any]
+
+    @staticmethod
+    def read(path: Path, owner: Owner) -> Record | None:
+        """Return the record at a path; None where it is damaged, or of another owner."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            record = Record(path.with_suffix(""), **json.loads(text[MARK:]))
+        except (OSError, ValueError, TypeError):
+            return None
+        return record if sealed(text[MARK:]) == text and (record.run, record.model) == (owner.run, owner.model) else None
+
+    @property
+    def entry(self) -> Entry:
+        """The file as one tensor of bytes."""
+        return Entry((self.size,), torch.uint8, self.file.with_suffix(".data"), 0, self.size)
+
+    def holds(self) -> bool:
+        """Return whether the file has the bytes that were kept."""
+        try:
+            return measured(self.size, partial(mapped, self.entry)) == self.digests
+        except StateError:
+            return False
+
+    def boxes(self, name: str) -> dict[tuple[Any, ...], int]:
+        """Offset and shape of each box of a tensor -> its first byte."""
+        return {(tuple(at), tuple(shape)): start for at, shape, start in self.table[name][2]}
+
+
+class Slot:
+    """One of the files of a rank, mapped into memory, and its record."""
+
+    def __init__(self, file: Path, size: int) -> None:
+        self.record, path = file.with_suffix(".json"), file.with_suffix(".data")
+        with open(path, "w+b") as stream:
+            try:  # now: a page that is not there when it is written to ends the process
+                os.posix_fallocate(stream.fileno(), 0, size)
+            except OSError as error:
+                free = shutil.disk_usage(path.parent).free
+                what = f"only {free / 1e6:,.1f} MB are free" if error.errno == errno.ENOSPC else error
+                raise StateError(f"{path.parent} cannot take {size / 1e6:,.1f} MB: {what}.") from error
+            self.map = mmap.mmap(stream.fileno(), size)
+        self.data = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        """Take back the record, before the bytes that it is of are written over."""
+        self.record.unlink(missing_ok=True)
+
+    def commit(self, text: str) -> None:
+        """Write the record, in one step."""
+        draft = self.record.with_suffix(".draft")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self.record)
+
+
+class Layout:
+    """Where the boxes of a rank lie in its files, and how they are copied there.
+
+    Args:
+        tensors: stored name -> (the whole's shape, this rank's boxes).
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.table: dict[str, Any] = {}
+        self.sources: list[Tensor] = []
+        self.starts: list[int] = []
+        self.bytes = at = 0
+        for name, (shape, boxes) in tensors.items():
+            rows = []
+            for box in boxes:
+                rows.append((box.offset, tuple(box.tensor.shape), at))
+                self.sources.append(box.tensor)
+                self.starts.append(at)
+                self.bytes += box.tensor.nbytes
+                at += -(-box.tensor.nbytes // 64) * 64  # where any type may begin
+            dtype = str(boxes[0].tensor.dtype).removeprefix("torch.") if boxes else "uint8"
+            self.table[name] = shape, dtype, rows
+        self.size = max(-(-at // PAGE), 1) * PAGE
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which memory lies where: what is prepared for one layout serves another with the same key."""
+        return self.size, *((x.data_ptr(), x.shape, x.stride()) for x in self.sources)
+
+    def _pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Cut what is copied where chunks of the file end, and say of each piece which byte is its first."""
+        for at, source in zip(self.starts, self.sources, strict=True):
+            if not source.is_contiguous():  # a block of a fused weight may lie in rows that are longer
+                yield at, source
+                continue
+            data, done = as_bytes(source), 0
+            while done < len(data):
+                length = min(CHUNK - (at + done) % CHUNK, len(data) - done)
+                yield at + done, data[done : done + length]
+                done += length
+
+    def copies_to(self, slot: Slot) -> list[tuple[int, list[Tensor], list[Tensor]]]:
+        """Prepare the copies to a file: of each chunk its first byte, targets and sources."""
+        out = []
+        for chunk, pieces in groupby(self._pieces(), lambda piece: piece[0] // CHUNK):
+            own = list(pieces)
+            targets = [slot.data[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in own]
+            out.append((chunk * CHUNK, targets, [x for _, x in own]))
+        return out
+
+
+def copy(slot: Slot, copies: Sequence[tuple[int, list[Tensor], list[Tensor]]]) -> dict[str, str]:
+    """Make the copies to a file, and return its digests: each page is summed while the processor's cache has it."""
+    sums, done, size = torch.zeros(-(-len(slot.data) // BLOCK) * PAGES, dtype=torch.int64), 0, len(slot.data)
+    for start, targets, sources in [*copies, (size, [], [])]:
+        if start > done:  # all before it is there now
+            torch.sum(words(slot.data[done:start]), 1, out=sums[done // PAGE : start // PAGE])
+            done = start
+        if sources:
+            torch._foreach_copy_(targets, sources)
+    return {IN_ORDER: as_text(of_pages(sums.view(-1, PAGES)))}
+
+
+# ---- the files of all ranks ------------------------------------------------------------------------------------------
+
+
+def found(owner: Owner) -> list[Record]:
+    """Return the records in the folder of this node, in the order of their names."""
+    files = sorted(owner.folder.glob("*.json")) if owner.folder.exists() else []
+    return [record for file in files if (record := Record.read(file, owner))]
+
+
+def chosen(records: Iterable[Record]) -> list[Record]:
+    """Return the records of the latest step that is kept whole, those of low places first; none where none is.
+
+    Raises:
+        StateError: a step had been kept by all ranks, and is not whole now.
+    """
+    steps: dict[tuple[int, int], list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.place):
+        steps.setdefault((record.step, record.epoch), []).append(record)
+    for key in sorted(steps, reverse=True):
+        if _whole(steps[key]):
+            return steps[key]
+    if lost := max((record.settled for record in records), default=0):
+        raise StateError(
+            f"memory of the nodes holds step {lost} of this run in part only: a node that had the rest is gone, or its "
+            "copies are damaged. redundancy=1 keeps a second copy on another node. Start from a checkpoint without resume=True."
+        )
+    return []
+
+
+def _whole(records: Sequence[Record]) -> bool:
+    """Return whether the boxes of these records, which are equal or apart, make up every tensor."""
+    for name, (shape, _, _) in records[0].table.items():
+        boxes = {box for record in records for box in record.boxes(name)}
+        if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+            return False
+    return True
+
+
+class Kept(Archive):
+    """A step that memory holds, read box by box from the files of this node.
+
+    Attributes:
+        records: of all its files, also those of other nodes. boxes: stored name -> box -> its record and first byte.
+    """
+
+    shared = True  # an optimizer's states lie beside the weights
+
+    def __init__(self, folder: Path, records: Sequence[Record], here: Collection[str]) -> None:
+        super().__init__(folder)
+        self.records, self.extra = [replace(record, file=folder / record.file.name) for record in records], records[0].notes
+        self.boxes: dict[str, dict[tuple[Any, ...], tuple[Record, int]]] = {}
+        for name, (shape, _, _) in records[0].table.items():
+            dtypes = {record.table[name][1] for record in records if record.table[name][2]}
+            self.entries[name] = Entry(tuple(shape), getattr(torch, dtypes.pop()), folder / name)
+            for record in sorted(self.records, key=lambda record: record.file.name in here):  # those that are here last
+                self.boxes.setdefault(name, {}).update({b: (record, start) for b, start in record.boxes(name).items()})
+
+    def needed(self, name: str, boxes: Sequence[Box]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Iterate over what boxes overlap of what is kept: the overlap, and the kept box."""
+        kept = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in self.boxes[name]]
+        wanted = [ChunkStorageMetadata(torch.Size(box.offset), box.tensor.shape) for box in boxes]
+        keys = {torch.Size(at): (at, size) for at, size in self.boxes[name]}
+        stored: Any = SimpleNamespace(chunks=kept)
+        for item in create_read_items_for_chunk_list(name, stored, wanted):
+            yield item, keys[item.storage_index.offset]  # type: ignore[index]
+
+    def read(self, name: str, boxes: Sequence[Box]) -> None:
+        """Fill the boxes from the kept tensor `name`."""
+        targets = {box.offset: box.tensor for box in boxes}
+        dtype: Any = self.entries[name].dtype
+        for item, (at, size) in self.needed(name, boxes):
+            record, start = self.boxes[name][at, size]
+            if not (length := math.prod(size) * dtype.itemsize):
+                continue
+            part = mapped(record.entry, start, start + length)[:length].view(dtype).view(size)
+            there, here = (_within(o, item.lengths) for o in (item.storage_offsets, item.dest_offsets))
+            targets[tuple(item.dest_index.offset)][here].copy_(part[there])
+
+
+def _within(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))

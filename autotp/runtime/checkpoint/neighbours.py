@@ -1,0 +1,112 @@
+"""Second copies of what ranks keep, on other nodes: which rank has whose, and files sent from node to node."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from pathlib import Path
+from socket import socket
+
+import torch
+
+from autotp.comm.ranks import Ranks
+from autotp.comm.sockets import Peers, connected
+from autotp.errors import RankError, StateError
+
+from .digests import Entry
+from .memory import Slot
+from .tensorfiles import mapped
+
+HEAD = struct.Struct("!QQ")  # bytes of the record, and of the file
+SECONDS = 600.0  # that a connection may be silent: as good as never
+
+
+def place_of(folder: Path) -> tuple[str, int, int]:
+    """Name the memory that a folder lies in: equal on ranks that see the same files."""
+    status = os.stat(folder)
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else "", status.st_dev, status.st_ino
+
+
+def neighbours(places: Sequence[Hashable]) -> list[int]:
+    """Return of each rank which rank holds its second copy: on the next node where there are several, else the next one.
+
+    Args:
+        places: of each rank, the memory that it is in.
+    """
+    nodes = list(dict.fromkeys(places))
+    of_node = {node: [rank for rank, place in enumerate(places) if place == node] for node in nodes}
+    out = []
+    for rank, place in enumerate(places):
+        own, other = of_node[place], of_node[nodes[(nodes.index(place) + 1) % len(nodes)]]
+        index = own.index(rank)
+        out.append(other[(index + (own is other)) % len(other)])
+    return out
+
+
+def connect(ranks: Ranks) -> Peers:
+    """Connect to all other ranks, beside the connections that they take turns by. A collective call."""
+    peers = connected(ranks.group, ranks.rank, ranks.tp)
+    if peers is None:
+        raise RankError("the ranks cannot connect to each other by TCP, to send each other what memory holds.")
+    for peer in peers.values():
+        peer.settimeout(SECONDS)
+    return peers
+
+
+def send(peer: socket, record: str, slot: memoryview) -> None:
+    """Send a file and its record."""
+    text = record.encode()
+    peer.sendall(HEAD.pack(len(text), len(slot)) + text)
+    peer.sendall(slot)
+
+
+def receive(peer: socket, open_slot: Callable[[int], Slot]) -> None:
+    """Take a file and its record, which is written last, into what `open_slot` gives for so many bytes."""
+    length, size = HEAD.unpack(_take(peer, memoryview(bytearray(HEAD.size))))
+    text = bytes(_take(peer, memoryview(bytearray(length)))).decode()
+    slot = open_slot(size)
+    slot.begin()
+    _take(peer, memoryview(slot.map))
+    slot.commit(text)
+
+
+def _take(peer: socket, into: memoryview) -> memoryview:
+    done = 0
+    while done < len(into):
+        count = peer.recv_into(into[done:])
+        if not count:
+            raise StateError("the rank whose copy this one holds has ended.")
+        done += count
+    return into
+
+
+def fetch(
+    ranks: Ranks, places: Sequence[Hashable], has: Sequence[set[str]], lacks: Sequence[set[str]], folder: Path
+) -> None:
+    """Bring files to the nodes that lack them, each once. A collective call.
+
+    Args:
+        ranks: of all nodes. places: of each, the memory that it is in. has: which files are there by its count.
+        lacks: which of them it needs and does not see. folder: of this node.
+    """
+    todo = {(name, places[rank]): rank for rank in reversed(range(ranks.tp)) for name in lacks[rank]}
+    if not todo:
+        return
+    peers = connect(ranks)
+    try:
+        # All go through the same list, so nobody waits for one who waits too.
+        for number, (name, to) in enumerate(sorted((name, rank) for (name, _), rank in todo.items())):
+            holders = [rank for rank in range(ranks.tp) if name in has[rank]]
+            sender = holders[number % len(holders)]
+            if ranks.rank == sender:
+                size = (folder / f"{name}.data").stat().st_size
+                data = mapped(Entry((size,), torch.uint8, folder / f"{name}.data", 0, size), 0, size)
+                send(peers[to], (folder / f"{name}.json").read_text(encoding="utf-8"), memoryview(data.numpy()))
+            elif ranks.rank == to:
+                receive(peers[sender], partial(Slot, folder / name))
+    finally:
+        for peer in peers.values():
+            peer.close()

@@ -1,0 +1,374 @@
+"""Snapshots of a run in memory of its nodes: taken beside training, and read by the ranks that come after a failure."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autotp.comm.ranks import agree, from_all, together
+from autotp.comm.turn import Turn
+from autotp.errors import InputError, StateError
+from autotp.log import log
+from autotp.runtime import state
+from autotp.runtime.storage import Box, ShardState
+from autotp.text import counts
+
+from . import memory, neighbours
+from .dcpfiles import Tensors
+from .loading import load
+from .memory import Kept, Layout, Owner, Record, Slot
+from .optimizers import PREFIX
+from .saving import collect
+
+_open = set[Path]()  # folders that this process keeps steps in
+
+
+@Turn("snapshot()")
+def snapshot(
+    self: Any, optimizer: Optimizer, *, every: int = 1, redundancy: int = 0,
+    extra: Callable[[], dict[str, Any]] | None = None,
+) -> Snapshots:  # fmt: skip
+    """Keep weights and optimizer states in shared memory of the node, for ranks that torchrun starts after a failure.
+
+    They are copied after a step of the optimizer, beside the next forward and backward; the step after that waits
+    until all ranks have copied. A module of `autotp.compile(resume=True)` has the weights of the latest step that is
+    kept; here the optimizer gets its states, and torch's generators what they had. A collective call.
+
+    Args:
+        self: the module. optimizer: of its parameters; its steps are counted from here on.
+        every: keep each step of so many; no more steps than that are lost.
+        redundancy: 1 keeps a second copy in the memory of a neighbour, on another node where there are several.
+        extra: gives what else is kept, such as the place in the data, as JSON can say it; called after those steps.
+
+    Returns: a context that gives the memory back where no error leaves it; its `step` is how many are done. Printed,
+        it says which memory and copies that takes.
+
+    Raises:
+        InputError: an argument that cannot be used.
+        StateError: torchrun gave the run no name, memory does not suffice, or the optimizer's states cannot be saved.
+        RankError: that is so on another rank.
+    """
+    kept = self.__dict__.pop("_kept", None)
+    return Snapshots(self._shards, optimizer, kept, every, redundancy, extra)
+
+
+def resumed(module: Any) -> Any:
+    """Return the module, with the weights that memory of the nodes holds of its run where it holds some."""
+    module.__dict__["_kept"] = resume(module._shards)
+    return module
+
+
+def resume(shards: ShardState) -> Kept | None:
+    """Load the weights of the latest step that memory of the nodes holds whole. A collective call.
+
+    Returns: what is kept of it, of which an optimizer is loaded later; None where memory holds nothing of this run.
+
+    Raises:
+        StateError: the run has no name, or what was kept is gone in part.
+        RankError: that is so on another rank.
+    """
+    ranks = shards.ranks and shards.ranks.planners
+    owner = together(ranks, "reading what the run is called", lambda: Owner.of(shards))
+    folder = together(ranks, "opening memory of the node", owner.open)
+    places = from_all(ranks, neighbours.place_of(folder), "the nodes' memory")
+    rank = ranks.rank if ranks is not None else 0
+    local = [other for other, place in enumerate(places) if place == places[rank]]
+
+    def look() -> list[Record]:  # the ranks of a node share the reading
+        return [record for record in memory.found(owner)[local.index(rank) :: len(local)] if record.holds()]
+
+    each = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
+    records = memory.chosen(record for own in each for record in own)
+    names = {record.file.name for record in records}
+    has = [{record.file.name for record in own} & names for own in each]
+    here = {name for other in local for name in has[other]}
+    kept = Kept(folder, records, here) if records else None
+    if kept is not None:
+        lacks = together(ranks, "finding what this node lacks", lambda: _lacking(shards, kept) - here)
+        if ranks is not None:
+            neighbours.fetch(ranks, places, has, from_all(ranks, lacks, "what nodes lack"), folder)
+        load(shards, kept)
+    if rank == local[0]:  # what was cut off, and the step before
+        memory.drop(folder, lambda name: name not in names)
+    return kept
+
+
+def _lacking(shards: ShardState, kept: Kept) -> set[str]:
+    """Return the files that this rank's part of the weights lies in, and so its states."""
+    out = set[str]()
+    for first in dict.fromkeys(first for _, first in state.named_tensors(shards)):
+        for _, box in kept.needed(f"model.{first}", state.boxes(shards, first)):
+            out.add(kept.boxes[f"model.{first}"][box][0].file.name)
+    return out
+
+
+class Snapshots:
+    """What a run keeps in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says what that takes.
+
+    As a context it closes at the end, but where an error leaves it: then others may go on from what is kept.
+
+    Attributes:
+        step: how many steps of the optimizer are done, those before a failure that memory held among them.
+        extra: what `extra` gave on rank 0 after the step that this start goes on from; empty at the first start.
+    """
+
+    def __init__(
+        self, shards: ShardState, optimizer: Optimizer, kept: Kept | None, every: int, redundancy: int,
+        extra: Callable[[], dict[str, Any]] | None,
+    ) -> None:  # fmt: skip
+        self._shards, self._optimizer, self._every, self._give = shards, optimizer, every, extra
+        self._ranks, self._rank = shards.ranks and shards.ranks.planners, 0
+        if self._ranks is not None:
+            self._rank = self._ranks.rank
+        together(self._ranks, "reading the options", lambda: _refuse(shards, every, redundancy))
+        agree(self._ranks, "what is kept", {"every": str(every), "redundancy": str(redundancy)})
+        self._owner = together(self._ranks, "opening memory of the node", lambda: _opened(shards))
+        self._folder = self._owner.folder
+        self.step, self.extra = 0, dict[str, Any]()
+        if kept is not None:
+            self._go_on(kept)
+        self._settled = self.step
+        epochs = [int(file.name.split("-")[0]) for file in self._folder.glob("*.data")]
+        self._epoch = 1 + max(from_all(self._ranks, max(epochs, default=0), "starts of the run"))
+        self._slots, self._copies = dict[Path, Slot](), dict[int, Any]()
+        self._pending, self._number = list[Future[Any]](), 0
+        self._meet(redundancy)
+        self._text = self._prepare()
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self.wait()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+        ]
+
+    def _go_on(self, kept: Kept) -> None:
+        """Load the optimizer's states, and put back the random numbers that come next."""
+        load(self._shards, kept, optimizer=self._optimizer, weights=False)
+        self.step, self.extra = kept.records[0].step, kept.extra["extra"]
+        own = kept.records[self._rank % len(kept.records)].notes["random"]
+        cpu, *cuda = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in own]
+        torch.set_rng_state(cpu)
+        if cuda and self._shards.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda[0], self._shards.device)
+
+    def _meet(self, redundancy: int) -> None:
+        """Find who is on this node, and connect to those that hold second copies."""
+        places = from_all(self._ranks, neighbours.place_of(self._folder), "the nodes' memory")
+        self._local = [rank for rank, place in enumerate(places) if place == places[self._rank]]
+        self._to, self._from, self._peers = -1, list[int](), {}
+        if redundancy and self._ranks is not None and len(places) > 1:
+            to = neighbours.neighbours(places)
+            self._to, self._from = to[self._rank], [rank for rank, other in enumerate(to) if other == self._rank]
+            self._peers = neighbours.connect(self._ranks)
+        elif redundancy:
+            log.warning("redundancy=1: there is one rank, and no other to hold a second copy of what it keeps")
+
+    def _prepare(self) -> str:
+        """Take the memory that copies need, as far as that is known; say how much it is, and what a copy costs."""
+        layout = Layout(_expected(self._shards, self._optimizer))
+        each = from_all(self._ranks, layout.size, "bytes to keep")
+
+        def take() -> float:
+            for number in (0, 1):
+                self._slot(self._rank, number, layout.size)
+                for rank in self._from:
+                    self._slot(rank, number, each[rank])
+            return _seconds(self._slot(self._rank, 0, layout.size))
+
+        rate = layout.size / together(self._ranks, "taking memory of the node", take)
+        own, node = 2 * layout.size / 1e6, sum(2 * each[rank] for rank in self._local) / 1e6
+        sent = f", and one sending to rank {self._to}" if self._to >= 0 else ""
+        held = "".join(f"; {2 * each[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
+        return (
+            f"every {self._every}: {layout.bytes / 1e6:,.1f} MB of this rank are copied into {self._folder}, beside the "
+            f"next step\nmemory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node{held}\n"
+            f"cost: at most 1.3 of one copy, {1.3e3 * layout.size / rate:,.1f} ms of the CPU ({rate / 1e9:.1f} GB/s){sent}"
+        )
+
+    def __str__(self) -> str:
+        return self._text
+
+    def _slot(self, rank: int, number: int, size: int) -> Slot:
+        """Return one of the files of what a rank keeps on this node, made where it has another size."""
+        file = self._folder / f"{self._epoch}-{rank}-{number}{'' if rank == self._rank else '-copy'}"
+        slot = self._slots.get(file)
+        if slot is None or len(slot.data) != size:
+            slot = self._slots[file] = Slot(file, size)
+            self._copies.pop(number, None)
+        return slot
+
+    # ---- beside steps --------------------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        """After a step of the optimizer: begin to copy."""
+        self.step += 1
+        if self.step % self._every:
+            return
+        try:  # an error here is one on all ranks, before the next step
+            self._pending = [_beside(self._copying()), *(_beside(self._taking(rank)) for rank in self._from)]
+        except Exception as error:
+            self._pending = [Future()]
+            self._pending[0].set_exception(error)
+
+    @torch.no_grad()
+    def _copying(self) -> Callable[[], None]:
+        """Return what copies this step into the file whose turn it is: all that it reads is looked up by now."""
+        tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), True)
+        layout, number = Layout(tensors), self._number
+        slot = self._slot(self._rank, number, layout.size)
+        before = self._copies.get(number)
+        if before is None or before[0] != layout.key:  # the same memory is copied at every step
+            self._copies[number] = before = layout.key, layout.copies_to(slot), json.dumps(layout.table)
+        _, copies, table = before
+        states, ready = [torch.get_rng_state()], None
+        if self._shards.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._shards.device))
+            ready = torch.cuda.Event()
+            ready.record()
+        notes["random"] = [bytes(x.numpy()).hex() for x in states]
+        head = {
+            "run": self._owner.run, "model": self._owner.model, "epoch": self._epoch, "step": self.step,
+            "place": self._rank, "settled": self._settled, "size": layout.size, "notes": notes,
+        }  # fmt: skip
+        text, versions = json.dumps(head)[:-1], [x._version for x in layout.sources]
+
+        def copying() -> None:
+            if ready is not None:
+                ready.synchronize()
+            slot.begin()
+            digests = memory.copy(slot, copies)
+            if versions != [x._version for x in layout.sources]:
+                raise StateError(
+                    "weights or states were written while they were copied: between two steps of the optimizer call "
+                    "wait() of what snapshot() returned before you write to them."
+                )
+            record = memory.sealed(f'{text}, "digests": {json.dumps(digests)}, "table": {table}}}')
+            slot.commit(record)
+            if self._to >= 0:
+                neighbours.send(self._peers[self._to], record, memoryview(slot.map))
+
+        return copying
+
+    def _taking(self, rank: int) -> Callable[[], None]:
+        """Return what takes the second copy of what another rank keeps."""
+        number, peer = self._number, self._peers[rank]
+        return lambda: neighbours.receive(peer, lambda size: self._slot(rank, number, size))
+
+    def wait(self) -> None:
+        """Wait until all ranks have kept the step that is being copied; each step of the optimizer does so before it begins.
+
+        Raises:
+            StateError: it could not be kept, for want of memory or because weights were written meanwhile.
+            RankError: that is so on another rank.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        together(self._ranks, "keeping a step", lambda: [future.result() for future in pending] and None)
+        self._settled, self._number = self.step - self.step % self._every, 1 - self._number
+        if self._local[0] == self._rank:
+            memory.drop(self._folder, lambda name: int(name.split("-")[0]) < self._epoch)
+
+    def close(self) -> None:
+        """End it, and give the memory back, of all ranks. A collective call."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        for peer in self._peers.values():
+            peer.close()
+        _open.discard(self._folder)
+        from_all(self._ranks, None, "the end of snapshots")
+        if self._local[0] == self._rank:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def _refuse(shards: ShardState, every: int, redundancy: int) -> None:
+    state.refuse_meta(shards)
+    if not counts(every) or redundancy not in (0, 1):
+        raise InputError(
+            f"every={every!r}, redundancy={redundancy!r}: keep every so many steps, at least 1, with 0 or 1 second copies."
+        )
+    if shards.staged:
+        raise StateError("snapshot() of a pipeline: memory is of modules without stages. Save checkpoints of it.")
+
+
+def _opened(shards: ShardState) -> Owner:
+    owner = Owner.of(shards)
+    if owner.folder in _open:
+        raise StateError(
+            "this process keeps steps of such a model already: close() the first snapshot() before another begins."
+        )
+    owner.open()
+    _open.add(owner.folder)
+    return owner
+
+
+def _beside(do: Callable[[], None]) -> Future[None]:
+    """Do something in a thread that does not keep the process from ending."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="autotp-snapshot", daemon=True).start()
+    return future
+
+
+def _seconds(slot: Slot) -> float:
+    """Seconds that a plain copy of as many bytes into a file takes."""
+    source = torch.zeros(min(len(slot.data), 64 << 20), dtype=torch.uint8)
+    began = time.perf_counter()
+    slot.data[: len(source)].copy_(source)
+    return (time.perf_counter() - began) * len(slot.data) / len(source)
+
+
+@torch.no_grad()
+def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
+    """What will be kept: weights, and states that the optimizer has or that its class makes at its first step."""
+    tensors = collect(shards, optimizer, None, True)[0]
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    made = dict[int, dict[str, torch.dtype]]()
+    for name, storage in shards.storages.items():
+        parts = state.pieces(shards, name)
+        if optimizer.state.get(parts[0]) or not all(p in groups and p.requires_grad for p in parts):
+            continue
+        group, boxes = groups[parts[0]], storage.boxes(parts)
+        kinds = made.setdefault(id(group), _states(optimizer, group, parts[0].dtype))
+        for key, dtype in kinds.items():
+            empty = [Box(box.offset, box.tensor.new_empty(box.tensor.shape, dtype=dtype, device="meta")) for box in boxes]
+            tensors[f"{PREFIX}{name}.{key}"] = storage.shape, empty
+    return tensors
+
+
+@torch.enable_grad()
+def _states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the states with a value for each element that a step of such an optimizer makes, by a step of a small one."""
+    parameter = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        taken = inspect.signature(type(optimizer)).parameters
+        small: Any = type(optimizer)([parameter], **{n: group[n] for n in optimizer.defaults if n in taken})
+        small.step()
+    except Exception:  # a class of its own: the memory of its states is taken when they are there
+        return {}
+    found: dict[str, Tensor] = small.state[parameter]
+    return {key: x.dtype for key, x in found.items() if isinstance(x, Tensor) and x.shape == parameter.shape}
