@@ -222,17 +222,14 @@ def compile(
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
     ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
     inputs = _examples(model, example_inputs, replace(axes, cp=request.cp), ranks)
-    refuse_late(axes, inputs)
-    if inputs is None and keywords.get("resume"):
-        raise InputError("resume=True loads weights before the first call: give example_inputs.")
+    refuse_late(axes, inputs, bool(keywords.get("resume")))
     request = request.within(options.tp, options.cluster)
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
     model = plain(model, request, lowering)
     compilation = Compilation(model, ranks, options, request, lowering, plan, check, check_capture, captured, hosts)
     if inputs is None:
         return LazyModule(model, compilation, kind)
-    module = kind(*compilation(inputs))
-    return resumed(module) if keywords.get("resume") else module
+    return resumed(kind(*compilation(inputs)), bool(keywords.get("resume")))
 
 
 def _captured(

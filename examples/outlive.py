@@ -61,7 +61,10 @@ def train(args: argparse.Namespace) -> None:
     """Train to the last step, from where an earlier start of this run was ended."""
     first = batch(0)
     sharded: Any = autotp.compile(
-        model_of(args), example_inputs={"input_ids": first, "labels": first}, tp_invariant=args.tp_invariant, resume=True
+        model_of(args),
+        example_inputs={"input_ids": first, "labels": first},
+        tp_invariant=args.tp_invariant,
+        resume=True,
     )
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None

@@ -400,8 +400,10 @@ def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
         inputs.part(0, axes.cp)
 
 
-def refuse_late(axes: Axes, inputs: Any) -> None:
-    """Refuse to wait for the first call where weights are to be spread over axes before an optimizer holds them."""
+def refuse_late(axes: Axes, inputs: Any, resume: bool = False) -> None:
+    """Refuse to wait for the first call where weights are spread over axes, or loaded, before an optimizer has them."""
+    if resume and inputs is None:
+        raise InputError("resume=True loads weights before the first call: give example_inputs.")
     if axes.size > 1 and inputs is None:
         raise InputError(
             f"{axes.text} needs example_inputs, {', '.join(map(PART_NAMES.__getitem__, axes.degrees))}: which weights "

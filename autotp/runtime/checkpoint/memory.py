@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -44,7 +44,7 @@ MARK = 32  # characters of a record's own digest
 
 @dataclass(frozen=True)
 class Owner:
-    """What a folder belongs to: a run of torchrun, and a model."""
+    """Owner of a folder: a run of torchrun, and a model."""
 
     run: str
     model: str
@@ -62,12 +62,19 @@ class Owner:
                 "memory of the node is kept under the name of the run, and this one has none: start it with torchrun "
                 "--standalone, or with --rdzv-backend c10d and an --rdzv-id of its own."
             )
+        several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+        if several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            raise StateError(
+                "agents of torchrun share one store over restarts, which holds addresses of ranks that are gone, and "
+                "is gone itself with its agent: new ranks would not find each other. Start torchrun on every node with "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and --rdzv-backend c10d."
+            )
         shapes = {n: (tuple(x.shape), first) for n, x, first in _tensors(shards)}
         return Owner(run, _digest(f"{type(shards.bare).__qualname__} {shapes}"))
 
     @property
     def folder(self) -> Path:
-        """Where its files lie on this node."""
+        """Folder of its files on this node."""
         return _mine() / _digest(f"{self.run} {self.model}")
 
     def open(self) -> Path:
@@ -131,7 +138,7 @@ def drop(folder: Path, unwanted: Callable[[str], bool]) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """What a file of the folder holds.
+    """Record of what a file of the folder holds.
 
     Attributes:
         file: without its ending. run, model, epoch, step: of what it holds. place: of the rank, among `world` of them.
@@ -160,7 +167,9 @@ class Record:
             record = Record(path.with_suffix(""), **json.loads(text[MARK:]))
         except (OSError, ValueError, TypeError):
             return None
-        return record if sealed(text[MARK:]) == text and (record.run, record.model) == (owner.run, owner.model) else None
+        return (
+            record if sealed(text[MARK:]) == text and (record.run, record.model) == (owner.run, owner.model) else None
+        )
 
     @property
     def entry(self) -> Entry:
@@ -206,7 +215,7 @@ class Slot:
 
 
 class Layout:
-    """Where the boxes of a rank lie in its files, and how they are copied there.
+    """Places of the boxes of a rank in its files, and how they are copied there.
 
     Args:
         tensors: stored name -> (the whole's shape, this rank's boxes).
@@ -231,7 +240,7 @@ class Layout:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Which memory lies where: what is prepared for one layout serves another with the same key."""
+        """Key of which memory lies where: what is prepared for one layout serves another with the same."""
         return self.size, *((x.data_ptr(), x.shape, x.stride()) for x in self.sources)
 
     def _pieces(self) -> Iterator[tuple[int, Tensor]]:
@@ -240,11 +249,11 @@ class Layout:
             if not source.is_contiguous():  # a block of a fused weight may lie in rows that are longer
                 yield at, source
                 continue
-            data, done = as_bytes(source), 0
-            while done < len(data):
-                length = min(CHUNK - (at + done) % CHUNK, len(data) - done)
-                yield at + done, data[done : done + length]
-                done += length
+            data, start = as_bytes(source), 0
+            while start < len(data):
+                stop = min(start + CHUNK - (at + start) % CHUNK, len(data))
+                yield at + start, data[start:stop]
+                start = stop
 
     def copies_to(self, slot: Slot) -> list[tuple[int, list[Tensor], list[Tensor]]]:
         """Prepare the copies to a file: of each chunk its first byte, targets and sources."""
@@ -258,41 +267,45 @@ class Layout:
 
 def copy(slot: Slot, copies: Sequence[tuple[int, list[Tensor], list[Tensor]]]) -> dict[str, str]:
     """Make the copies to a file, and return its digests: each page is summed while the processor's cache has it."""
-    sums, done, size = torch.zeros(-(-len(slot.data) // BLOCK) * PAGES, dtype=torch.int64), 0, len(slot.data)
+    sums, summed, size = torch.zeros(-(-len(slot.data) // BLOCK) * PAGES, dtype=torch.int64), 0, len(slot.data)
     for start, targets, sources in [*copies, (size, [], [])]:
-        if start > done:  # all before it is there now
-            torch.sum(words(slot.data[done:start]), 1, out=sums[done // PAGE : start // PAGE])
-            done = start
+        if start > summed:  # all before it is there now
+            torch.sum(words(slot.data[summed:start]), 1, out=sums[summed // PAGE : start // PAGE])
+            summed = start
         if sources:
-            torch._foreach_copy_(targets, sources)
+            torch.ops.aten._foreach_copy_(targets, sources)
     return {IN_ORDER: as_text(of_pages(sums.view(-1, PAGES)))}
 
 
 # ---- the files of all ranks ------------------------------------------------------------------------------------------
 
 
-def found(owner: Owner) -> list[Record]:
+def records_of(owner: Owner) -> list[Record]:
     """Return the records in the folder of this node, in the order of their names."""
     files = sorted(owner.folder.glob("*.json")) if owner.folder.exists() else []
     return [record for file in files if (record := Record.read(file, owner))]
 
 
-def chosen(records: Iterable[Record]) -> list[Record]:
+def latest(records: Sequence[tuple[Record, bool]]) -> list[Record]:
     """Return the records of the latest step that is kept whole, those of low places first; none where none is.
+
+    Args:
+        records: of all nodes, each with whether its file holds what was kept.
 
     Raises:
         StateError: a step had been kept by all ranks, and is not whole now.
     """
     steps: dict[tuple[int, int], list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.place):
+    for record in sorted((record for record, holds in records if holds), key=lambda record: record.place):
         steps.setdefault((record.step, record.epoch), []).append(record)
     for key in sorted(steps, reverse=True):
         if _whole(steps[key]):
             return steps[key]
-    if lost := max((record.settled for record in records), default=0):
+    if lost := max((record.settled for record, _ in records), default=0):
         raise StateError(
             f"memory of the nodes holds step {lost} of this run in part only: a node that had the rest is gone, or its "
-            "copies are damaged. redundancy=1 keeps a second copy on another node. Start from a checkpoint without resume=True."
+            "copies are damaged. redundancy=1 keeps a second copy on another node. Start from a checkpoint, without "
+            "resume=True."
         )
     return []
 
@@ -306,7 +319,7 @@ def _whole(records: Sequence[Record]) -> bool:
     return True
 
 
-class Kept(Archive):
+class KeptStep(Archive):
     """A step that memory holds, read box by box from the files of this node.
 
     Attributes:
@@ -317,7 +330,10 @@ class Kept(Archive):
 
     def __init__(self, folder: Path, records: Sequence[Record], here: Collection[str]) -> None:
         super().__init__(folder)
-        self.records, self.extra = [replace(record, file=folder / record.file.name) for record in records], records[0].notes
+        self.records, self.extra = (
+            [replace(record, file=folder / record.file.name) for record in records],
+            records[0].notes,
+        )
         self.boxes: dict[str, dict[tuple[Any, ...], tuple[Record, int]]] = {}
         for name, (shape, _, _) in records[0].table.items():
             dtypes = {record.table[name][1] for record in records if record.table[name][2]}
@@ -325,20 +341,20 @@ class Kept(Archive):
             for record in sorted(self.records, key=lambda record: record.file.name in here):  # those that are here last
                 self.boxes.setdefault(name, {}).update({b: (record, start) for b, start in record.boxes(name).items()})
 
-    def needed(self, name: str, boxes: Sequence[Box]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def overlaps(self, name: str, boxes: Sequence[Box]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Iterate over what boxes overlap of what is kept: the overlap, and the kept box."""
-        kept = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in self.boxes[name]]
-        wanted = [ChunkStorageMetadata(torch.Size(box.offset), box.tensor.shape) for box in boxes]
+        parts = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in self.boxes[name]]
+        targets = [ChunkStorageMetadata(torch.Size(box.offset), box.tensor.shape) for box in boxes]
         keys = {torch.Size(at): (at, size) for at, size in self.boxes[name]}
-        stored: Any = SimpleNamespace(chunks=kept)
-        for item in create_read_items_for_chunk_list(name, stored, wanted):
+        stored: Any = SimpleNamespace(chunks=parts)
+        for item in create_read_items_for_chunk_list(name, stored, targets):
             yield item, keys[item.storage_index.offset]  # type: ignore[index]
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the kept tensor `name`."""
         targets = {box.offset: box.tensor for box in boxes}
         dtype: Any = self.entries[name].dtype
-        for item, (at, size) in self.needed(name, boxes):
+        for item, (at, size) in self.overlaps(name, boxes):
             record, start = self.boxes[name][at, size]
             if not (length := math.prod(size) * dtype.itemsize):
                 continue

@@ -31,18 +31,18 @@ def place_of(folder: Path) -> tuple[str, int, int]:
 
 
 def neighbours(places: Sequence[Hashable]) -> list[int]:
-    """Return of each rank which rank holds its second copy: on the next node where there are several, else the next one.
+    """Return of each rank which one holds its second copy: on the next node where there are several, else the next.
 
     Args:
         places: of each rank, the memory that it is in.
     """
     nodes = list(dict.fromkeys(places))
-    of_node = {node: [rank for rank, place in enumerate(places) if place == node] for node in nodes}
     out = []
     for rank, place in enumerate(places):
-        own, other = of_node[place], of_node[nodes[(nodes.index(place) + 1) % len(nodes)]]
-        index = own.index(rank)
-        out.append(other[(index + (own is other)) % len(other)])
+        index = places[:rank].count(place)
+        to = nodes[(nodes.index(place) + 1) % len(nodes)]
+        there = [other for other, node in enumerate(places) if node == to]
+        out.append(there[(index + (to == place)) % len(there)])
     return out
 
 
@@ -74,12 +74,12 @@ def receive(peer: socket, open_slot: Callable[[int], Slot]) -> None:
 
 
 def _take(peer: socket, into: memoryview) -> memoryview:
-    done = 0
-    while done < len(into):
-        count = peer.recv_into(into[done:])
+    at = 0
+    while at < len(into):
+        count = peer.recv_into(into[at:])
         if not count:
             raise StateError("the rank whose copy this one holds has ended.")
-        done += count
+        at += count
     return into
 
 
@@ -104,7 +104,7 @@ def fetch(
             if ranks.rank == sender:
                 size = (folder / f"{name}.data").stat().st_size
                 data = mapped(Entry((size,), torch.uint8, folder / f"{name}.data", 0, size), 0, size)
-                send(peers[to], (folder / f"{name}.json").read_text(encoding="utf-8"), memoryview(data.numpy()))
+                send(peers[to], (folder / f"{name}.json").read_text(encoding="utf-8"), memoryview(data.numpy().data))
             elif ranks.rank == to:
                 receive(peers[sender], partial(Slot, folder / name))
     finally:

@@ -108,7 +108,11 @@ def _ready(shards: ShardState, place: Path) -> None:
 def collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes."""
+    """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes.
+
+    Args:
+        shards: of the module. optimizer, extra: of the notes; None for none. weights: False leaves them out.
+    """
     tensors: Tensors = {}
     names = state.named_tensors(shards) if weights else ()
     for first in dict.fromkeys(first for _, first in names):  # what is tied once

@@ -27,7 +27,7 @@ from autotp.text import counts
 from . import memory, neighbours
 from .dcpfiles import Tensors
 from .loading import load
-from .memory import Kept, Layout, Owner, Record, Slot
+from .memory import KeptStep, Layout, Owner, Record, Slot
 from .optimizers import PREFIX
 from .saving import collect
 
@@ -59,17 +59,17 @@ def snapshot(
         StateError: torchrun gave the run no name, memory does not suffice, or the optimizer's states cannot be saved.
         RankError: that is so on another rank.
     """
-    kept = self.__dict__.pop("_kept", None)
-    return Snapshots(self._shards, optimizer, kept, every, redundancy, extra)
+    return Snapshots(self._shards, optimizer, self.__dict__.pop("_kept", None), every, redundancy, extra)
 
 
-def resumed(module: Any) -> Any:
-    """Return the module, with the weights that memory of the nodes holds of its run where it holds some."""
-    module.__dict__["_kept"] = resume(module._shards)
+def resumed(module: Any, resumes: bool) -> Any:
+    """Return the module; where it resumes, with the weights that memory of the nodes holds of its run."""
+    if resumes:
+        module.__dict__["_kept"] = resume(module._shards)
     return module
 
 
-def resume(shards: ShardState) -> Kept | None:
+def resume(shards: ShardState) -> KeptStep | None:
     """Load the weights of the latest step that memory of the nodes holds whole. A collective call.
 
     Returns: what is kept of it, of which an optimizer is loaded later; None where memory holds nothing of this run.
@@ -85,36 +85,38 @@ def resume(shards: ShardState) -> Kept | None:
     rank = ranks.rank if ranks is not None else 0
     local = [other for other, place in enumerate(places) if place == places[rank]]
 
-    def look() -> list[Record]:  # the ranks of a node share the reading
-        return [record for record in memory.found(owner)[local.index(rank) :: len(local)] if record.holds()]
+    def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
+        return [(record, record.holds()) for record in memory.records_of(owner)[local.index(rank) :: len(local)]]
 
     each = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
-    records = memory.chosen(record for own in each for record in own)
+    records = memory.latest([pair for own in each for pair in own])
     names = {record.file.name for record in records}
-    has = [{record.file.name for record in own} & names for own in each]
+    has = []
+    for own in each:
+        has.append({record.file.name for record, holds in own if holds} & names)
     here = {name for other in local for name in has[other]}
-    kept = Kept(folder, records, here) if records else None
-    if kept is not None:
-        lacks = together(ranks, "finding what this node lacks", lambda: _lacking(shards, kept) - here)
+    archive = KeptStep(folder, records, here) if records else None
+    if archive is not None:
+        lacks = together(ranks, "finding what this node lacks", lambda: _lacking(shards, archive) - here)
         if ranks is not None:
             neighbours.fetch(ranks, places, has, from_all(ranks, lacks, "what nodes lack"), folder)
-        load(shards, kept)
+        load(shards, archive)
     if rank == local[0]:  # what was cut off, and the step before
         memory.drop(folder, lambda name: name not in names)
-    return kept
+    return archive
 
 
-def _lacking(shards: ShardState, kept: Kept) -> set[str]:
+def _lacking(shards: ShardState, archive: KeptStep) -> set[str]:
     """Return the files that this rank's part of the weights lies in, and so its states."""
     out = set[str]()
     for first in dict.fromkeys(first for _, first in state.named_tensors(shards)):
-        for _, box in kept.needed(f"model.{first}", state.boxes(shards, first)):
-            out.add(kept.boxes[f"model.{first}"][box][0].file.name)
+        for _, box in archive.overlaps(f"model.{first}", state.boxes(shards, first)):
+            out.add(archive.boxes[f"model.{first}"][box][0].file.name)
     return out
 
 
 class Snapshots:
-    """What a run keeps in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says what that takes.
+    """Steps of a run in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says what that takes.
 
     As a context it closes at the end, but where an error leaves it: then others may go on from what is kept.
 
@@ -124,7 +126,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, shards: ShardState, optimizer: Optimizer, kept: Kept | None, every: int, redundancy: int,
+        self, shards: ShardState, optimizer: Optimizer, archive: KeptStep | None, every: int, redundancy: int,
         extra: Callable[[], dict[str, Any]] | None,
     ) -> None:  # fmt: skip
         self._shards, self._optimizer, self._every, self._give = shards, optimizer, every, extra
@@ -136,8 +138,8 @@ class Snapshots:
         self._owner = together(self._ranks, "opening memory of the node", lambda: _opened(shards))
         self._folder = self._owner.folder
         self.step, self.extra = 0, dict[str, Any]()
-        if kept is not None:
-            self._go_on(kept)
+        if archive is not None:
+            self._go_on(archive)
         self._settled = self.step
         epochs = [int(file.name.split("-")[0]) for file in self._folder.glob("*.data")]
         self._epoch = 1 + max(from_all(self._ranks, max(epochs, default=0), "starts of the run"))
@@ -150,11 +152,11 @@ class Snapshots:
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
         ]
 
-    def _go_on(self, kept: Kept) -> None:
+    def _go_on(self, archive: KeptStep) -> None:
         """Load the optimizer's states, and put back the random numbers that come next."""
-        load(self._shards, kept, optimizer=self._optimizer, weights=False)
-        self.step, self.extra = kept.records[0].step, kept.extra["extra"]
-        own = kept.records[self._rank % len(kept.records)].notes["random"]
+        load(self._shards, archive, optimizer=self._optimizer, weights=False)
+        self.step, self.extra = archive.records[0].step, archive.extra["extra"]
+        own = archive.records[self._rank % len(archive.records)].notes["random"]
         cpu, *cuda = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in own]
         torch.set_rng_state(cpu)
         if cuda and self._shards.device.type == "cuda":
@@ -186,12 +188,13 @@ class Snapshots:
 
         rate = layout.size / together(self._ranks, "taking memory of the node", take)
         own, node = 2 * layout.size / 1e6, sum(2 * each[rank] for rank in self._local) / 1e6
-        sent = f", and one sending to rank {self._to}" if self._to >= 0 else ""
-        held = "".join(f"; {2 * each[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
+        sending = f", and one sending to rank {self._to}" if self._to >= 0 else ""
+        copies = "".join(f"; {2 * each[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
         return (
-            f"every {self._every}: {layout.bytes / 1e6:,.1f} MB of this rank are copied into {self._folder}, beside the "
-            f"next step\nmemory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node{held}\n"
-            f"cost: at most 1.3 of one copy, {1.3e3 * layout.size / rate:,.1f} ms of the CPU ({rate / 1e9:.1f} GB/s){sent}"
+            f"every {self._every}: {layout.bytes / 1e6:,.1f} MB of this rank are copied into {self._folder}, beside "
+            f"the next step\nmemory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node"
+            f"{copies}\ncost: at most 1.3 of one copy, {1.3e3 * layout.size / rate:,.1f} ms of the CPU "
+            f"({rate / 1e9:.1f} GB/s){sending}"
         )
 
     def __str__(self) -> str:
@@ -264,7 +267,7 @@ class Snapshots:
         return lambda: neighbours.receive(peer, lambda size: self._slot(rank, number, size))
 
     def wait(self) -> None:
-        """Wait until all ranks have kept the step that is being copied; each step of the optimizer does so before it begins.
+        """Wait until all ranks have kept the step that is being copied, as each step of the optimizer does first.
 
         Raises:
             StateError: it could not be kept, for want of memory or because weights were written meanwhile.
@@ -302,7 +305,8 @@ def _refuse(shards: ShardState, every: int, redundancy: int) -> None:
     state.refuse_meta(shards)
     if not counts(every) or redundancy not in (0, 1):
         raise InputError(
-            f"every={every!r}, redundancy={redundancy!r}: keep every so many steps, at least 1, with 0 or 1 second copies."
+            f"every={every!r}, redundancy={redundancy!r}: keep every so many steps, at least 1, with 0 or 1 "
+            "second copies."
         )
     if shards.staged:
         raise StateError("snapshot() of a pipeline: memory is of modules without stages. Save checkpoints of it.")
@@ -343,32 +347,34 @@ def _seconds(slot: Slot) -> float:
 
 @torch.no_grad()
 def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
-    """What will be kept: weights, and states that the optimizer has or that its class makes at its first step."""
+    """Return what will be kept: weights, and states that the optimizer has or that its class makes at its first step."""
     tensors = collect(shards, optimizer, None, True)[0]
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    made = dict[int, dict[str, torch.dtype]]()
+    kinds_of = dict[int, dict[str, torch.dtype]]()
     for name, storage in shards.storages.items():
         parts = state.pieces(shards, name)
         if optimizer.state.get(parts[0]) or not all(p in groups and p.requires_grad for p in parts):
             continue
         group, boxes = groups[parts[0]], storage.boxes(parts)
-        kinds = made.setdefault(id(group), _states(optimizer, group, parts[0].dtype))
+        kinds = kinds_of.setdefault(id(group), _states(optimizer, group, parts[0].dtype))
         for key, dtype in kinds.items():
-            empty = [Box(box.offset, box.tensor.new_empty(box.tensor.shape, dtype=dtype, device="meta")) for box in boxes]
+            empty = [
+                Box(box.offset, box.tensor.new_empty(box.tensor.shape, dtype=dtype, device="meta")) for box in boxes
+            ]
             tensors[f"{PREFIX}{name}.{key}"] = storage.shape, empty
     return tensors
 
 
 @torch.enable_grad()
 def _states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the states with a value for each element that a step of such an optimizer makes, by a step of a small one."""
+    """Return the states by element, and their types, that a step of such an optimizer makes: by that of a small one."""
     parameter = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     try:
-        taken = inspect.signature(type(optimizer)).parameters
-        small: Any = type(optimizer)([parameter], **{n: group[n] for n in optimizer.defaults if n in taken})
+        arguments = inspect.signature(type(optimizer)).parameters
+        small: Any = type(optimizer)([parameter], **{n: group[n] for n in optimizer.defaults if n in arguments})
         small.step()
     except Exception:  # a class of its own: the memory of its states is taken when they are there
         return {}
-    found: dict[str, Tensor] = small.state[parameter]
-    return {key: x.dtype for key, x in found.items() if isinstance(x, Tensor) and x.shape == parameter.shape}
+    states: dict[str, Tensor] = small.state[parameter]
+    return {key: x.dtype for key, x in states.items() if isinstance(x, Tensor) and x.shape == parameter.shape}

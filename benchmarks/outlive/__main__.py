@@ -29,14 +29,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.helpers import survivor
 from benchmarks.helpers.command import made
 from benchmarks.helpers.performance import table, write_section
+from benchmarks.outlive import survivor
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HEADING = "A run that outlives its ranks"
 AGENTS, LEAST, LIMIT = 4, 2, 300.0  # at first, and before others come; seconds until a start counts as hung
-STORE = "import sys, time, torch.distributed as d; s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False); time.sleep(1e6)"
+STORE = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+time.sleep(1e6)
+"""
 RENDEZVOUS = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -64,15 +68,16 @@ class Agents:
         """Start one more agent."""
         number, self.count = self.count, self.count + 1
         self.memory_of(number).mkdir(parents=True, exist_ok=True)
-        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.folder.name)
+        endpoint = ("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.folder.name)
         command = (
             sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{LEAST}:{AGENTS}", "--nproc-per-node", "1",
-            *rendezvous, "--rdzv-conf", RENDEZVOUS, "--max-restarts", "1000", "--monitor-interval", "0.2",
-            str(ROOT / "benchmarks" / "helpers" / "survivor.py"), str(self.folder), str(self.every), str(self.redundancy),
+            "--rdzv-backend", "c10d", *endpoint, "--rdzv-conf", RENDEZVOUS,
+            "--max-restarts", "1000", "--monitor-interval", "0.2",
+            survivor.__file__, str(self.folder), str(self.every), str(self.redundancy),
         )  # fmt: skip
         environment = {
             "AUTOTP_MEMORY": str(self.memory_of(number)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         with open(self.folder / f"agent-{number}.log", "wb") as log:
             self.processes[number] = subprocess.Popen(
@@ -104,6 +109,7 @@ class Agents:
 
     def started(self, before: int, tp: int) -> list[dict[str, Any]]:
         """What the ranks tell of a start with this many, after so many lines about others."""
+
         def new() -> list[dict[str, Any]]:
             rows = self.lines("starts")[before:]
             return rows[-tp:] if len(rows) >= tp and all(row["tp"] == tp for row in rows[-tp:]) else []
@@ -111,7 +117,7 @@ class Agents:
         return self.wait(new, f"a start of {tp} ranks")
 
     def steps_lost(self, starts: Sequence[dict[str, Any]]) -> int:
-        """How many more steps earlier ranks had done than those go on from that have started; what they told is dropped."""
+        """Steps that earlier ranks had done and those that have started have not; what the former told is dropped."""
         own, most = {f"done-{row['pid']}" for row in starts}, 0
         for file in self.folder.glob("done-*"):
             if file.name not in own:
@@ -148,7 +154,7 @@ def agents(every: int, redundancy: int) -> Iterator[Agents]:
 
 
 def killed(group: Agents, kills: int, seed: int) -> list[dict[str, Any]]:
-    """A row for each end of ranks: the phase, who was killed, ranks before and after, steps lost, and a start's seconds."""
+    """A row for each end of ranks: who was killed when, ranks before and after, steps lost, seconds of the start."""
     draw, rows, tp = random.Random(seed), [], AGENTS
     for _ in range(AGENTS):
         group.start()
@@ -173,12 +179,15 @@ def killed(group: Agents, kills: int, seed: int) -> list[dict[str, Any]]:
     (group.folder / "stop").touch()
     group.wait(lambda: all(p.poll() is not None for p in group.processes.values()), "the end")
     status = [p.returncode for p in group.processes.values()]
-    if any(status) or (left := [*group.memory.rglob("*.data")]):
-        raise RuntimeError(f"the agents ended with {status}, and left {left if not any(status) else 'more'}")
+    left = [*group.memory.rglob("*.data")]
+    if any(status) or left:
+        raise RuntimeError(f"the agents ended with {status}, and left {left}")
     return rows
 
 
-def row(group: Agents, starts: Sequence[dict[str, Any]], began: float, phase: str, of: str, before: int) -> dict[str, Any]:
+def row(
+    group: Agents, starts: Sequence[dict[str, Any]], began: float, phase: str, of: str, before: int
+) -> dict[str, Any]:
     """What is known of a start."""
     seconds = {name: round(max(start[name] for start in starts), 2) for name in ("imports", "ready", "stepped")}
     found = {
@@ -247,17 +256,31 @@ def page(record: dict[str, Any]) -> str:
             own = [one for one in rows if (one["redundancy"], one["of"]) == (redundancy, of)]
             if own:
                 name = "memory is shared" if not redundancy else "memory is lost with its agent, redundancy=1"
-                middle = [f"{sorted(one[key] for one in own)[len(own) // 2]:.1f}" for key in ("imports", "stepped", "gap")]
+                middle = [
+                    f"{sorted(one[key] for one in own)[len(own) // 2]:.1f}" for key in ("imports", "stepped", "gap")
+                ]
                 most = f"{max(one['stepped'] for one in own):.1f}"
-                cells.append([name, of, str(len(own)), str(max(one["lost"] for one in own)), *middle[:2], most, middle[2]])
-    head = ["", "killed", "times", "steps lost, at most", "imports, s", "then to a step, s", "at most", "from kill to step, s"]
+                cells.append(
+                    [name, of, str(len(own)), str(max(one["lost"] for one in own)), *middle[:2], most, middle[2]]
+                )
+    head = [
+        "",
+        "killed",
+        "times",
+        "steps lost, at most",
+        "imports, s",
+        "then to a step, s",
+        "at most",
+        "from kill to step, s",
+    ]
     return f"""\
 `{record["command"]}`: a Llama of {survivor.SHAPE.layers} layers and {survivor.SHAPE.heads} heads by a plan of
-{survivor.VIRTUAL} virtual ranks, AdamW, `every={record["every"]}`, over {AGENTS} to {LEAST} agents of torchrun with one rank each.
-Ranks are killed by SIGKILL at random moments of forward, backward, step, and in the middle of a copy. All {record["losses"]}
-losses, those of repeated steps too, are to the bit those of one process that nothing interrupts. Medians; the time from a kill
-holds torchrun's own waiting for others. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python
-{record["python"]}, {record["date"]}, load average {record["load_before"]} before.
+{survivor.VIRTUAL} virtual ranks, AdamW, `every={record["every"]}`, over {AGENTS} to {LEAST} agents of torchrun with
+one rank each. Ranks are killed by SIGKILL at random moments of forward, backward, step, and in the middle of a copy.
+All {record["losses"]} losses, those of repeated steps too, are to the bit those of one process that nothing interrupts.
+Medians; the time from a kill holds torchrun's own waiting for others, and imports. {record["cores"]} cores of
+{record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load average
+{record["load_before"]} before.
 
 {table(head, cells)}"""
 

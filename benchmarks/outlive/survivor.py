@@ -53,7 +53,7 @@ def step(sharded: Any, optimizer: Any, number: int, at: Callable[[str], None] = 
     at("step")
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item().hex()
+    return float(loss).hex()
 
 
 class Victim:
