@@ -6,7 +6,8 @@
 
 Four agents of torchrun with one rank each train one model by a plan of 12 virtual ranks. A killed worker comes back at
 the same degree, a killed agent leaves fewer ranks, down to two; then others come. Half of the kills are of ranks that
-share one memory; in the other half each agent has memory of its own, which is lost with it (`redundancy=1`).
+share one memory; in the other half each agent has memory of its own, which is lost with it (`redundancy=1`). Then two
+nodes of two ranks each, with a link between them, lose one (`benchmarks.helpers.nodes`; for an administrator).
 """
 
 from __future__ import annotations
@@ -30,35 +31,53 @@ from typing import Any
 import torch
 
 from benchmarks.helpers.command import made
+from benchmarks.helpers.nodes import DEVICE, Node, joined
 from benchmarks.helpers.performance import table, write_section
 from benchmarks.outlive import survivor
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADING = "A run that outlives its ranks"
 AGENTS, LEAST, LIMIT = 4, 2, 300.0  # at first, and before others come; seconds until a start counts as hung
+RATE = 25e6  # bytes a second of the link between nodes
 STORE = """
 import sys, time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
 time.sleep(1e6)
 """
 RENDEZVOUS = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Agents:
-    """Agents of torchrun on this machine, one rank each.
+    """Agents of torchrun: on this machine with one rank each, or on nodes with two.
 
     Args:
         folder: of what they tell. memory: of the nodes. every, redundancy: of `snapshot()`; with redundancy each agent
             has memory of its own.
+        nodes: to start them on, in turn.
     """
 
-    def __init__(self, folder: Path, memory: Path, every: int, redundancy: int) -> None:
+    def __init__(self, folder: Path, memory: Path, every: int, redundancy: int, nodes: Sequence[Node] = ()) -> None:
         self.folder, self.memory, self.every, self.redundancy = folder, memory, every, redundancy
-        self.processes = dict[int, subprocess.Popen[bytes]]()
+        self.nodes, self.count, self.processes = nodes, 0, dict[int, subprocess.Popen[bytes]]()
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.store = subprocess.Popen([sys.executable, "-c", STORE, str(self.port)])
-        self.count = 0
+        self.address = nodes[0].address if nodes else "127.0.0.1"
+        self.store = self.run(0, [sys.executable, "-c", STORE, self.address, str(self.port)], "store")
+
+    def run(self, number: int, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
+        """Start a command on the node of an agent; what it prints goes to a file."""
+        environment = {
+            "AUTOTP_MEMORY": str(self.memory_of(number)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": DEVICE if self.nodes else "lo",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }  # fmt: skip
+        log = self.folder / f"{name}.log"
+        if self.nodes:
+            return self.nodes[number].start(command, log, environment)
+        with open(log, "wb") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
+            )
 
     def memory_of(self, number: int) -> Path:
         """The memory of an agent's node."""
@@ -68,21 +87,15 @@ class Agents:
         """Start one more agent."""
         number, self.count = self.count, self.count + 1
         self.memory_of(number).mkdir(parents=True, exist_ok=True)
-        endpoint = ("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.folder.name)
+        agents, ranks = (f"1:{len(self.nodes)}", "2") if self.nodes else (f"{LEAST}:{AGENTS}", "1")
+        endpoint = ("--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", self.folder.name)
         command = (
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{LEAST}:{AGENTS}", "--nproc-per-node", "1",
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", agents, "--nproc-per-node", ranks,
             "--rdzv-backend", "c10d", *endpoint, "--rdzv-conf", RENDEZVOUS,
             "--max-restarts", "1000", "--monitor-interval", "0.2",
             survivor.__file__, str(self.folder), str(self.every), str(self.redundancy),
         )  # fmt: skip
-        environment = {
-            "AUTOTP_MEMORY": str(self.memory_of(number)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }  # fmt: skip
-        with open(self.folder / f"agent-{number}.log", "wb") as log:
-            self.processes[number] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
-            )
+        self.processes[number] = self.run(number, command, f"agent-{number}")
 
     def lost(self) -> None:
         """Take note of agents that were killed, whose memory goes with them where it is their own."""
@@ -125,6 +138,15 @@ class Agents:
                 file.unlink()
         return max(0, most - starts[0]["first"])
 
+    def finish(self) -> None:
+        """Tell the ranks to end, which must give the memory back."""
+        (self.folder / "stop").touch()
+        self.wait(lambda: all(p.poll() is not None for p in self.processes.values()), "the end")
+        status = [p.returncode for p in self.processes.values()]
+        left = [*self.memory.rglob("*.data")]
+        if any(status) or left:
+            raise RuntimeError(f"the agents ended with {status}, and left {left}")
+
     def end(self) -> None:
         """End what is left."""
         for process in [*self.processes.values(), self.store]:
@@ -143,10 +165,10 @@ def _descendants(pid: int) -> list[int]:
 
 
 @contextmanager
-def agents(every: int, redundancy: int) -> Iterator[Agents]:
+def agents(every: int, redundancy: int, nodes: Sequence[Node] = ()) -> Iterator[Agents]:
     """Agents, and folders for what they tell and keep."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        group = Agents(Path(folder), Path(memory), every, redundancy)
+        group = Agents(Path(folder), Path(memory), every, redundancy, nodes)
         try:
             yield group
         finally:
@@ -176,13 +198,24 @@ def killed(group: Agents, kills: int, seed: int) -> list[dict[str, Any]]:
             group.lost()
         rows.append(row(group, group.started(before, tp - agent), began, phase, "agent" if agent else "worker", tp))
         tp -= agent
-    (group.folder / "stop").touch()
-    group.wait(lambda: all(p.poll() is not None for p in group.processes.values()), "the end")
-    status = [p.returncode for p in group.processes.values()]
-    left = [*group.memory.rglob("*.data")]
-    if any(status) or left:
-        raise RuntimeError(f"the agents ended with {status}, and left {left}")
+    group.finish()
     return rows
+
+
+def lost_node(every: int) -> tuple[list[dict[str, Any]], int]:
+    """Lose one of two nodes, with its memory; a row, and how many losses were told."""
+    with joined(RATE) as nodes, agents(every, 1, nodes) as group:
+        for _ in nodes:
+            group.start()
+        group.started(0, 2 * len(nodes))
+        group.wait(lambda: len(group.lines("losses")) > 5, "some steps")
+        before, began = len(group.lines("starts")), time.monotonic()
+        nodes[1].kill()
+        group.wait(lambda: group.processes[1].poll() is not None, "the end of an agent")
+        group.lost()
+        rows = [row(group, group.started(before, 2), began, "any", "node", 4)]
+        group.finish()
+        return rows, curve(group)
 
 
 def row(
@@ -225,6 +258,8 @@ def everything(kills: int, every: int, seed: int) -> dict[str, Any]:
             rows = killed(group, kills // 2, seed + redundancy)
             found["losses"] += curve(group)
         found["rows"] += [{"redundancy": redundancy, **one} for one in rows]
+    rows, losses = lost_node(every)
+    found = {"rows": [*found["rows"], *({"redundancy": 1, **one} for one in rows)], "losses": found["losses"] + losses}
     if worst := [one for one in found["rows"] if one["lost"] > every]:
         raise RuntimeError(f"more than {every} steps were lost: {worst}")
     return found
@@ -252,10 +287,11 @@ def page(record: dict[str, Any]) -> str:
     """The section of docs/performance.md."""
     rows, cells = record["rows"], []
     for redundancy in (0, 1):
-        for of in ("worker", "agent", "none: others came"):
+        for of in ("worker", "agent", "none: others came", "node"):
             own = [one for one in rows if (one["redundancy"], one["of"]) == (redundancy, of)]
             if own:
-                name = "memory is shared" if not redundancy else "memory is lost with its agent, redundancy=1"
+                name = "memory is lost with its agent, redundancy=1" if redundancy else "memory is shared"
+                name = "two nodes of two ranks, redundancy=1" if of == "node" else name
                 middle = [
                     f"{sorted(one[key] for one in own)[len(own) // 2]:.1f}" for key in ("imports", "stepped", "gap")
                 ]

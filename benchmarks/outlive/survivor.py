@@ -53,7 +53,7 @@ def step(sharded: Any, optimizer: Any, number: int, at: Callable[[str], None] = 
     at("step")
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss).hex()
+    return float(loss.detach()).hex()
 
 
 class Victim:
