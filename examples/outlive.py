@@ -3,8 +3,7 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/outlive.py
 
 Kill one of the two processes while it runs (`--slow 1` takes a second for each step): torchrun starts both again, and
-they go on after the last step that was kept. With several agents and fewer ranks after one is lost:
-`torchrun --nnodes 2:4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME`, on each node.
+they go on after the last step that was kept. On several nodes see docs/checkpoints.md, "Outlive a rank".
 """
 
 import time
@@ -66,8 +65,8 @@ def train(args: argparse.Namespace) -> None:
         tp_invariant=args.tp_invariant,
         resume=True,
     )
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     with sharded.snapshot(optimizer, every=args.every, redundancy=args.redundancy) as kept:
         began = kept.step
         say(f"tp={dist.get_world_size()} goes on after step {began}\n{kept}", flush=True)
