@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import autotp
+from autotp.runtime.checkpoint.memory import Layout
+from autotp.runtime.checkpoint.saving import collect
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.llama.megatron import untouched
 from benchmarks.helpers.performance import command, table
@@ -63,11 +66,18 @@ def measured(tokens: int, rounds: int, steps: int) -> dict[str, Any]:
             seconds, copying = timed(kept._copying)
             parts["prepare"].append(seconds)
             parts["keep"].append(timed(copying)[0])
-            copies = kept._copies[kept._number][1]
-            places, values = ([x for chunk in copies for x in chunk[i]] for i in (1, 2))
+            places, values = pairs(kept)
             parts["copy"].append(timed(functools.partial(torch.ops.aten._foreach_copy_, places, values))[0])
         size = sum(p.to_local().nbytes for p in sharded.parameters()) * 3  # AdamW has two states
     return {"bytes": size, "said": str(kept), **beside, **parts}
+
+
+def pairs(kept: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The memory of a file as tensors, and those that are copied there."""
+    layout = Layout(collect(kept._shards, kept._optimizer, None, kept._names)[0])
+    slot = kept._slots[kept._folder / f"{kept._epoch}-{kept._rank}-{kept._number}"]
+    rows = zip(layout.starts, layout.sources, strict=True)
+    return [slot.data[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in rows], layout.sources
 
 
 def run(rounds: int) -> dict[str, Any]:

@@ -77,12 +77,12 @@ class Victim:
         if self.order.get("phase") == phase:
             threading.Timer(random.uniform(0, 0.05), self.end).start()
 
-    def copied(self, slot: Any, copies: Any) -> Any:
+    def copied(self, copies: Any) -> Any:
         """Copy, or end in the middle of it."""
         if self.order.get("phase") == "keep":
-            self.copy(slot, copies[: random.randrange(len(copies) + 1)])
+            self.copy((copies[0][: random.randrange(len(copies[0]) + 1)], copies[1]))
             self.end()
-        return self.copy(slot, copies)
+        return self.copy(copies)
 
     def end(self) -> None:
         """SIGKILL."""

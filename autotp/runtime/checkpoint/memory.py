@@ -18,11 +18,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -38,8 +38,12 @@ from .tensorfiles import mapped
 
 FOLDER, SHARED = "AUTOTP_MEMORY", "/dev/shm"  # names the folder of shared memory; where that is by default
 RUN = "TORCHELASTIC_RUN_ID"
-CHUNK = 128 * PAGE  # bytes that are copied and summed while the processor's cache has them
+CHUNK = 64 * PAGE  # bytes that are copied and summed while the processor's cache has them
 MARK = 32  # characters of a record's own digest
+
+Copies = tuple[
+    list[tuple[list[Any], Any, Any]], Any
+]  # of each chunk what copies what, its pages, and their sums; all sums
 
 
 @dataclass(frozen=True)
@@ -243,38 +247,32 @@ class Layout:
         """Key of which memory lies where: what is prepared for one layout serves another with the same."""
         return self.size, *((x.data_ptr(), x.shape, x.stride()) for x in self.sources)
 
-    def _pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Cut what is copied where chunks of the file end, and say of each piece which byte is its first."""
+    def copies_to(self, slot: Slot) -> Copies:
+        """Prepare the copies to a file: chunk by chunk what copies what, and then the pages to sum."""
+        pieces: list[list[Any]] = [[] for _ in range(0, self.size, CHUNK)]
         for at, source in zip(self.starts, self.sources, strict=True):
-            if not source.is_contiguous():  # a block of a fused weight may lie in rows that are longer
-                yield at, source
+            target = slot.data[at : at + source.nbytes]
+            if source.device.type != "cpu" or not source.is_contiguous():  # rows of a block may lie in longer ones
+                whole = target.view(source.dtype).view(source.shape)
+                pieces[at // CHUNK].append((Tensor.copy_, whole, source))
                 continue
-            data, start = as_bytes(source), 0
-            while start < len(data):
-                stop = min(start + CHUNK - (at + start) % CHUNK, len(data))
-                yield at + start, data[start:stop]
-                start = stop
-
-    def copies_to(self, slot: Slot) -> list[tuple[int, list[Tensor], list[Tensor]]]:
-        """Prepare the copies to a file: of each chunk its first byte, targets and sources."""
-        out = []
-        for chunk, pieces in groupby(self._pieces(), lambda piece: piece[0] // CHUNK):
-            own = list(pieces)
-            targets = [slot.data[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in own]
-            out.append((chunk * CHUNK, targets, [x for _, x in own]))
-        return out
+            values, places = as_bytes(source).numpy(), target.numpy()
+            for chunk in range(at // CHUNK, -(-(at + len(values)) // CHUNK)):
+                part = slice(max(chunk * CHUNK - at, 0), (chunk + 1) * CHUNK - at)
+                pieces[chunk].append((np.copyto, places[part], values[part]))
+        sums = np.zeros(-(-self.size // BLOCK) * PAGES, np.int64)
+        pages, count = words(slot.data).numpy(), CHUNK // PAGE
+        rows = [(pages[i : i + count], sums[i : i + count]) for i in range(0, len(pages), count)]
+        return [(own, *row) for own, row in zip(pieces, rows, strict=True)], sums
 
 
-def copy(slot: Slot, copies: Sequence[tuple[int, list[Tensor], list[Tensor]]]) -> dict[str, str]:
+def copy(copies: Copies) -> dict[str, str]:
     """Make the copies to a file, and return its digests: each page is summed while the processor's cache has it."""
-    sums, summed, size = torch.zeros(-(-len(slot.data) // BLOCK) * PAGES, dtype=torch.int64), 0, len(slot.data)
-    for start, targets, sources in [*copies, (size, [], [])]:
-        if start > summed:  # all before it is there now
-            torch.sum(words(slot.data[summed:start]), 1, out=sums[summed // PAGE : start // PAGE])
-            summed = start
-        if sources:
-            torch.ops.aten._foreach_copy_(targets, sources)
-    return {IN_ORDER: as_text(of_pages(sums.view(-1, PAGES)))}
+    for pieces, pages, sums in copies[0]:
+        for copy_one, target, source in pieces:
+            copy_one(target, source)
+        np.add.reduce(pages, 1, None, sums[: len(pages)])
+    return {IN_ORDER: as_text(of_pages(torch.from_numpy(copies[1]).view(-1, PAGES)))}
 
 
 # ---- the files of all ranks ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import StateError
@@ -73,7 +74,8 @@ def joined(notes: Sequence[Any]) -> Any:
 
 def _by_element(parameter: Tensor, value: Any) -> bool:
     """Return whether a state has one value for each element of its parameter, rather than one number."""
-    return isinstance(value, Tensor) and type(value) is type(parameter.data) and value.shape == parameter.shape
+    alike = isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    return isinstance(value, Tensor) and alike and value.shape == parameter.shape
 
 
 def _number(what: str, values: Sequence[Any]) -> Any:

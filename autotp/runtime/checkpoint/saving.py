@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,9 @@ def save(
         with folders.dropped_on_failure(place, first):
             huggingface.save(shards, ranks, place, max_file)
         return None
-    tensors, own = together(ranks, "reading the state", lambda: collect(shards, optimizer, extra, weights))
+    tensors, own = together(
+        ranks, "reading the state", lambda: collect(shards, optimizer, extra, first_names(shards) if weights else ())
+    )
     if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
         of_stages = from_all(ranks, own, "what is saved")
         own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
@@ -106,22 +108,26 @@ def _ready(shards: ShardState, place: Path) -> None:
 
 
 def collect(
-    shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
+    shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, names: Iterable[str]
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes.
 
     Args:
-        shards: of the module. optimizer, extra: of the notes; None for none. weights: False leaves them out.
+        shards: of the module. optimizer, extra: of the notes; None for none. names: of the weights.
     """
     tensors: Tensors = {}
-    names = state.named_tensors(shards) if weights else ()
-    for first in dict.fromkeys(first for _, first in names):  # what is tied once
+    for first in names:
         tensors["model." + first] = shards.storage_of(first).shape, state.boxes(shards, first)
     notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
     if optimizer is not None:
         states, notes["optimizer"] = optimizers.collect(shards, optimizer)
         tensors |= states
     return tensors, notes
+
+
+def first_names(shards: ShardState) -> list[str]:
+    """Return the first names of all that is saved: what is tied comes once."""
+    return [*dict.fromkeys(first for _, first in state.named_tensors(shards))]
 
 
 def _copies(tensors: Tensors) -> Tensors:

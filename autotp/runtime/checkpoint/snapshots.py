@@ -29,7 +29,7 @@ from .dcpfiles import Tensors
 from .loading import load
 from .memory import KeptStep, Layout, Owner, Record, Slot
 from .optimizers import PREFIX
-from .saving import collect
+from .saving import collect, first_names
 
 _open = set[Path]()  # folders that this process keeps steps in
 
@@ -109,7 +109,7 @@ def resume(shards: ShardState) -> KeptStep | None:
 def _lacking(shards: ShardState, archive: KeptStep) -> set[str]:
     """Return the files that this rank's part of the weights lies in, and so its states."""
     out = set[str]()
-    for first in dict.fromkeys(first for _, first in state.named_tensors(shards)):
+    for first in first_names(shards):
         for _, box in archive.overlaps(f"model.{first}", state.boxes(shards, first)):
             out.add(archive.boxes[f"model.{first}"][box][0].file.name)
     return out
@@ -143,6 +143,7 @@ class Snapshots:
         self._settled = self.step
         epochs = [int(file.name.split("-")[0]) for file in self._folder.glob("*.data")]
         self._epoch = 1 + max(from_all(self._ranks, max(epochs, default=0), "starts of the run"))
+        self._names = first_names(shards)  # asking the whole skeleton takes as long as copying a small model
         self._slots, self._copies = dict[Path, Slot](), dict[int, Any]()
         self._pending, self._number = list[Future[Any]](), 0
         self._meet(redundancy)
@@ -225,7 +226,7 @@ class Snapshots:
     @torch.no_grad()
     def _copying(self) -> Callable[[], None]:
         """Return what copies this step into the file whose turn it is: all that it reads is looked up by now."""
-        tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), True)
+        tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), self._names)
         layout, number = Layout(tensors), self._number
         slot = self._slot(self._rank, number, layout.size)
         before = self._copies.get(number)
@@ -248,7 +249,7 @@ class Snapshots:
             if ready is not None:
                 ready.synchronize()
             slot.begin()
-            digests = memory.copy(slot, copies)
+            digests = memory.copy(copies)
             if versions != [x._version for x in layout.sources]:
                 raise StateError(
                     "weights or states were written while they were copied: between two steps of the optimizer call "
@@ -347,8 +348,8 @@ def _seconds(slot: Slot) -> float:
 
 @torch.no_grad()
 def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
-    """Return what will be kept: weights, and states that the optimizer has or that its class makes at its first step."""
-    tensors = collect(shards, optimizer, None, True)[0]
+    """Return what will be kept: weights, and the states of the optimizer, those that its first step makes too."""
+    tensors = collect(shards, optimizer, None, first_names(shards))[0]
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     kinds_of = dict[int, dict[str, torch.dtype]]()
     for name, storage in shards.storages.items():

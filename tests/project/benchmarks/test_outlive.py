@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.helpers.nodes import NoNodesError
-from tests.project.test_examples import run
 
 outlive = importlib.import_module("benchmarks.outlive.__main__")
 
 
 @pytest.mark.ranks
 def test_ranks_that_are_killed_go_on_with_the_same_losses():
-    printed = run("outlive.py", "--steps", "3", ranks=2)
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    script = (str(outlive.ROOT / "examples" / "outlive.py"), "--steps", "3")
+    printed = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, check=True).stdout
     assert "tp=2 goes on after step 0" in printed and printed.endswith("done after 3 steps\n")
     with outlive.agents(every=1, redundancy=1) as group:
         rows = outlive.killed(group, kills=2, seed=0)
