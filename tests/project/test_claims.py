@@ -50,7 +50,8 @@ def test_the_requirements_are_those_of_the_package():
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 PYTHON = re.compile(r"^```python.*?^```$", re.MULTILINE | re.DOTALL)
 OTHERS = {  # options of other programs that pages show
-    "torchrun": "--nnodes --nproc-per-node --rdzv-id --rdzv-backend --rdzv-endpoint --standalone --rdzv-conf --max-restarts",
+    "torchrun": "--nnodes --nproc-per-node --rdzv-id --rdzv-backend --rdzv-endpoint --rdzv-conf --standalone "
+    "--max-restarts",
     "sbatch": "--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --time --requeue --open-mode",
     "py-spy": "--pid",
 }
