@@ -20,7 +20,7 @@ from autotp.comm.ranks import agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.log import log
-from autotp.runtime import state
+from autotp.runtime import data_parallel, state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import counts
 
@@ -226,6 +226,7 @@ class Snapshots:
     @torch.no_grad()
     def _copying(self) -> Callable[[], None]:
         """Return what copies this step into the file whose turn it is: all that it reads is looked up by now."""
+        data_parallel.show_gradients(self._shards)  # the parameters that the optimizer has, of modules that are gathered
         tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), self._names)
         layout, number = Layout(tensors), self._number
         slot = self._slot(self._rank, number, layout.size)
@@ -285,14 +286,18 @@ class Snapshots:
     def close(self) -> None:
         """End it, and give the memory back, of all ranks. A collective call."""
         self.wait()
+        self._end()
+        from_all(self._ranks, None, "the end of snapshots")
+        if self._local[0] == self._rank:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self) -> None:
+        """Keep no further steps; what is kept stays."""
         for hook in self._hooks:
             hook.remove()
         for peer in self._peers.values():
             peer.close()
         _open.discard(self._folder)
-        from_all(self._ranks, None, "the end of snapshots")
-        if self._local[0] == self._rank:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Snapshots:
         return self
@@ -300,6 +305,8 @@ class Snapshots:
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self.close()
+        else:
+            self._end()
 
 
 def _refuse(shards: ShardState, every: int, redundancy: int) -> None:

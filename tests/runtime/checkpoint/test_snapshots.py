@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import AutoTPError, InputError, StateError
@@ -197,13 +198,17 @@ def test_second_copies_are_on_other_nodes():
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(group: Any, world: int, **options: Any) -> tuple[Any, Any, Any]:
-    """Llama of six heads over a pool's group."""
+def on_ranks(group: Any, split: bool | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """Llama of six heads over a pool's group; over dp beside tp where weights are, or are not, split over it."""
     snapshots._open.clear()
     model: Any = transformer("llama-uneven", **SIX)
     torch.manual_seed(5)
     made = type(model)(model.config)
-    sharded: Any = autotp.compile(made, world, mesh=mesh_of(group), example_inputs=inputs_of(model), resume=True)
+    axes: dict[str, Any] = {"mesh": mesh_of(group)}
+    if split is not None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        axes = {"mesh": mesh, "dp": 2, "fully_shard": split}
+    sharded: Any = autotp.compile(made, example_inputs=inputs_of(model), resume=True, **axes)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     return sharded, optimizer, sharded.snapshot(optimizer, **options)
 
@@ -224,15 +229,19 @@ def of_run(memory: Path) -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "one", "AUTOTP_MEMORY": str(memory)}
 
 
-def keeping(rank: int, world: int, group: Any, folder: str, nodes: tuple[int, ...], redundancy: int) -> Any:
+def keeping(
+    rank: int, world: int, group: Any, folder: str, nodes: tuple[int, ...], redundancy: int, split: bool | None = None
+) -> Any:
     """Two steps, which are kept in memory of the rank's node."""
     of_run(Path(folder, str(nodes[rank])))
-    sharded, optimizer, kept = on_ranks(group, world, redundancy=redundancy)
+    sharded, optimizer, kept = on_ranks(group, split, redundancy=redundancy)
     assert kept.step == 0
     for seed in (1, 2):
         sharded(**inputs_of(transformer("llama-uneven", **SIX), seed=seed)).logits.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            sharded(**inputs_of(transformer("llama-uneven", **SIX)))  # gathers what is split over dp
     kept.wait()
     return of_all(sharded, optimizer), str(kept)
 
@@ -241,7 +250,7 @@ def going_on(rank: int, world: int, group: Any, folder: str, nodes: tuple[int, .
     """What a start has, or why there is none."""
     of_run(Path(folder, str(nodes[rank])))
     try:
-        sharded, optimizer, kept = on_ranks(group, world)
+        sharded, optimizer, kept = on_ranks(group)
     except AutoTPError as error:
         return f"{type(error).__name__}: {error}"
     assert kept.step == 2
@@ -268,3 +277,20 @@ def test_without_a_second_copy_ranks_refuse_together_and_with_all_files_any_numb
     # Four ranks on three nodes, one of which has nothing.
     for found in pool.run(going_on, str(whole), (0, 1, 3, 1), world=4):
         same(found, wanted)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("split", [False, True])
+def test_over_dp_each_node_has_all_unless_weights_are_split_over_it(split, pool, tmp_path):
+    (wanted, _), *_ = pool.run(keeping, str(tmp_path), (0, 0, 1, 1), 0, split, world=4)
+    shutil.copytree(tmp_path, tmp_path.with_name("whole"))
+    whole = pool.run(going_on, str(tmp_path.with_name("whole")), (0, 0, 1), world=3)
+    shutil.rmtree(tmp_path / "1")
+    fewer = pool.run(going_on, str(tmp_path), (0, 0), world=2)
+    for found in whole:
+        same(found, wanted)
+    for found in fewer:
+        if split:
+            assert "of this run in part only" in found
+        else:
+            same(found, wanted)
