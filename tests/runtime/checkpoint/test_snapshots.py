@@ -270,7 +270,7 @@ def test_a_lost_node_leaves_its_second_copy_and_fewer_ranks(pool, tmp_path):
 @pytest.mark.ranks
 def test_without_a_second_copy_ranks_refuse_together_and_with_all_files_any_number_reads_them(pool, tmp_path):
     (wanted, _), *_ = pool.run(keeping, str(tmp_path), (0, 1), 0, world=2)
-    shutil.copytree(tmp_path, whole := tmp_path.with_name("whole"))
+    shutil.copytree(tmp_path, whole := tmp_path.with_name(f"{tmp_path.name}-whole"))
     shutil.rmtree(tmp_path / "1")
     for found in pool.run(going_on, str(tmp_path), (0, 0), world=2):
         assert found.startswith("StateError: memory of the nodes holds step 1 of this run in part only")
@@ -283,8 +283,8 @@ def test_without_a_second_copy_ranks_refuse_together_and_with_all_files_any_numb
 @pytest.mark.parametrize("split", [False, True])
 def test_over_dp_each_node_has_all_unless_weights_are_split_over_it(split, pool, tmp_path):
     (wanted, _), *_ = pool.run(keeping, str(tmp_path), (0, 0, 1, 1), 0, split, world=4)
-    shutil.copytree(tmp_path, tmp_path.with_name("whole"))
-    whole = pool.run(going_on, str(tmp_path.with_name("whole")), (0, 0, 1), world=3)
+    shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-whole"))
+    whole = pool.run(going_on, str(tmp_path.with_name(f"{tmp_path.name}-whole")), (0, 0, 1), world=3)
     shutil.rmtree(tmp_path / "1")
     fewer = pool.run(going_on, str(tmp_path), (0, 0), world=2)
     for found in whole:
