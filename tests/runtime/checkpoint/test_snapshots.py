@@ -280,17 +280,11 @@ def test_without_a_second_copy_ranks_refuse_together_and_with_all_files_any_numb
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("split", [False, True])
-def test_over_dp_each_node_has_all_unless_weights_are_split_over_it(split, pool, tmp_path):
-    (wanted, _), *_ = pool.run(keeping, str(tmp_path), (0, 0, 1, 1), 0, split, world=4)
-    shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-whole"))
-    whole = pool.run(going_on, str(tmp_path.with_name(f"{tmp_path.name}-whole")), (0, 0, 1), world=3)
-    shutil.rmtree(tmp_path / "1")
-    fewer = pool.run(going_on, str(tmp_path), (0, 0), world=2)
-    for found in whole:
+def test_a_node_is_needed_where_weights_are_split_over_dp(pool, tmp_path):
+    (wanted, _), *_ = pool.run(keeping, str(tmp_path), (0, 0, 1, 1), 0, True, world=4)
+    shutil.copytree(tmp_path, whole := tmp_path.with_name(f"{tmp_path.name}-whole"))
+    for found in pool.run(going_on, str(whole), (0, 0, 1), world=3):
         same(found, wanted)
-    for found in fewer:
-        if split:
-            assert "of this run in part only" in found
-        else:
-            same(found, wanted)
+    shutil.rmtree(tmp_path / "1")
+    for found in pool.run(going_on, str(tmp_path), (0, 0), world=2):
+        assert "of this run in part only" in found
