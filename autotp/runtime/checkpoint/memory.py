@@ -19,14 +19,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autotp.errors import StateError
 from autotp.runtime.storage import Box, ShardState
@@ -339,27 +336,23 @@ class KeptStep(Archive):
             for record in sorted(self.records, key=lambda record: record.file.name in here):  # those that are here last
                 self.boxes.setdefault(name, {}).update({b: (record, start) for b, start in record.boxes(name).items()})
 
-    def overlaps(self, name: str, boxes: Sequence[Box]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """Iterate over what boxes overlap of what is kept: the overlap, and the kept box."""
-        parts = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in self.boxes[name]]
-        targets = [ChunkStorageMetadata(torch.Size(box.offset), box.tensor.shape) for box in boxes]
-        keys = {torch.Size(at): (at, size) for at, size in self.boxes[name]}
-        stored: Any = SimpleNamespace(chunks=parts)
-        for item in create_read_items_for_chunk_list(name, stored, targets):
-            yield item, keys[item.storage_index.offset]  # type: ignore[index]
+    def overlaps(self, name: str, box: Box) -> Iterator[tuple[Record, Entry, list[Any], list[Any]]]:
+        """Iterate over the blocks that a box has a part of: record, bytes, and the part in the block and in the box."""
+        dtype: Any = self.entries[name].dtype
+        for (at, size), (record, start) in self.boxes[name].items():
+            there, here = list[slice](), list[slice]()
+            for a, n, b, m in zip(at, size, box.offset, box.tensor.shape, strict=True):
+                low, high = max(a, b), min(a + n, b + m)
+                there.append(slice(low - a, high - a))
+                here.append(slice(low - b, high - b))
+            if math.prod(max(0, part.stop - part.start) for part in here):
+                stop = start + math.prod(size) * dtype.itemsize
+                yield record, Entry(size, dtype, record.entry.file, start, stop), there, here
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the kept tensor `name`."""
-        targets = {box.offset: box.tensor for box in boxes}
-        dtype: Any = self.entries[name].dtype
-        for item, (at, size) in self.overlaps(name, boxes):
-            record, start = self.boxes[name][at, size]
-            if not (length := math.prod(size) * dtype.itemsize):
-                continue
-            part = mapped(record.entry, start, start + length)[:length].view(dtype).view(size)
-            there, here = (_within(o, item.lengths) for o in (item.storage_offsets, item.dest_offsets))
-            targets[tuple(item.dest_index.offset)][here].copy_(part[there])
-
-
-def _within(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        for box in boxes:
+            for _, entry, there, here in self.overlaps(name, box):
+                assert isinstance(entry.dtype, torch.dtype)
+                block = mapped(entry, 0, entry.stop - entry.start).view(entry.dtype).view(entry.shape)
+                box.tensor[tuple(here)].copy_(block[tuple(there)])

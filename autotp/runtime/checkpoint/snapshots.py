@@ -6,7 +6,6 @@ import inspect
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -110,8 +109,8 @@ def _lacking(shards: ShardState, archive: KeptStep) -> set[str]:
     """Return the files that this rank's part of the weights lies in, and so its states."""
     out = set[str]()
     for first in first_names(shards):
-        for _, box in archive.overlaps(f"model.{first}", state.boxes(shards, first)):
-            out.add(archive.boxes[f"model.{first}"][box][0].file.name)
+        for box in state.boxes(shards, first):
+            out.update(record.file.name for record, *_ in archive.overlaps(f"model.{first}", box))
     return out
 
 
@@ -180,22 +179,20 @@ class Snapshots:
         layout = Layout(_expected(self._shards, self._optimizer))
         each = from_all(self._ranks, layout.size, "bytes to keep")
 
-        def take() -> float:
+        def take() -> None:
             for number in (0, 1):
                 self._slot(self._rank, number, layout.size)
                 for rank in self._from:
                     self._slot(rank, number, each[rank])
-            return _seconds(self._slot(self._rank, 0, layout.size))
 
-        rate = layout.size / together(self._ranks, "taking memory of the node", take)
+        together(self._ranks, "taking memory of the node", take)
         own, node = 2 * layout.size / 1e6, sum(2 * each[rank] for rank in self._local) / 1e6
         sending = f", and one sending to rank {self._to}" if self._to >= 0 else ""
         copies = "".join(f"; {2 * each[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
         return (
             f"every {self._every}: {layout.bytes / 1e6:,.1f} MB of this rank are copied into {self._folder}, beside "
-            f"the next step\nmemory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node"
-            f"{copies}\ncost: at most 1.3 of one copy, {1.3e3 * layout.size / rate:,.1f} ms of the CPU "
-            f"({rate / 1e9:.1f} GB/s){sending}"
+            f"the next step: about 1.3 of one copy{sending}\n"
+            f"memory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node{copies}"
         )
 
     def __str__(self) -> str:
@@ -226,7 +223,9 @@ class Snapshots:
     @torch.no_grad()
     def _copying(self) -> Callable[[], None]:
         """Return what copies this step into the file whose turn it is: all that it reads is looked up by now."""
-        data_parallel.show_gradients(self._shards)  # the parameters that the optimizer has, of modules that are gathered
+        data_parallel.show_gradients(
+            self._shards
+        )  # the parameters that the optimizer has, of modules that are gathered
         tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), self._names)
         layout, number = Layout(tensors), self._number
         slot = self._slot(self._rank, number, layout.size)
@@ -343,14 +342,6 @@ def _beside(do: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="autotp-snapshot", daemon=True).start()
     return future
-
-
-def _seconds(slot: Slot) -> float:
-    """Seconds that a plain copy of as many bytes into a file takes."""
-    source = torch.zeros(min(len(slot.data), 64 << 20), dtype=torch.uint8)
-    began = time.perf_counter()
-    slot.data[: len(source)].copy_(source)
-    return (time.perf_counter() - began) * len(slot.data) / len(source)
 
 
 @torch.no_grad()
