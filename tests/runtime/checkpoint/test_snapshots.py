@@ -199,18 +199,24 @@ def test_second_copies_are_on_other_nodes():
 
 
 def on_ranks(group: Any, split: bool | None = None, **options: Any) -> tuple[Any, Any, Any]:
-    """Llama of six heads over a pool's group; over dp beside tp where weights are, or are not, split over it."""
+    """Llama of six heads over a pool's group; or two layers, on four ranks over dp beside tp, split over both."""
     snapshots._open.clear()
-    model: Any = transformer("llama-uneven", **SIX)
-    torch.manual_seed(5)
-    made = type(model)(model.config)
     axes: dict[str, Any] = {"mesh": mesh_of(group)}
-    if split is not None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        axes = {"mesh": mesh, "dp": 2, "fully_shard": split}
-    sharded: Any = autotp.compile(made, example_inputs=inputs_of(model), resume=True, **axes)
+    model: Any = transformer("llama-uneven", **SIX) if split is None else None
+    torch.manual_seed(5)
+    made = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) if model is None else type(model)(model.config)
+    if split and group.size() == 4:
+        axes = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "dp": 2, "fully_shard": True}
+    sharded: Any = autotp.compile(made, example_inputs=inputs(split), resume=True, **axes)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     return sharded, optimizer, sharded.snapshot(optimizer, **options)
+
+
+def inputs(split: bool | None, seed: int = 0) -> dict[str, Tensor]:
+    """Of such a module, by name."""
+    if split is None:
+        return inputs_of(transformer("llama-uneven", **SIX), seed=seed)
+    return {"input": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))}
 
 
 def of_all(sharded: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -237,20 +243,21 @@ def keeping(
     sharded, optimizer, kept = on_ranks(group, split, redundancy=redundancy)
     assert kept.step == 0
     for seed in (1, 2):
-        sharded(**inputs_of(transformer("llama-uneven", **SIX), seed=seed)).logits.square().mean().backward()
+        outputs = sharded(**inputs(split, seed))
+        getattr(outputs, "logits", outputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            sharded(**inputs_of(transformer("llama-uneven", **SIX)))  # gathers what is split over dp
+            sharded(**inputs(split))  # gathers what is split over dp
     kept.wait()
     return of_all(sharded, optimizer), str(kept)
 
 
-def going_on(rank: int, world: int, group: Any, folder: str, nodes: tuple[int, ...]) -> Any:
+def going_on(rank: int, world: int, group: Any, folder: str, nodes: tuple[int, ...], split: bool | None = None) -> Any:
     """What a start has, or why there is none."""
     of_run(Path(folder, str(nodes[rank])))
     try:
-        sharded, optimizer, kept = on_ranks(group)
+        sharded, optimizer, kept = on_ranks(group, split)
     except AutoTPError as error:
         return f"{type(error).__name__}: {error}"
     assert kept.step == 2
@@ -283,8 +290,24 @@ def test_without_a_second_copy_ranks_refuse_together_and_with_all_files_any_numb
 def test_a_node_is_needed_where_weights_are_split_over_dp(pool, tmp_path):
     (wanted, _), *_ = pool.run(keeping, str(tmp_path), (0, 0, 1, 1), 0, True, world=4)
     shutil.copytree(tmp_path, whole := tmp_path.with_name(f"{tmp_path.name}-whole"))
-    for found in pool.run(going_on, str(whole), (0, 0, 1), world=3):
+    for found in pool.run(going_on, str(whole), (0, 0, 1), True, world=3):
         same(found, wanted)
     shutil.rmtree(tmp_path / "1")
-    for found in pool.run(going_on, str(tmp_path), (0, 0), world=2):
+    for found in pool.run(going_on, str(tmp_path), (0, 0), True, world=2):
         assert "of this run in part only" in found
+
+
+def test_from_pretrained_reads_its_folder_at_the_first_start_alone(run):
+    model: Any = transformer("llama", num_hidden_layers=1)
+    model.save_pretrained(run / "folder")
+    for step in (0, 1):
+        snapshots._open.clear()
+        sharded: Any = autotp.from_pretrained(run / "folder", 1, resume=True)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        with torch.no_grad():
+            before = sharded(**inputs_of(model)).logits
+        kept = sharded.snapshot(optimizer)
+        assert kept.step == step and torch.equal(before, model(**inputs_of(model)).logits) is not bool(step)
+        sharded(**inputs_of(model)).logits.square().mean().backward()
+        optimizer.step()
+        kept.wait()
