@@ -247,7 +247,8 @@ class Prices:
 
     def _conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
         node, i = value
-        moves = node in self.weights and a.sharded_dim is not None
+        # Copies of a head for the few ranks that share it are not the gathering of a weight, which is forbidden.
+        moves = node in self.weights and a.sharded_dim is not None and not conversions.among_few(a, b)
         if moves and not self.gathers_weights:
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
         if node in self.cached and (a.sharded_dim is not None or a.partial):
@@ -282,11 +283,10 @@ class Prices:
         ways = [(a, b)]
         if node in self.grads and self.objective.training:
             ways.append((b.dual, a.dual))
-        primitives = [conversions.primitive(*way) for way in ways]
         nbytes = self.bytes(tensors(node)[i])
         sizes = [nbytes * self.narrow(node, a, b), nbytes]
-        both = zip(primitives, sizes, strict=False)
-        way_bytes = [collective_bytes(p, size, self.tp) for p, size in both if p is not None]
+        calls = [conversions.sent(*way, size, self.tp) for way, size in zip(ways, sizes, strict=False)]
+        way_bytes = [collective_bytes(*call) for call in calls if call[0] != "none"]
         return Traffic(sum(way_bytes), len(way_bytes))
 
     def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
@@ -327,6 +327,8 @@ class Prices:
         if kind is None:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
+        if kind.grouped:
+            _, size, ranks = conversions.sent(a, b, size, ranks or self.tp)
         return call_seconds(work, size, ranks or self.tp, self.cluster, stride)
 
 

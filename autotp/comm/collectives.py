@@ -25,7 +25,7 @@ from autotp.compat import below_autograd, c10d_ops
 from .lockstep import lost
 
 Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
+Exchange = Callable[[Primitive, list[Tensor], str, int], list[Tensor]]
 
 _wait = c10d_ops.wait_tensor.default
 _all_reduce = c10d_ops.all_reduce.default
@@ -34,10 +34,19 @@ _reduce_scatter = c10d_ops.reduce_scatter_tensor.default
 _all_to_all = c10d_ops.all_to_all_single.default
 
 
-def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
-    """This rank's result of a functional collective over the process group named `group`."""
+def real(
+    primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str, peers: Sequence[int] = ()
+) -> Tensor:  # fmt: skip
+    """This rank's result of a functional collective over the process group named `group`.
+
+    Args:
+        primitive: of the collective. x: this rank's operand. reduction: of sums. tp, group: the ranks.
+        peers: those of them that gather, or scatter a sum, each group among itself; none for all.
+    """
     try:
         with _unrecorded():
+            if peers:
+                return _among(primitive, x, tp, group, peers)
             return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
     except RuntimeError as error:
         lost(error, group)
@@ -89,6 +98,14 @@ def _start(primitive: Primitive, x: Tensor, reduction: str, tp: int, group: str)
 def _finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
     out = _decode(_wait(started), dtype)
     return out.squeeze(0) if primitive == "reduce_scatter" else out
+
+
+def _among(primitive: Primitive, x: Tensor, tp: int, group: str, peers: Sequence[int]) -> Tensor:
+    # By pairs of the one group that there is: who is no peer is sent nothing.
+    splits = [int(rank in peers) for rank in range(tp)]
+    parts = x.unsqueeze(0).expand(len(peers), *x.shape) if primitive == "all_gather" else x
+    out = _decode(_wait(_all_to_all(_encode(parts), splits, splits, group)), x.dtype)
+    return out if primitive == "all_gather" else out.sum(0, dtype=x.dtype)
 
 
 def simulated(primitive: Primitive, xs: Sequence[Tensor]) -> list[Tensor]:

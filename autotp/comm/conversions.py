@@ -62,6 +62,27 @@ def trim(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     return dst.trim(x, rank, tp)
 
 
+def gather_parts(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The group's slice from the padded parts of its ranks."""
+    n = dst.copies
+    return dst.trim(dst.parts.collect(x, n), rank, tp)
+
+
+def deal_parts(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The parts of the group's slice, for its ranks."""
+    return src.parts.deal(src.pad(x, rank, tp), src.copies)
+
+
+def take_part(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The rank's own part of its group's slice."""
+    return dst.trim(src.parts.take(src.pad(x, rank, tp), rank % src.copies, src.copies), rank, tp)
+
+
+def place_part(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The rank's part in its place in its group's slice, zeros around it."""
+    return dst.trim(dst.parts.place(src.pad(x, rank, tp), rank % dst.copies, dst.copies), rank, tp)
+
+
 def then(first: LocalFunction, second: LocalFunction) -> LocalFunction:
     """One of these after the other."""
 
@@ -80,14 +101,17 @@ class ConversionKind:
         pre: what each rank does before it communicates.
         primitive: the communication; None where there is none.
         post: what each rank does after.
+        grouped: whether the ranks communicate by groups that have copies of one slice (`layouts.Copied`).
     """
 
     name: str
     pre: LocalFunction = nothing
     primitive: Primitive | None = None
     post: LocalFunction = nothing
+    grouped: bool = False
 
 
+# "C" is `layouts.Copied`, "D" its gradient; "C'" and "D'" hold the slices of S on the same dimension in groups of ranks.
 # "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.
 # "S'" is S on the same dimension by another partition: no all-to-all can say that without index lists, and it is rare.
 KINDS: dict[tuple[str, str], ConversionKind] = {
@@ -113,13 +137,51 @@ KINDS: dict[tuple[str, str], ConversionKind] = {
     ("G", "I"): ConversionKind("ungroup_i", place, "all_reduce"),
     ("G", "R"): ConversionKind("ungroup_r", place, "all_reduce"),
     ("G", "P"): ConversionKind("ungroup_p", place),
+    ("I", "C"): ConversionKind("copy_i", take),
+    ("R", "C"): ConversionKind("copy_r", take),
+    ("P", "C"): ConversionKind("copy_p", nothing, "all_reduce", take),
+    ("S", "C"): ConversionKind("copy_s", pad, "all_gather", then(collect, take)),
+    ("S", "C'"): ConversionKind("copy_parts", pad, "all_gather", gather_parts, True),
+    ("C", "I"): ConversionKind("uncopy_i", pad, "all_gather", collect),
+    ("C", "R"): ConversionKind("uncopy_r", pad, "all_gather", collect),
+    ("C", "S"): ConversionKind("uncopy_s", pad, "all_gather", then(collect, take)),
+    ("C", "S'"): ConversionKind("part_of_copy", take_part),
+    ("D", "I"): ConversionKind("add_i", place, "all_reduce"),
+    ("D", "R"): ConversionKind("add_r", place, "all_reduce"),
+    ("D", "P"): ConversionKind("add_p", place),
+    ("D", "S"): ConversionKind("add_s", then(place, deal), "reduce_scatter", trim),
+    ("D", "S'"): ConversionKind("add_parts", deal_parts, "reduce_scatter", trim, True),
+    ("I", "D"): ConversionKind("summand_i", take),
+    ("P", "D"): ConversionKind("summand_p", nothing, "all_reduce", take),
+    ("S", "D"): ConversionKind("summand_s", pad, "all_gather", then(collect, take)),
+    ("S", "D'"): ConversionKind("summand_of_part", place_part),
 }
+SPREAD = frozenset([("S", "C"), ("C", "S"), ("S", "D"), ("D", "S")])
 
 
 def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
     """The entry of `KINDS` for a conversion."""
     a, b = src.mark, dst.mark
-    return (a, b) if a != b or src.sharded_dim != dst.sharded_dim else (a, b + "'")
+    near = src.sharded_dim == dst.sharded_dim if a == b else (a, b) in SPREAD and _holds(src, dst)
+    return (a, b + "'") if near else (a, b)
+
+
+def _holds(src: Any, dst: Any) -> bool:
+    """Say whether a shard and a slice for a group of ranks have the same elements in that group."""
+    one, other = (x.to_runtime() if isinstance(x, Layout) else x for x in (src, dst))
+    return other.holds(one) if other.mark != "S" else one.holds(other)
+
+
+def copies_of(src: Any, dst: Any) -> int:
+    """How many ranks a conversion by groups is among: those that have copies of one slice."""
+    one, other = (x.to_runtime() if isinstance(x, Layout) else x for x in (src, dst))
+    return one.copies if other.mark == "S" else other.copies
+
+
+def group_of(src: Spec, dst: Spec, rank: int) -> range:
+    """The ranks that a conversion by groups is among."""
+    n = copies_of(src, dst)
+    return range(rank // n * n, rank // n * n + n)
 
 
 def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
@@ -129,7 +191,7 @@ def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
         PlanError: there is none: equal layouts need no conversion, and nothing becomes a Partial maximum.
     """
     a, b = src.mark, dst.mark
-    kind = KINDS.get((a, b) if a != b else key(src, dst))  # asked at every call: most marks differ
+    kind = KINDS.get((a, b) if a != b and (a, b) not in SPREAD else key(src, dst))  # asked at every call: most marks differ
     if kind is None or dst.reduction != "sum":
         raise PlanError(
             f"There is no conversion from {src} to {dst}. Equal layouts need none, and a Partial maximum is only made "
@@ -199,7 +261,8 @@ def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire
     if kind.pre is not nothing:
         x = kind.pre(x, src, dst, rank, tp)
     if kind.primitive is not None:
-        y = collectives.real(kind.primitive, packed(x, wire), src.reduction, tp=tp, group=group)
+        peers = group_of(src, dst, rank) if kind.grouped else ()
+        y = collectives.real(kind.primitive, packed(x, wire), src.reduction, tp=tp, group=group, peers=peers)
         x = unpacked(y, wire, x.dtype)
     return x if kind.post is nothing else kind.post(x, src, dst, rank, tp)
 
@@ -211,7 +274,8 @@ def _run(
     kind = kind_of(src, dst)
     ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
     if kind.primitive is not None:
-        results = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction)
+        copies = copies_of(src, dst) if kind.grouped else 0
+        results = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction, copies)
         ys = [unpacked(y, wire, xs[0].dtype) for y in results]
     if kind.primitive is not None and dst.whole:  # what all ranks make alike
         return [kind.post(ys[0], src, dst, ranks[0], tp)] * len(ys)
@@ -317,6 +381,24 @@ ungroup_s = _function("G", "S")
 ungroup_i = _function("G", "I")
 ungroup_r = _function("G", "R")
 ungroup_p = _function("G", "P")
+copy_i = _function("I", "C")
+copy_r = _function("R", "C")
+copy_p = _function("P", "C")
+copy_s = _function("S", "C")
+copy_parts = _function("S", "C'")
+uncopy_i = _function("C", "I")
+uncopy_r = _function("C", "R")
+uncopy_s = _function("C", "S")
+part_of_copy = _function("C", "S'")
+add_i = _function("D", "I")
+add_r = _function("D", "R")
+add_p = _function("D", "P")
+add_s = _function("D", "S")
+add_parts = _function("D", "S'")
+summand_i = _function("I", "D")
+summand_p = _function("P", "D")
+summand_s = _function("S", "D")
+summand_of_part = _function("S", "D'")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
 
@@ -380,6 +462,25 @@ def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
     KINDS[src, dst] = kind
     FUNCTIONS[kind.name] = _function(src, dst)
     return FUNCTIONS[kind.name]
+
+
+def sent(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, float, int]:
+    """The primitive of a conversion, "none" where no bytes are sent; the bytes that it is of, and among how many ranks.
+
+    Args:
+        src, dst: layouts. nbytes: of the whole value. tp: ranks of the axis.
+    """
+    kind = None if src == dst else KINDS[key(src, dst)]
+    if kind is None or kind.primitive is None:
+        return "none", nbytes, tp
+    ranks = copies_of(src, dst) if kind.grouped else tp
+    return kind.primitive, nbytes * ranks / tp, ranks
+
+
+def among_few(src: Layout, dst: Layout) -> bool:
+    """Say whether a conversion is among the ranks that have copies of one slice."""
+    kind = KINDS.get(key(src, dst))
+    return kind is not None and kind.grouped
 
 
 def primitive(src: Layout, dst: Layout) -> str | None:

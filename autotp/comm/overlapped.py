@@ -105,7 +105,7 @@ def begin(x: Tensor, src: Spec, dst: Spec, place: PlaceLiterals) -> _Flight:
     """Start a conversion. Where gradients of gradients are asked for it is made at once, differentiably."""
     rank, tp, group = place
     kind = kind_of(src, dst)
-    if kind.primitive is None or _twice():
+    if kind.primitive is None or kind.grouped or _twice():
         return _Flight(function_for(src, dst)(x, src, dst, rank=rank, tp=tp, group=group), x.dtype, None)
     wire = kind.pre(x, src, dst, rank, tp)
     started = collectives.start(kind.primitive, wire, src.reduction, tp=tp, group=group)

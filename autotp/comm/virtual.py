@@ -141,12 +141,15 @@ class Host:
         large = (parts + 1 if hosts > 2 else parts * hosts) * (hosts - 1) / hosts
         return parts * (hosts - 1), large, 2 * (hosts - 1) / hosts
 
-    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
+    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str, copies: int = 0) -> list[Tensor]:
         """Return what a primitive gives each virtual rank here.
 
         Args:
             primitive: of the collective. xs: each virtual rank's operand. reduction: "sum" or "max".
+            copies: virtual ranks of a group that gathers, or scatters a sum, for itself; 0 for all.
         """
+        if copies:
+            return _of_groups(primitive, self.exchange("all_gather", xs, reduction), self.here, copies)
         kind, hosts = SENT[primitive], self.tp // self.own
         if primitive == "all_reduce" and hosts > 2 and xs[0].numel() >= LARGE:
             return [self._in_slices(xs, reduction, hosts)] * self.own
@@ -226,13 +229,28 @@ class AllHosts:
         """Each of them."""
         return [Host(first, self.own, self.tp) for first in range(0, self.tp, self.own)]
 
-    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
-        """Return what a primitive gives every virtual rank."""
+    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str, copies: int = 0) -> list[Tensor]:
+        """Return what a primitive gives every virtual rank; arguments as of `Host.exchange`."""
+        if copies:
+            return _of_groups(primitive, self.exchange("all_gather", xs, reduction), self.here, copies)
         operands = [host.send(primitive, xs[host.first : host.first + self.own], reduction) for host in self.hosts]
         results: list[Tensor] = []
         for host, y in zip(self.hosts, collectives.simulated(SENT[primitive], operands), strict=True):
             results += host.receive(primitive, y, reduction)
         return results
+
+
+def _of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence[int], copies: int) -> list[Tensor]:
+    """What each of these ranks gets of its group's operands, of all operands [tp, ...] as each of them has them."""
+    out = []
+    for rank, operands in zip(ranks, everyone, strict=True):
+        first = rank // copies * copies
+        own = operands[first : first + copies]
+        if primitive != "all_gather":
+            parts = {(i, i + 1): own[i, rank - first] for i in range(copies)}
+            own = total(parts, (0, copies), "sum")
+        out.append(own)
+    return out
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

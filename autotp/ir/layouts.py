@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .partitions import Distribution, Groups, Partition, Segment  # noqa: F401
+from .partitions import Copies, Distribution, Groups, Partition, Segment  # noqa: F401
 from .sizes import Size, chunk, divide, simplify  # noqa: F401
 
 if TYPE_CHECKING:
@@ -260,6 +260,55 @@ class Grouped(_Dealt):
         return GroupedSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
 
 
+@dataclass(frozen=True)
+class Copied(_Dealt):
+    """A slice of dimension `dim`, which a group of ranks has alike; each rank's gradient of it is a summand."""
+
+    partition: Copies
+    mark, key = "C", "copied"
+    distribution_kind = Copies
+
+    @property
+    def dual(self) -> Layout:
+        return Summed(self.dim, self.partition)
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self.dim
+
+    def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
+        return (*shape[: self.dim], self.partition.local(rank, tp), *shape[self.dim + 1 :])
+
+    def small(self, tp: int) -> Layout:
+        return replace(self, partition=self.partition.small(tp))
+
+    def words(self, units: bool = True) -> str:
+        """`Shard(1) on 2 ranks each`."""
+        return f"Shard({self.dim}) on {self.partition.copies} ranks each"
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import CopiedSpec  # noqa: PLC0415  a plan is read without torch
+
+        return CopiedSpec(self.dim, *self.partition.to_runtime(size))
+
+
+@dataclass(frozen=True)
+class Summed(Copied):
+    """One summand, on each rank of a group, of the group's slice: the gradient of a value that is `Copied`."""
+
+    mark, key = "D", "summed"
+    partial = True
+
+    @property
+    def dual(self) -> Layout:
+        return Copied(self.dim, self.partition)
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import SummedSpec  # noqa: PLC0415  a plan is read without torch
+
+        return SummedSpec(self.dim, *self.partition.to_runtime(size))
+
+
 I, R, P = Invariant(), Replicate(), Partial()  # noqa: E741  the field's letters
 _KINDS: dict[str, type[Layout]] = {}
 
@@ -275,7 +324,7 @@ def register(kind: type[Layout]) -> type[Layout]:
     return kind
 
 
-for _kind in (Invariant, Replicate, Partial, Shard, Grouped):
+for _kind in (Invariant, Replicate, Partial, Shard, Grouped, Copied, Summed):
     register(_kind)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .sizes import Size, chunk, divide, read_size, simplify, write_size
 
 if TYPE_CHECKING:
-    from .specs import Runs
+    from .specs import CopiedRuns, Runs
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ class Distribution:
 
     Attributes:
         by_data: whether only the data says which elements a rank owns; a parameter cannot lie so.
+        shared: whether several ranks own the same elements, so that a sum over the ranks would count these twice.
         field: a key of its JSON that no other kind has.
     """
 
     by_data: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
     field: ClassVar[str]
 
     @property
@@ -119,7 +121,7 @@ class Distribution:
         """Points that break ties between equal costs."""
         return 0
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs | CopiedRuns:
         """The form that calls of a rank's program take, each size mapped by `size`."""
         raise NotImplementedError
 
@@ -294,6 +296,93 @@ class Partition(Distribution):
         triples = [(read_size(count), read_size(unit), back == [True]) for count, unit, *back in data["segments"]]
         segments = tuple(Segment(*numbers) for numbers in triples)
         return cls(segments, read_size(data["repeat"]))
+
+
+@dataclass(frozen=True)
+class Copies(Distribution):
+    """Units that are fewer than the ranks: `copies` ranks that follow each other have the same of them.
+
+    So lie the heads of keys and values that are fewer than the ranks: a rank has those that its queries read.
+
+    Attributes:
+        of: how the groups of so many ranks, and not the ranks, share the dimension.
+        copies: ranks of a group; a divisor of their number.
+    """
+
+    of: Partition
+    copies: int
+    shared = True
+    field = "of"
+
+    @classmethod
+    def of_units(cls, count: Size, tp: int) -> Copies | None:
+        """The fewest ranks to a unit that leave every unit a group of its own; None where that is one rank."""
+        groups = [n for n in range(1, tp) if tp % n == 0 and isinstance(count, int) and 1 < count <= n]
+        return cls(Partition.plain(count, min(groups)), tp // min(groups)) if groups else None
+
+    @property
+    def length(self) -> Size:
+        return self.of.length
+
+    @property
+    def static(self) -> bool:
+        return self.of.static
+
+    @property
+    def pieces(self) -> Size:
+        return self.of.pieces
+
+    @property
+    def unit(self) -> Size | None:
+        return self.of.unit
+
+    def even(self, tp: int) -> bool:
+        return self.of.even(tp // self.copies)
+
+    def full(self, tp: int) -> bool:
+        return self.of.full(tp // self.copies)
+
+    def lift(self, repeat: Size, unit: Size, tp: int) -> Copies:
+        return replace(self, of=self.of.lift(repeat, unit, tp // self.copies))
+
+    def lower(self, repeat: Size, unit: Size, tp: int) -> Copies | None:
+        of = self.of.lower(repeat, unit, tp // self.copies)
+        return None if of is None else replace(self, of=of)
+
+    def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Copies, ...] | None:
+        pieces = self.of.cut(lengths, tp // self.copies)
+        return None if pieces is None else tuple(replace(self, of=p) for p in pieces)
+
+    def local(self, rank: int, tp: int) -> int:
+        return self.of.local(rank // self.copies, tp // self.copies)
+
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        return self.of.share(tp // self.copies, hint)
+
+    def small(self, tp: int) -> Copies:
+        return replace(self, of=self.of.small(tp // self.copies))
+
+    def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
+        """After the partitions that are as even, of as many segments."""
+        uneven, segments, repeated, text = self.of.simplicity(tp // self.copies)
+        return uneven, segments, repeated, f"{type(self).__name__} {text}".lower()
+
+    def penalty(self, tp: int) -> int:
+        return 1 + self.of.penalty(tp // self.copies)
+
+    def to_runtime(self, size: Callable[[Any], Any]) -> CopiedRuns:
+        from .specs import CopiedRuns  # noqa: PLC0415  a plan is read without torch
+
+        return CopiedRuns(*self.of.to_runtime(size), self.copies)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"of": self.of.to_json(), "copies": self.copies}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Copies:
+        if type(data["copies"]) is not int or data["copies"] < 2:  # noqa: PLR2004
+            raise ValueError(f"a unit is on {data['copies']!r} ranks, should be a number above 1")
+        return cls(Partition.from_json(data["of"]), data["copies"])
 
 
 def _coarsest(segment: Segment, tp: int) -> Segment:

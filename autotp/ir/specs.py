@@ -248,7 +248,104 @@ class GroupedSpec(NamedTuple):
         return reduce(torch.add, [self.take(x, rank, len(xs)) for rank, x in enumerate(xs)])
 
 
-Spec = InvariantSpec | ReplicateSpec | ReplicateMaxSpec | PartialSpec | ShardSpec | GroupedSpec
+class CopiedSpec(NamedTuple):
+    """`layouts.Copied`: `copies` ranks that follow each other have one slice of `dim`, dealt to such groups of ranks.
+
+    The ranks of a group may also have their parts of the slice, one after the other, as `parts` deals it.
+    """
+
+    dim: int
+    repeat: int
+    segments: Segments
+    copies: int
+    mark: str = "C"
+    whole = False
+    reduction = "sum"
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self.dim
+
+    @property
+    def dual(self) -> Spec:
+        return SummedSpec(*self[:-1])
+
+    @property
+    def over_groups(self) -> ShardSpec:
+        """How the groups, and not the ranks, share the dimension."""
+        return ShardSpec(self.dim, self.repeat, self.segments)
+
+    @property
+    def parts(self) -> ShardSpec:
+        """How the ranks of a group may share its slice."""
+        return ShardSpec(self.dim, self.repeat, tuple((self.copies, n // self.copies) for _, n, *_ in self.segments))
+
+    def holds(self, fine: ShardSpec) -> bool:
+        """Say whether a shard deals every slice to its group as `parts` does."""
+        if (self.dim, self.repeat, len(self.segments)) != (fine.dim, fine.repeat, len(fine.segments)):
+            return False
+        n = self.copies
+        return all(b == (a[0] * n, b[1]) and b[1] * n == a[1] for a, b in zip(self.segments, fine.segments, strict=True))
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return self.over_groups.take(x, rank // self.copies, tp // self.copies)
+
+    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return x
+
+    def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return self.over_groups.place(x, rank // self.copies, tp // self.copies)
+
+    def pad(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return self.over_groups.pad(x, rank // self.copies, tp // self.copies)
+
+    def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return self.over_groups.trim(x, rank // self.copies, tp // self.copies)
+
+    def collect(self, stack: Tensor, tp: int) -> Tensor:
+        """The whole tensor from the stacked padded slices of all ranks."""
+        return self.over_groups.collect(stack[:: self.copies], tp // self.copies)
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        return [self.take(x, rank, tp) for rank in range(tp)]
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        return self.over_groups.recombine(xs[:: self.copies])
+
+
+class SummedSpec(NamedTuple):
+    """`layouts.Summed`: of each slice, which a group of ranks has, one summand on each of them."""
+
+    dim: int
+    repeat: int
+    segments: Segments
+    copies: int
+    mark: str = "D"
+    whole = False
+    reduction = "sum"
+    sharded_dim = CopiedSpec.sharded_dim
+    over_groups, parts, holds = CopiedSpec.over_groups, CopiedSpec.parts, CopiedSpec.holds
+    own, place, pad, trim = CopiedSpec.own, CopiedSpec.place, CopiedSpec.pad, CopiedSpec.trim
+
+    @property
+    def dual(self) -> Spec:
+        return CopiedSpec(*self[:-1])
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """The slice on the first rank of a group, zeros on the others."""
+        own = self.over_groups.take(x, rank // self.copies, tp // self.copies)
+        return SUMMANDS.take(own, rank % self.copies, self.copies)
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        slices = self.over_groups.split(x, tp // self.copies)
+        return [y for i, own in enumerate(slices) for y in SUMMANDS.split(own, self.copies, seed + i)]
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        sums = [SUMMANDS.recombine(xs[i : i + self.copies]) for i in range(0, len(xs), self.copies)]
+        return self.over_groups.recombine(sums)
+
+
+Spec = CopiedSpec | SummedSpec | InvariantSpec | ReplicateSpec | ReplicateMaxSpec | PartialSpec | ShardSpec | GroupedSpec
 INVARIANT: Spec = InvariantSpec()
 REPLICATED: Spec = ReplicateSpec()
 SUMMANDS: Spec = PartialSpec()
@@ -295,3 +392,21 @@ class Runs(NamedTuple):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+class CopiedRuns(NamedTuple):
+    """The run-time form of `partitions.Copies`: `Runs` over groups of `copies` ranks, which have the same elements."""
+
+    repeat: int
+    segments: Segments
+    copies: int
+
+    @property
+    def length(self) -> int:
+        return Runs(self.repeat, self.segments).length
+
+    def local(self, rank: int, tp: int) -> int:
+        return Runs(self.repeat, self.segments).local(rank // self.copies, tp // self.copies)
+
+    def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
+        return Runs(self.repeat, self.segments).spans(rank // self.copies, tp // self.copies)

@@ -33,7 +33,7 @@ from autotp.ir.graph import (
     tensors,
     where,
 )  # fmt: skip
-from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
+from autotp.ir.layouts import Copies, Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, sizes
 from autotp.ir.program import GraphPart, Past
 from autotp.passes.analysis import fold
@@ -48,7 +48,7 @@ from .past import CacheParts, past_of
 from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
 from .states import CarriedItem, States
-from .strategies import OPAQUE, TORCHS, Candidates, penalty, signatures
+from .strategies import OPAQUE, TORCHS, Candidates, penalty, several_read, signatures
 
 OUTPUT_SLOT = "output"
 
@@ -178,7 +178,7 @@ class Builder:
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
         work = [n for n in slots if self.rules[n] is not None]
-        self._seed(work)
+        self._seed(work, slots)
         self.candidates.grew = True
         while self.candidates.grew:
             self.candidates.grew = False
@@ -188,7 +188,7 @@ class Builder:
                 for factor in rule.factors:
                     self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
 
-    def _seed(self, work: list[fx.Node]) -> None:
+    def _seed(self, work: list[fx.Node], slots: Mapping[fx.Node, list[set[Value]]]) -> None:
         """The partitions that dimensions may have by themselves; those of others follow from them."""
         seeds = self.axis.seeds(self.leaves.values(), self.tp)
         if seeds is not None:
@@ -201,6 +201,7 @@ class Builder:
         self.states.seed(self.candidates, self.prices.second_sizes)
         for n in work:
             self._seed_view(n)
+            self._seed_shared(n, slots[n])
 
     def _seed_view(self, node: fx.Node) -> None:
         """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size, and
@@ -220,6 +221,17 @@ class Builder:
             if isinstance(factor.size, int) and factor.size > 1:
                 self.candidates.add(((node, 0), new.dim), Partition.plain(factor.size, self.tp))
 
+    def _seed_shared(self, node: fx.Node, slots: list[set[Value]]) -> None:
+        """Heads of keys and values that are fewer than the ranks may be each on several of these."""
+        rule = self.rules[node]
+        assert rule is not None
+        for factor in rule.factors:
+            copies = Copies.of_units(factor.size, self.tp) if several_read(self.ops[node], factor) else None
+            for carry, values in zip(factor.ins, slots, strict=True):
+                if copies is not None and carry is not None and carry.repeat == carry.unit == 1:
+                    for value in values:
+                        self.candidates.add((value, carry.dim), copies)
+
     def _results(self, node: fx.Node) -> list[Any]:
         return [(node, i) for i in range(len(self.ops[node].outs))]
 
@@ -232,7 +244,8 @@ class Builder:
         layouts: list[Layout] = [whole]
         if leaf.kind.weight:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            fits = [(d, p) for d, p in dealt if not p.by_data and (leaf.kind.trained or p.is_plain(self.tp))]
+            held = [(d, p) for d, p in dealt if dealt_by(d, p).stored is not None]
+            fits = [(d, p) for d, p in held if leaf.kind.trained or p.is_plain(self.tp)]
             layouts += [dealt_by(d, p) for d, p in fits]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, Replicate, dealt_by, kinds
-from autotp.ir.op import Carry, Factor, Rule, Shape
+from autotp.ir.op import Carry, Factor, Op, Rule, Shape
+from autotp.rules.core import product
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
 OPAQUE = Rule(summed=False)  # what is known of an operator of somebody else's: its backward may be anything
@@ -128,6 +129,23 @@ class Candidates:
         return loop.lift(carry.repeat, carry.unit, self.tp)
 
 
+def several_read(op: Op, factor: Factor) -> bool:
+    """Say whether several elements of a result are made of each step of a loop in an operand, as a group of queries
+    reads one head of keys: the loop is wider in a result or a further operand, or what follows it is expanded."""
+    result = factor.outs[0] if factor.outs else None
+    if result is None or not isinstance(factor.size, int):
+        return False
+    for carry, shape in zip(factor.ins, op.ins, strict=True):
+        if carry is None or carry.unit != 1:
+            continue
+        # A view has as many elements before as after, and names the same ones otherwise.
+        wider = result.unit != 1 and product(shape) != product(op.outs[0])
+        behind = shape[carry.dim + 1 : carry.dim + 2], op.outs[0][result.dim + 1 : result.dim + 2]
+        if wider or behind[0] == (1,) != behind[1]:
+            return True
+    return False
+
+
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
     """Points that break ties between equal costs: one for each further segment, one for repetition, two for unevenness.
 
@@ -175,6 +193,9 @@ def signatures(
         for loop in candidates.loops(factor, slots, results):
             # Of three rows four ranks have 1, 1, 1 and none, and many kernels refuse a tensor without elements.
             if not rule.empty and not candidates.full(loop):
+                continue
+            # What several ranks have alike would count twice in a sum, and its gradients come as summands.
+            if loop.shared and (None in factor.outs or not rule.summed):
                 continue
             # A sum over rows by group would add up rows that hold nothing.
             if loop.by_data and (factor.contracts or not candidates.arrives(factor, loop, slots)):
