@@ -26,10 +26,11 @@ from .prices import BACKWARD, Prices
 
 
 class Call(NamedTuple):
-    """A collective, and the bytes of the whole value."""
+    """A collective, the bytes of all that it is of, and among how many ranks; 0 for those of the axis."""
 
     primitive: str
     bytes: float
+    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,9 @@ class Works:
         return self._works[key]
 
     def _one_way(self, a: Layout, b: Layout, nbytes: float) -> tuple[float, Call | None]:
-        name = conversions.primitive(a, b)
-        return self.prices.one_way(a, b, nbytes) or 0.0, Call(name, nbytes) if name else None
+        name, size, ranks = conversions.sent(a, b, nbytes, self.planned.tp)
+        call = Call(name, size, ranks if ranks < self.planned.tp else 0) if name != "none" else None
+        return self.prices.one_way(a, b, nbytes) or 0.0, call
 
     def _trained(self, node: fx.Node) -> bool:
         return node in self.planned.grads and self.prices.objective.training

@@ -225,8 +225,9 @@ class Pricer:
     def _sends_of(self, calls: Iterable[Counter[Call]], part: float, mesh: Mesh, axis: str) -> Sends:
         """Seconds that nothing hides, and bytes, of collectives of a part of what was planned."""
         total = Sends()
-        for (primitive, size), times in (pair for each in calls for pair in each.items()):
-            sends = collective_sends(primitive, part * size, getattr(mesh, axis), self.cluster, mesh.stride(axis))
+        for (primitive, size, few), times in (pair for each in calls for pair in each.items()):
+            ranks = few or getattr(mesh, axis)
+            sends = collective_sends(primitive, part * size, ranks, self.cluster, mesh.stride(axis))
             total = total.plus(Sends(times * sends.seconds, times * sends.bytes))
         return total._replace(seconds=total.seconds * self.terms.exposed_share) if axis == "tp" else total
 

@@ -66,6 +66,11 @@ class Layout:
         return None
 
     @property
+    def copies(self) -> int:
+        """How many ranks that follow each other hold one slice, where ranks hold slices."""
+        return 1
+
+    @property
     def pieces(self) -> Size:
         """Number of runs of a dimension that are dealt separately, as those of a fused weight."""
         return 1 if self.distribution is None else self.distribution.pieces
@@ -267,6 +272,10 @@ class Copied(_Dealt):
     partition: Copies
     mark, key = "C", "copied"
     distribution_kind = Copies
+
+    @property
+    def copies(self) -> int:
+        return self.partition.copies
 
     @property
     def dual(self) -> Layout:

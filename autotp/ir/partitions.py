@@ -37,7 +37,8 @@ class Distribution:
 
     Attributes:
         by_data: whether only the data says which elements a rank owns; a parameter cannot lie so.
-        shared: whether several ranks own the same elements, so that a sum over the ranks would count these twice.
+        shared: whether several ranks own the same elements, so that a sum over the ranks would count these twice; of a
+            parameter each rank holds its part, and no copies.
         field: a key of its JSON that no other kind has.
     """
 

@@ -16,8 +16,9 @@ from autotp.kernels.operators import OPS
 from autotp.plans.export.styles import AXIS, spmd_types
 
 # What a conversion is, from one kind of layout to another. Letters are the checker's types; "src" and "dst" the slices
-# that the call names, S(dim). Rows by group (G) are split along the dimension of the rows. That an all-reduce wants P,
-# and not merely V, is how `spmd_types.rules` reads it.
+# that the call names, S(dim). Rows by group (G) are split along the dimension of the rows. Slices that groups of ranks
+# have alike (C) are slices like others: the checker has no type for them. That an all-reduce wants P, and not merely V,
+# is how `spmd_types.rules` reads it.
 TRANSITIONS = """
 I R  convert I R
 P I  all_reduce P I
@@ -40,6 +41,13 @@ G S  convert src P, reduce_scatter P dst
 G I  convert src P, all_reduce P I
 G R  convert src P, all_reduce P R
 G P  convert src P
+I C  convert I dst
+R C  convert R dst
+P C  all_reduce P R, convert R dst
+S C  all_gather src R, convert R dst
+C I  all_gather src I
+C R  all_gather src R
+C S  all_gather src R, convert R dst
 """
 STEPS: dict[tuple[str, str], Sequence[Sequence[str]]] = {}  # a transition of `spmd_types.rules`, and its types
 for _line in TRANSITIONS.strip().splitlines():

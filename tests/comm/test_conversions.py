@@ -16,7 +16,18 @@ from autotp.comm.conversions import KINDS, ConversionKind, kind_of, local_size, 
 from autotp.compat import FakeTensorMode
 from autotp.errors import PlanError
 from autotp.ir.layouts import I, P, Partial, Partition, R, Segment, Shard
-from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, GroupedSpec, PartialSpec, Runs, ShardSpec, Spec
+from autotp.ir.specs import (
+    INVARIANT,
+    REPLICATED,
+    SUMMANDS,
+    CopiedSpec,
+    GroupedSpec,
+    PartialSpec,
+    Runs,
+    ShardSpec,
+    Spec,
+    SummedSpec,
+)
 from tests.helpers.processes.pool import Pool
 
 MAXIMA = PartialSpec("max")
@@ -42,6 +53,8 @@ def length(spec: ShardSpec) -> int:
 
 def cases(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[int, ...]]]:
     """(name, src, dst, shape of the whole) of one table entry over partitions and dimensions."""
+    if {"C", "D"} & {key[0], key[1][0]}:
+        return copied(key, tp)
     out = []
     for name, (repeat, segments) in partitions(tp).items():
         for dim in (0, 1):
@@ -57,8 +70,33 @@ def cases(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[in
     return out if {"S", "G"} & set(key) else out[:1]
 
 
+def copied(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[int, ...]]]:
+    """Those between slices that groups of ranks have alike and others: of one slice for all, fused, and by pairs."""
+    groups = {"one group": ((1, tp),), "fused": ((1, 2 * tp), (1, tp))}
+    if tp % 2 == 0:
+        groups |= {"pairs": ((tp // 2, 4),)} | ({"a pair with nothing": ((tp // 2 - 1, 6),)} if tp > 2 else {})
+    out = []
+    for name, segments in groups.items():
+        n = 2 if "pair" in name else tp
+        for dim, repeat in ((0, 1), (1, 1), (1, 2)):
+            whole = repeat * sum(count * unit for count, unit in segments)
+            fine = ShardSpec(dim, repeat, tuple((count * n, unit // n) for count, unit in segments))
+            letters: dict[str, Spec] = {
+                "I": INVARIANT, "R": REPLICATED, "P": SUMMANDS, "S'": fine, "S": ShardSpec(1 - dim, 1, ((tp + 1, 1),)),
+                "C": CopiedSpec(dim, repeat, segments, n), "D": SummedSpec(dim, repeat, segments, n),
+            }  # fmt: skip
+            near = key[0] == "S" and key[1][-1] == "'"
+            src = letters["S'"] if near else letters[key[0]]
+            dst = letters[key[1]] if key[1] in letters else letters[key[1][0]]
+            shape = (whole, tp + 1, 2) if dim == 0 else (tp + 1, whole, 2)
+            out.append((f"{name} dim {dim} repeat {repeat}", src, dst, shape))
+    return out
+
+
 def elements(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """A rank's slice by index lists, from the definition in `layouts`."""
+    if isinstance(spec, CopiedSpec | SummedSpec):
+        rank, tp, spec = rank // spec.copies, tp // spec.copies, ShardSpec(spec.dim, spec.repeat, spec.segments)
     assert isinstance(spec, ShardSpec)
     segments = [Segment(n, unit, bool(reverse[0]) if reverse else False) for n, unit, *reverse in spec.segments]
     partition = Partition(tuple(segments), spec.repeat)
@@ -77,7 +115,12 @@ def own_rows(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
 
 def whole_of(xs: list[Tensor], spec: Spec, reference: Tensor) -> bool:
     """Whether the ranks hold `reference` under `spec`."""
-    if spec.mark == "S":
+    if isinstance(spec, SummedSpec):
+        n, own = spec.copies, []
+        for first in range(0, len(xs), n):
+            own += [torch.stack(xs[first : first + n]).sum(0)] * n
+        return whole_of(own, spec.dual, reference)
+    if spec.mark in ("S", "C"):
         want = [elements(reference, spec, rank, len(xs)) for rank in range(len(xs))]
         return all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(xs, want, strict=True))
     if spec.mark == "G":
@@ -96,8 +139,14 @@ def loss_of(ys: list[Tensor], spec: Spec, weight: Tensor) -> Tensor:
     tp = len(ys)
     if spec.mark == "P":
         return sum((weight * y).sum() for y in ys)  # type: ignore[return-value]
-    if spec.mark == "S":
+    if spec.mark in ("S", "D"):  # of summands the loss is linear
         weights = [elements(weight, spec, rank, tp) for rank in range(tp)]
+        if spec.mark == "D":
+            return sum((w * y).sum() for w, y in zip(weights, ys, strict=True))  # type: ignore[return-value]
+    elif isinstance(spec, CopiedSpec):  # each rank of a group its own share
+        share = torch.rand(tp, *weight.shape, dtype=weight.dtype) + 0.1
+        sums = share.unflatten(0, (-1, spec.copies)).sum(1).repeat_interleave(spec.copies, 0)
+        weights = [elements(w, spec, rank, tp) for rank, w in enumerate(weight * share / sums)]
     elif spec.mark == "G":
         weights = [own_rows(weight, spec, rank, tp) for rank in range(tp)]
     else:
@@ -119,7 +168,7 @@ def right(src: Spec, dst: Spec, shape: tuple[int, ...], tp: int, spoil: Callable
     loss = loss_of(ys, dst, weight)
     spoil()
     grads = torch.autograd.grad(loss, xs)
-    return whole_of(list(grads), src.dual, weight if dst.mark == "P" else weight * x)
+    return whole_of(list(grads), src.dual, weight if dst.mark in ("P", "D") else weight * x)
 
 
 # For every backward, one that gives the same shapes but forgets to communicate, or does what another entry does.
@@ -148,6 +197,24 @@ WRONG = {
     ("S", "G"): ConversionKind("own slice only", cv.place),
     ("G", "S"): ConversionKind("own rows only", cv.place, None, cv.take),
     ("R", "S"): ConversionKind("none", lambda *args: torch.zeros_like(cv.take(*args))),
+    ("I", "C"): ConversionKind("none", lambda *args: torch.zeros_like(cv.take(*args))),
+    ("R", "C"): ConversionKind("none", lambda *args: torch.zeros_like(cv.take(*args))),
+    ("P", "C"): ConversionKind("no all-reduce", cv.take),
+    ("S", "C"): ConversionKind("own part only", cv.place, None, cv.take),
+    ("S", "C'"): ConversionKind("own part only", cv.place_part),
+    ("C", "I"): ConversionKind("own slice only", cv.place),
+    ("C", "R"): ConversionKind("own slice only", cv.place),
+    ("C", "S"): ConversionKind("own slice only", cv.place, None, cv.take),
+    ("C", "S'"): ConversionKind("none", lambda *args: torch.zeros_like(cv.take_part(*args))),
+    ("D", "I"): ConversionKind("no all-reduce", cv.place),
+    ("D", "R"): ConversionKind("no all-reduce", cv.place),
+    ("D", "P"): ConversionKind("none", lambda x, src, dst, r, tp: torch.zeros_like(src.place(x, r, tp))),
+    ("D", "S"): ConversionKind("own summand only", cv.place, None, cv.take),
+    ("D", "S'"): ConversionKind("own summand only", cv.take_part),
+    ("I", "D"): ConversionKind("on every rank", lambda x, src, dst, r, tp: dst.dual.take(x, r, tp)),
+    ("P", "D"): ConversionKind("no all-reduce", cv.take),
+    ("S", "D"): ConversionKind("own slice only", cv.place, None, cv.take),
+    ("S", "D'"): ConversionKind("none", lambda *args: torch.zeros_like(cv.place_part(*args))),
 }
 
 
@@ -163,9 +230,10 @@ def test_forward_and_backward(key: tuple[str, str], tp: int) -> None:
 @pytest.mark.parametrize("key", KINDS, ids="->".join)
 def test_a_wrong_backward_is_noticed(key: tuple[str, str], tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, src, dst, shape in cases(key, tp):
-        if name.startswith("one unit"):  # all of it is on rank 0: nothing to communicate for some entries
-            continue
         back = cv.key(dst.dual, src.dual)
+        # All of it is on rank 0, or on every one: nothing to communicate for some entries.
+        if name.startswith("one unit") or (name.startswith("one group") and back[0] == "C"):
+            continue
         with monkeypatch.context() as patch:
             assert not right(src, dst, shape, tp, lambda: patch.setitem(KINDS, back, WRONG[back])), name  # noqa: B023
 
@@ -255,6 +323,8 @@ def test_shapes_of_fake_tensors() -> None:
 
 
 def local_shape(shape: tuple[int, ...], spec: Spec, rank: int, tp: int) -> tuple[int, ...]:
+    if isinstance(spec, CopiedSpec | SummedSpec):
+        return local_shape(shape, ShardSpec(*spec[:3]), rank // spec.copies, tp // spec.copies)
     if not isinstance(spec, ShardSpec):
         return shape
     own = local_size(Runs(spec.repeat, spec.segments), rank=rank, tp=tp)

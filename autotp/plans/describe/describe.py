@@ -126,6 +126,9 @@ def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
     count, mine, kv = heads.count, _local_count(heads.count, heads.at, planned), heads.kv
     my_kv = _local_count(kv, heads.kv_at, planned)
     local = counted(mine, "head") + ("" if kv == count else f", {counted(my_kv, 'kv head')}")
+    copies = _layout(heads.kv_at, planned).copies
+    if copies > 1:
+        local += f", each whole on {copies} ranks"
     if not isinstance(count, int) or not isinstance(kv, int):
         return local, ""
     most, every = math.ceil(count / tp), f"{counted(count, 'head')} over {tp} ranks"
@@ -142,11 +145,15 @@ def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
 
 def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
     """The count of the heads that lie in these dimensions of an operand that the fullest rank has."""
-    node, slot, dims = place
-    layout = planned.decisions[node].ins[slot]
-    if layout.sharded_dim not in dims or not isinstance(count, int):
+    layout = _layout(place, planned)
+    if layout.sharded_dim not in place[2] or not isinstance(count, int):
         return count
     return math.ceil(count * layout.share(planned.tp, sizer(planned.program.hints)))
+
+
+def _layout(place: HeadDims, planned: Planned) -> Layout:
+    node, slot, _ = place
+    return planned.decisions[node].ins[slot]
 
 
 @dataclass
@@ -207,7 +214,7 @@ class _Collectives:
 
 def _traffic(call: Call | None, tp: int) -> tuple[str | None, float]:
     """A collective's primitive, and the bytes that a rank sends for it."""
-    return (None, 0.0) if call is None else (call.primitive, collective_bytes(*call, tp))
+    return (None, 0.0) if call is None else (call.primitive, collective_bytes(*call[:2], call.ranks or tp))
 
 
 def _innermost(path: Sequence[str]) -> str:

@@ -1,0 +1,141 @@
+"""More ranks than heads of keys and values: each head is whole on the ranks whose queries read it, and on no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import autotp
+from autotp.comm import collectives
+from benchmarks.helpers.lists.doubled import doubled
+from tests.helpers.beside import states_differ
+from tests.helpers.compare import difference, gradients_differ, mesh_of
+from tests.helpers.processes.pool import Pool
+
+EXACT = 1e-9
+
+
+def grouped(kv: int = 2, heads: int = 4) -> Any:
+    """Two layers in float64, with weights large enough that tokens change."""
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    counts: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, **counts, max_position_embeddings=64, pad_token_id=0, eos_token_id=None)
+    model: Any = LlamaForCausalLM(config).double().eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    return model
+
+
+def padded() -> dict[str, Tensor]:
+    """Two prompts, the first padded on the left."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, 30, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
+    ids[0, :2] = mask[0, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def using(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
+    model, batch = grouped(), padded()
+    sharded: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group))
+    found: dict[str, Any] = {"said": "each whole on 2 ranks" in str(sharded.plan)}
+    found["step"] = step(sharded, model, batch)
+    found["generate"] = generated(sharded, model, batch)
+    sharded.save_checkpoint(f"{folder}/copied")
+    sharded.plan.save(f"{folder}/plan.json")
+    plan = autotp.Plan.load(f"{folder}/plan.json")
+    again: Any = autotp.compile(grouped(), example_inputs=batch, mesh=mesh_of(group), plan=plan)
+    again.load_checkpoint(f"{folder}/copied")
+    found["read"] = states_differ(again, model), difference(again(**batch).logits, model(**batch).logits)
+    with doubled():
+        split: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group), sequence_parallel=True)
+        found["sequence"] = step(split, model, batch)
+    found["control"] = uncopied(sharded, model, batch)
+    return found
+
+
+def step(sharded: Any, model: Any, batch: dict[str, Tensor]) -> tuple[float, float, float, float]:
+    """Largest differences of outputs, gradients, their norm, and weights after two steps."""
+    gaps: list[float] = []
+    for m in (sharded, model):
+        m.zero_grad()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (sharded, model)]
+    for _ in range(2):
+        outputs = [m(**batch).logits for m in (sharded, model)]
+        for y in outputs:
+            y.square().mean().backward()
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (sharded, model)]
+        gaps = [difference(outputs[0], outputs[1]), gradients_differ(sharded, model)]
+        gaps.append(abs(float(norms[0]) - float(norms[1])))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return gaps[0], gaps[1], gaps[2], states_differ(sharded, model)
+
+
+@torch.no_grad()
+def generated(sharded: Any, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True}
+    found: dict[str, Any] = {}
+    for name, more in {"greedy": {}, "beams": {"num_beams": 3}, "static": {"cache_implementation": "static"}}.items():
+        got, wanted = (m.generate(**batch, **options, **more) for m in (sharded, model))
+        found[name] = bool((got.sequences == wanted.sequences).all())
+        found[f"{name} heads"] = got.past_key_values.layers[0].keys.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    got = sharded.generate(**batch, **options, past_key_values=cache)
+    found["own"] = bool((got.sequences == model.generate(**batch, **options).sequences).all())
+    return found
+
+
+def uncopied(sharded: Any, model: Any, batch: dict[str, Tensor]) -> float:
+    """How far a step is off where ranks of a group do not add up what they make of one head's gradient."""
+    among = collectives._among
+
+    def alone(primitive: Any, x: Tensor, *args: Any) -> Tensor:
+        return among(primitive, x, *args) if primitive == "all_gather" else x.sum(0)
+
+    collectives._among = alone
+    try:
+        return step(sharded, model, batch)[1]
+    finally:
+        collectives._among = among
+
+
+def reading(rank: int, world: int, group: Any, folder: str) -> tuple[float, float]:
+    """Read on two ranks, which have a head each, what four wrote, and write it again."""
+    sharded: Any = autotp.compile(grouped(), example_inputs=padded(), mesh=mesh_of(group))
+    sharded.load_checkpoint(f"{folder}/copied")
+    before = {n: t.clone() for n, t in sharded.full_state_dict().items()}
+    sharded.save_checkpoint(f"{folder}/plain")
+    fresh = grouped().state_dict()
+    return max(float((before[n] - t).abs().max()) for n, t in fresh.items()), float(len(before))
+
+
+def back(rank: int, world: int, group: Any, folder: str) -> float:
+    """Read on four ranks what two wrote, beside what four wrote."""
+    states = []
+    for name in ("copied", "plain"):
+        sharded: Any = autotp.compile(grouped(), example_inputs=padded(), mesh=mesh_of(group))
+        sharded.load_checkpoint(f"{folder}/{name}")
+        states.append({n: t.clone() for n, t in sharded.full_state_dict().items()})
+    return max(float((states[0][n] - t).abs().max()) for n, t in states[1].items())
+
+
+def test_on_ranks(pool: Pool, tmp_path: Path):
+    """Two heads on four ranks: a step of training, `generate()` with its caches, saved plans and checkpoints."""
+    for found in pool.run(using, str(tmp_path)):
+        assert found["said"]
+        assert max(found["step"]) < EXACT
+        assert max(found["sequence"]) < EXACT
+        assert max(found["read"]) < EXACT
+        for way in ("greedy", "beams", "static"):
+            assert found["generate"][way] and found["generate"][f"{way} heads"] == 1
+        assert found["generate"]["own"]
+        assert found["control"] > 1e-3  # of gradients of keys and values
+    moved = pool.run(reading, str(tmp_path), world=2)
+    assert all(changed > 1e-4 for changed, _ in moved)  # what was trained, and not what a fresh model has
+    assert max(pool.run(back, str(tmp_path))) == 0
