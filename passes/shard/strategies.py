@@ -50,9 +50,14 @@ class Candidates:
             return
         partitions = self.of[dim]
         if partition not in partitions:
-            ranked = sorted([*partitions, partition], key=lambda p: p.simplicity(self.tp))[:MAX_PARTITIONS]
+            alike = [p for p in (*partitions, partition) if p.shared == partition.shared]  # neither kind ousts the other
+            ranked = sorted(alike, key=lambda p: p.simplicity(self.tp))[:MAX_PARTITIONS]
             self.grew |= partition in ranked
+            ranked = sorted([*ranked, *(p for p in partitions if p.shared != partition.shared)], key=self._order)
             self.of[dim] = ranked
+
+    def _order(self, partition: Distribution) -> tuple[bool, tuple[bool, int, bool, str]]:
+        return partition.shared, partition.simplicity(self.tp)
 
     def full(self, loop: Distribution) -> bool:
         """Say whether every rank certainly owns something of a loop that is dealt so."""
