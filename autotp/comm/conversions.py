@@ -111,7 +111,7 @@ class ConversionKind:
     grouped: bool = False
 
 
-# "C" is `layouts.Copied`, "D" its gradient; "C'" and "D'" hold the slices of S on the same dimension in groups of ranks.
+# "C" is `layouts.Copied`, "D" its gradient; "C'" and "D'" are of slices whose parts S has, side by side in the group.
 # "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.
 # "S'" is S on the same dimension by another partition: no all-to-all can say that without index lists, and it is rare.
 KINDS: dict[tuple[str, str], ConversionKind] = {
@@ -168,14 +168,14 @@ def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
 
 def _holds(src: Any, dst: Any) -> bool:
     """Say whether a shard and a slice for a group of ranks have the same elements in that group."""
-    one, other = (x.to_runtime() if isinstance(x, Layout) else x for x in (src, dst))
-    return other.holds(one) if other.mark != "S" else one.holds(other)
+    both: list[Any] = [x.to_runtime() if isinstance(x, Layout) else x for x in (src, dst)]
+    fine, coarse = both if src.mark == "S" else reversed(both)
+    return coarse.holds(fine)
 
 
 def copies_of(src: Any, dst: Any) -> int:
     """How many ranks a conversion by groups is among: those that have copies of one slice."""
-    one, other = (x.to_runtime() if isinstance(x, Layout) else x for x in (src, dst))
-    return one.copies if other.mark == "S" else other.copies
+    return max(getattr(x, "copies", 1) for x in (src, dst))
 
 
 def group_of(src: Spec, dst: Spec, rank: int) -> range:
@@ -190,8 +190,9 @@ def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
     Raises:
         PlanError: there is none: equal layouts need no conversion, and nothing becomes a Partial maximum.
     """
-    a, b = src.mark, dst.mark
-    kind = KINDS.get((a, b) if a != b and (a, b) not in SPREAD else key(src, dst))  # asked at every call: most marks differ
+    marks = src.mark, dst.mark
+    differ = marks[0] != marks[1] and marks not in SPREAD  # asked at every call: most do
+    kind = KINDS.get(marks if differ else key(src, dst))
     if kind is None or dst.reduction != "sum":
         raise PlanError(
             f"There is no conversion from {src} to {dst}. Equal layouts need none, and a Partial maximum is only made "

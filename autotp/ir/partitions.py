@@ -313,7 +313,7 @@ class Copies(Distribution):
     of: Partition
     copies: int
     shared = True
-    field = "of"
+    field = "copies"
 
     @classmethod
     def of_units(cls, count: Size, tp: int) -> Copies | None:
@@ -381,7 +381,7 @@ class Copies(Distribution):
 
     @classmethod
     def from_json(cls, data: Any) -> Copies:
-        if type(data["copies"]) is not int or data["copies"] < 2:  # noqa: PLR2004
+        if type(data["copies"]) is not int or data["copies"] < 2:
             raise ValueError(f"a unit is on {data['copies']!r} ranks, should be a number above 1")
         return cls(Partition.from_json(data["of"]), data["copies"])
 

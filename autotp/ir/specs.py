@@ -284,8 +284,8 @@ class CopiedSpec(NamedTuple):
         """Say whether a shard deals every slice to its group as `parts` does."""
         if (self.dim, self.repeat, len(self.segments)) != (fine.dim, fine.repeat, len(fine.segments)):
             return False
-        n = self.copies
-        return all(b == (a[0] * n, b[1]) and b[1] * n == a[1] for a, b in zip(self.segments, fine.segments, strict=True))
+        parts = [(count * self.copies, unit / self.copies) for count, unit, *_ in self.segments]
+        return parts == [*fine.segments]
 
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return self.over_groups.take(x, rank // self.copies, tp // self.copies)
@@ -345,7 +345,8 @@ class SummedSpec(NamedTuple):
         return self.over_groups.recombine(sums)
 
 
-Spec = CopiedSpec | SummedSpec | InvariantSpec | ReplicateSpec | ReplicateMaxSpec | PartialSpec | ShardSpec | GroupedSpec
+Copies = CopiedSpec | SummedSpec
+Spec = Copies | InvariantSpec | ReplicateSpec | ReplicateMaxSpec | PartialSpec | ShardSpec | GroupedSpec
 INVARIANT: Spec = InvariantSpec()
 REPLICATED: Spec = ReplicateSpec()
 SUMMANDS: Spec = PartialSpec()

@@ -50,10 +50,12 @@ class Candidates:
             return
         partitions = self.of[dim]
         if partition not in partitions:
-            alike = [p for p in (*partitions, partition) if p.shared == partition.shared]  # neither kind ousts the other
-            ranked = sorted(alike, key=lambda p: p.simplicity(self.tp))[:MAX_PARTITIONS]
+            # Those that several ranks own alike push none of the others out, and none of these them.
+            apart = [p for p in partitions if p.shared != partition.shared]
+            alike = [p for p in (*partitions, partition) if p.shared == partition.shared]
+            ranked = sorted(alike, key=self._order)[:MAX_PARTITIONS]
             self.grew |= partition in ranked
-            ranked = sorted([*ranked, *(p for p in partitions if p.shared != partition.shared)], key=self._order)
+            ranked = sorted([*ranked, *apart], key=self._order)
             self.of[dim] = ranked
 
     def _order(self, partition: Distribution) -> tuple[bool, tuple[bool, int, bool, str]]:

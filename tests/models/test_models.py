@@ -51,6 +51,15 @@ def test_a_model_is_equal_and_split(name, tp):
     assert split(plan)
 
 
+def test_a_model_with_a_loss_has_its_values_and_gradients_compared():
+    """A loss is taken apart in a copy of the graph, whose values are the captured one's by name."""
+    model = transformer("llama-short")
+    report = autotp.verify(model, 2, inputs_of(model) | {"labels": inputs_of(model)["input_ids"]})
+    assert equal(report)
+    assert report.values > 100
+    assert report.gradient_error > 0
+
+
 @pytest.mark.parametrize("name", TWELVE)
 def test_the_captured_graph_is_the_model(name):
     model, inputs = build(name)

@@ -19,7 +19,7 @@ from autotp.cost.prices import lengths, sizer
 from autotp.cost.terms import Cost
 from autotp.cost.units import Call, Work, Works
 from autotp.ir.graph import TABLE, resolve, shape_of, short_name, size_hint
-from autotp.ir.layouts import Size
+from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import conversion_of
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
@@ -152,6 +152,7 @@ def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
 
 
 def _layout(place: HeadDims, planned: Planned) -> Layout:
+    """How the operand lies in which heads are seen."""
     node, slot, _ = place
     return planned.decisions[node].ins[slot]
 
