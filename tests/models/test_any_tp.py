@@ -23,7 +23,7 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("llama-uneven", {}, 5, "8 heads over 5 ranks: dealt whole, at most 2 each, they leave 1 rank without any"),
     ("bert", BERT12, 8, "12 heads over 8 ranks"),
     ("gpt2", GPT12, 8, "12 heads over 8 ranks"),
-    ("qwen3", QWEN_05B, 4, "14 heads over 4 ranks: the fullest has 7"),
+    ("qwen3", QWEN_05B, 4, "14 heads over 4 ranks: the fullest has 4; 2 kv heads for 4 ranks: each has all of k and v"),
     ("llama", {}, 8, ""),
     ("llama", MQA, 2, "1 kv head for 2 ranks: each has all of k and v"),
     ("llama", MQA, 8, "1 kv head for 8 ranks: each has all of k and v"),
