@@ -141,8 +141,8 @@ class Works:
 
     def _one_way(self, a: Layout, b: Layout, nbytes: float) -> tuple[float, Call | None]:
         name, size, ranks = conversions.sent(a, b, nbytes, self.planned.tp)
-        call = Call(name, size, ranks if ranks < self.planned.tp else 0) if name != "none" else None
-        return self.prices.one_way(a, b, nbytes) or 0.0, call
+        few = ranks if ranks < self.planned.tp else 0
+        return self.prices.one_way(a, b, nbytes) or 0.0, Call(name, size, few) if name != "none" else None
 
     def _trained(self, node: fx.Node) -> bool:
         return node in self.planned.grads and self.prices.objective.training

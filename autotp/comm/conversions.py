@@ -168,8 +168,9 @@ def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
 
 def _holds(src: Any, dst: Any) -> bool:
     """Say whether a shard and a slice for a group of ranks have the same elements in that group."""
-    both: list[Any] = [x.to_runtime() if isinstance(x, Layout) else x for x in (src, dst)]
-    fine, coarse = both if src.mark == "S" else reversed(both)
+    fine, coarse = (src, dst) if src.mark == "S" else (dst, src)
+    if isinstance(fine, Layout):
+        fine, coarse = fine.to_runtime(), coarse.to_runtime()
     return coarse.holds(fine)
 
 

@@ -352,7 +352,9 @@ class Copies(Distribution):
 
     def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Copies, ...] | None:
         pieces = self.of.cut(lengths, tp // self.copies)
-        return None if pieces is None else tuple(replace(self, of=p) for p in pieces)
+        if pieces is None:
+            return None
+        return tuple([replace(self, of=p) for p in pieces])
 
     def local(self, rank: int, tp: int) -> int:
         return self.of.local(rank // self.copies, tp // self.copies)
