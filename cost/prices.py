@@ -285,7 +285,7 @@ class Prices:
             ways.append((b.dual, a.dual))
         nbytes = self.bytes(tensors(node)[i])
         sizes = [nbytes * self.narrow(node, a, b), nbytes]
-        calls = [conversions.sent(*way, size, self.tp) for way, size in zip(ways, sizes, strict=False)]
+        calls = [conversions.sending(*way, size, self.tp) for way, size in zip(ways, sizes, strict=False)]
         way_bytes = [collective_bytes(*call) for call in calls if call[0] != "none"]
         return Traffic(sum(way_bytes), len(way_bytes))
 
@@ -328,7 +328,7 @@ class Prices:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
         if kind.grouped:
-            _, size, ranks = conversions.sent(a, b, size, ranks or self.tp)
+            _, size, ranks = conversions.sending(a, b, size, ranks or self.tp)
         return call_seconds(work, size, ranks or self.tp, self.cluster, stride)
 
 

@@ -140,7 +140,7 @@ class Works:
         return self._works[key]
 
     def _one_way(self, a: Layout, b: Layout, nbytes: float) -> tuple[float, Call | None]:
-        name, size, ranks = conversions.sent(a, b, nbytes, self.planned.tp)
+        name, size, ranks = conversions.sending(a, b, nbytes, self.planned.tp)
         few = ranks if ranks < self.planned.tp else 0
         return self.prices.one_way(a, b, nbytes) or 0.0, Call(name, size, few) if name != "none" else None
 

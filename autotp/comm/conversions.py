@@ -175,7 +175,7 @@ def _holds(src: Any, dst: Any) -> bool:
 
 
 def copies_of(src: Any, dst: Any) -> int:
-    """How many ranks a conversion by groups is among: those that have copies of one slice."""
+    """Number of ranks of a group that has copies of one slice, which a conversion by groups is among."""
     return max(getattr(x, "copies", 1) for x in (src, dst))
 
 
@@ -466,7 +466,7 @@ def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
     return FUNCTIONS[kind.name]
 
 
-def sent(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, float, int]:
+def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, float, int]:
     """The primitive of a conversion, "none" where no bytes are sent; the bytes that it is of, and among how many ranks.
 
     Args:

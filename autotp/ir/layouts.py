@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks that follow each other hold one slice, where ranks hold slices."""
+        """Number of ranks that follow each other and have one slice, where ranks have slices."""
         return 1
 
     @property

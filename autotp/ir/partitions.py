@@ -317,7 +317,7 @@ class Copies(Distribution):
 
     @classmethod
     def of_units(cls, count: Size, tp: int) -> Copies | None:
-        """The fewest ranks to a unit that leave every unit a group of its own; None where that is one rank."""
+        """Make the one that gives every unit a group of ranks of its own; None where that is one rank."""
         groups = [n for n in range(1, tp) if tp % n == 0 and isinstance(count, int) and 1 < count <= n]
         return cls(Partition.plain(count, min(groups)), tp // min(groups)) if groups else None
 
@@ -366,7 +366,7 @@ class Copies(Distribution):
         return replace(self, of=self.of.small(tp // self.copies))
 
     def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
-        """After the partitions that are as even, of as many segments."""
+        """Key that comes after those of partitions that are as even, of as many segments."""
         uneven, segments, repeated, text = self.of.simplicity(tp // self.copies)
         return uneven, segments, repeated, f"{type(self).__name__} {text}".lower()
 

@@ -272,12 +272,12 @@ class CopiedSpec(NamedTuple):
 
     @property
     def over_groups(self) -> ShardSpec:
-        """How the groups, and not the ranks, share the dimension."""
+        """Shard over the groups, and not the ranks."""
         return ShardSpec(self.dim, self.repeat, self.segments)
 
     @property
     def parts(self) -> ShardSpec:
-        """How the ranks of a group may share its slice."""
+        """Shard of a group's slice over its ranks."""
         return ShardSpec(self.dim, self.repeat, tuple((self.copies, n // self.copies) for _, n, *_ in self.segments))
 
     def holds(self, fine: ShardSpec) -> bool:

@@ -244,8 +244,8 @@ class Builder:
         layouts: list[Layout] = [whole]
         if leaf.kind.weight:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            held = [(d, p) for d, p in dealt if not p.by_data and not p.shared]
-            fits = [(d, p) for d, p in held if leaf.kind.trained or p.is_plain(self.tp)]
+            storable = [(d, p) for d, p in dealt if not p.by_data and not p.shared]
+            fits = [(d, p) for d, p in storable if leaf.kind.trained or p.is_plain(self.tp)]
             layouts += [dealt_by(d, p) for d, p in fits]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part

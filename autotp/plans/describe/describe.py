@@ -152,7 +152,7 @@ def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
 
 
 def _layout(place: HeadDims, planned: Planned) -> Layout:
-    """How the operand lies in which heads are seen."""
+    """Layout of the operand in which heads are seen."""
     node, slot, _ = place
     return planned.decisions[node].ins[slot]
 
