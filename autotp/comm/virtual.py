@@ -241,7 +241,7 @@ class AllHosts:
 
 
 def _of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence[int], copies: int) -> list[Tensor]:
-    """Return what each of these ranks gets of its group's operands, of all operands [tp, ...] as each of them has them."""
+    """Return what each of these ranks gets of its group's operands; each of them has all, [tp, ...]."""
     out = []
     for rank, operands in zip(ranks, everyone, strict=True):
         first = rank // copies * copies
