@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autotp.proof.rule import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
+    from autotp.runtime.moving.move import move
 
     from .api import Sweep, compile, parallelize, plan, sweep
     from .errors import AutoTPError
@@ -33,6 +34,7 @@ HOMES = {
     "certify": "autotp.driver.verify",
     "compile": "autotp.api",
     "from_pretrained": "autotp.pretrained",
+    "move": "autotp.runtime.moving.move",
     "parallelize": "autotp.api",
     "plan": "autotp.api",
     "prove_rule": "autotp.proof.rule",
@@ -68,6 +70,7 @@ __all__ = [
     "certify",
     "compile",
     "from_pretrained",
+    "move",
     "parallelize",
     "plan",
     "prove_rule",

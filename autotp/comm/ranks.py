@@ -104,6 +104,13 @@ class Ranks:
         """The ranks that run one program together."""
         return self.line or self
 
+    def over(self, degrees: Mapping[str, int]) -> DeviceMesh | None:
+        """A mesh of these degrees over the same ranks; None where they are all that there are. A collective call."""
+        own = dist.get_process_group_ranks(self.group)
+        if len(own) == dist.get_world_size():
+            return None
+        return DeviceMesh(self.device.type, torch.tensor(own).view(*degrees.values()), mesh_dim_names=tuple(degrees))
+
     @property
     def channel(self) -> Channel | None:
         """By which the ranks keep in step, but those beside tp; a collective call where it is the first."""

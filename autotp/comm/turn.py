@@ -71,6 +71,11 @@ class Turn(ContextDecorator):
             _now.lock.release()
 
 
+def within() -> bool:
+    """Return whether the turn that this thread has is within another one, as that of a call that a hook makes."""
+    return _now.depth > 1
+
+
 def joined(channel: Channel) -> None:
     """Note that the turn that is under way meets other ranks by this channel too."""
     if _now.depth:  # not so in a backward that torch began itself

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from torch.distributed import _composable_state
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -116,6 +117,27 @@ def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
 def local_of(tensor: Any) -> torch.Tensor:
     """A DTensor's local tensor, the very one, which autograd does not see: `to_local` under no_grad at less cost."""
     return tensor._local_tensor
+
+
+def lie_as(tensor: Any, other: Any) -> None:
+    """Let a DTensor hold what another one of its shape holds, and lie as that does; it stays the object that it is."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
+def forget_state(module: Any) -> Any:
+    """Let torch's data parallelism forget that it was given this module; return what it knew."""
+    return _composable_state._module_state_mapping.pop(module, None)
+
+
+def remember_state(module: Any, state: Any) -> None:
+    """Give that back."""
+    if state is not None:
+        _composable_state._module_state_mapping[module] = state
+
+
+def of_sharding(hook: Any) -> bool:
+    """Return whether a hook on a module is one of torch's data parallelism."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed")
 
 
 def part_of(value: Any) -> Any:

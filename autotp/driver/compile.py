@@ -42,6 +42,7 @@ from autotp.passes.shard.rewrite import ShardedProgram
 from autotp.plans.describe.describe import describe, with_regathering
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.describe.reasons import stopped, without_rule
+from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.runtime import state
 from autotp.runtime.call_message import few
@@ -141,6 +142,8 @@ class Compilation:
             virtual=plan.tp if self.hosts else 0, aliases=aliases(self.model), want=self.request,
             lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
             check=bool(self.check), sample=self.check is not False,
+            again=partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering),
+            origin=captured.origin[1] if captured is not None and captured.origin is not None else None,
         )  # fmt: skip
         if captured is not None:
             sharded = together(self.every, "rewriting the graph", lambda: make(captured, {}, self.request.outputs))
@@ -152,6 +155,20 @@ class Compilation:
         if self.check is None:
             weights = [*self.model.named_parameters(), *self.model.named_buffers()]
             agree(self.every, WEIGHTS, {name: few(value) for name, value in weights})
+
+
+def _anew(
+    model: nn.Module, inputs: Inputs, tp: int, axes: Axes, *, ranks: Ranks | None, options: Options,
+    request: CaptureRequest, lowering: Lowering,
+) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
+    """Return what a `ShardedModule` takes for other degrees over the same ranks, all else as of the one before.
+
+    Args:
+        model: on the meta device. inputs, tp, axes: to plan for. ranks, options, request, lowering: of the one before.
+    """
+    ranks = Ranks.find(tp, ranks and ranks.planners.over(axes.degrees | {"tp": tp}), axes.dp)
+    options, request = replace(options, tp=tp, batch=axes), replace(request, dp=axes.dp)
+    return Compilation(model, ranks, options, request, lowering, check_capture=False)(inputs)
 
 
 def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None = None) -> nn.Module:

@@ -64,7 +64,9 @@ class Fixed:
     value: Any = field(compare=False, repr=False)
 
     def __reduce__(self) -> Any:
-        """By the value, for another process; what is known here by its identity is no value there."""
+        """By the value, for another process; what is known here by its identity is no value there, but a class."""
+        if isinstance(self.value, type):
+            return _by_identity, (self.value,)
         if not isinstance(self.value, PLAIN_TYPES):
             raise PicklingError(f"a {self.text}, which is described by what this process knows it by")
         return _fixed, (self.value,)
@@ -172,6 +174,10 @@ def _fixed(value: Any) -> Fixed:
     return Fixed((type(value), value), repr(value), value)
 
 
+def _by_identity(value: Any) -> Fixed:
+    return Fixed((type(value), id(value)), type(value).__name__, value)
+
+
 _shared = lru_cache(maxsize=4096, typed=True)(_fixed)
 
 
@@ -224,7 +230,7 @@ class Walk:
             return self._compound(value, kind, enumerate(value), path)
         if kind is dict or is_carrier(value):
             return self._compound(value, kind, (value if kind is dict else vars(value)).items(), path)
-        return Fixed((kind, id(value)), kind.__name__, value)
+        return _by_identity(value)
 
     def _compound(self, value: Any, kind: type, items: Iterable[tuple[Any, Any]], path: str) -> Compound:
         pairs, moving = [], self.moving

@@ -55,7 +55,19 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for part in _units(shards):
         apply(part, mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
-    _roots.add(shards.root)
+    remember(shards.root)
+
+
+def forget(root: nn.Module) -> bool:
+    """Take a module for one that torch's data parallelism was not given; return whether it was."""
+    was = root in _roots
+    _roots.discard(root)
+    return was
+
+
+def remember(root: nn.Module) -> None:
+    """Take a module for one that torch's data parallelism was given."""
+    _roots.add(root)
 
 
 def show_gradients(shards: ShardState) -> None:

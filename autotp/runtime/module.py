@@ -23,6 +23,7 @@ from autotp.inputs import Inputs
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
+from autotp.runtime.checkpoint.wholes import named_tensors
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate
@@ -30,6 +31,7 @@ from autotp.runtime.generation.warming import warmup
 from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
+from autotp.runtime.moving.replan import replan
 from autotp.runtime.stages import weights
 
 from . import data_parallel, optimizer_steps, program_search, state
@@ -57,7 +59,7 @@ class ShardedModule(Part):
 
     __jit_ignored_attributes__ = Refused(JIT)
     _initialize_hook = Refused(COMPILE)
-    warmup = warmup
+    warmup, named_tensors, replan = warmup, named_tensors, replan
     snapshot = checkpoint.snapshot
     is_distributed_loading_by_transformers = Refused(TRAINER)
     _generation: Generation | None = None
@@ -345,8 +347,7 @@ class ShardedModule(Part):
             background: copy to the CPU, return, and write in a thread while training goes on (DCP only).
             max_file: largest size of one safetensors file in bytes; with more, files have an index.
 
-        Returns: None; with `background` a handle, whose `result()` all ranks call before the next save: it waits for
-            what is not written yet and puts the folder in its place.
+        Returns: None; with `background` a handle, whose `result()` all ranks call before the next save: it ends this.
 
         Raises:
             InputError: an argument that cannot be used.
@@ -408,10 +409,9 @@ class ShardedModule(Part):
         `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
         generator, which must be in the same state on every tp rank.
 
-        A program takes the tensors of the call, of whole shapes and the same on every rank: those that were given by
-        position by position, those by name by name, those in a container apart (`name_0`, ...). What is no tensor is as
-        in the example. It gives full outputs: tensors, and tuples, lists and dicts of them in place of other classes.
-        Weights have the original's names and the rank's shapes.
+        A program takes the tensors of the call, whole and the same on every rank: those that were given by position by
+        position, by name by name, in a container apart (`name_0`, ...); what is no tensor is as in the example. Outputs
+        are full: tensors, and tuples, lists and dicts of them. Weights have the original's names and the rank's shapes.
 
         Args:
             example_inputs: of one call, as for `autotp.compile`. Dimensions that the plan keeps symbolic, such as batch

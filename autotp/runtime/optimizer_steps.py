@@ -42,6 +42,8 @@ _updated: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary(
 
 def watch(calls: Calls) -> None:
     """Steps of optimizers over the parameters of this module are held against those of the other ranks."""
+    for entries in _updated.values():  # the number may have been another module's, which is gone
+        entries.pop(id(calls), None)
     _calls_by_id[id(calls)] = calls
     compat.around_steps(_before, _after)
 

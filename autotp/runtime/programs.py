@@ -376,6 +376,9 @@ class Source:
         pipeline: the ranks of its stages, and sums over them; None where it is not cut.
         elsewhere: names of the parameters and buffers that other stages hold.
         virtual: ranks that the plan is of, where each of the `tp` runs several of these; 0 where it runs one.
+        again: what makes a plan and all this anew for other degrees over the same ranks, of a model on the meta device,
+            inputs, tp and the axes beside it; None where that cannot be.
+        origin: inputs that it was planned for.
     """
 
     bare: nn.Module
@@ -394,6 +397,8 @@ class Source:
     pipeline: Any = None
     elsewhere: frozenset[str] = frozenset()
     virtual: int = 0
+    again: Callable[[nn.Module, Any, int, Any], tuple[nn.Module, Any, Source]] | None = None
+    origin: Any = None
 
     def __post_init__(self) -> None:
         # Set anew by every `generate()`, and read by no forward: as a change of the model it would be another program.

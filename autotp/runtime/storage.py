@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as Summand
 from torch.distributed.tensor import Replicate as Whole
@@ -345,6 +346,12 @@ class ShardState:
             if any(self.parts[owner]._parameters.get(n) is None for n in storage.names(leaf)):
                 return name
         return ""
+
+    def show_own(self) -> None:
+        """Give the modules the parameters that this rank keeps, in place of what torch gathered for a forward."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def loaded(self) -> None:
         """Note that weights were loaded, on all ranks alike: that ends what was written apart."""

@@ -35,6 +35,7 @@ ON_RANKS = {
     "docs/guide.md": 10,
     "docs/training.md": 5,
     "docs/axes.md": 5,
+    "docs/moving.md": 3,
 }
 
 

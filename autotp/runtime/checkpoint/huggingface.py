@@ -9,16 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks, from_all, leads, together
+from autotp.comm.ranks import Ranks, leads, together
 from autotp.inputs import is_transformers
 from autotp.runtime import state
 from autotp.runtime.storage import ShardState
@@ -26,6 +23,7 @@ from autotp.runtime.storage import ShardState
 from . import folders
 from .archives import reverted
 from .tensorfiles import INDEX, record
+from .wholes import Wholes, stored_names
 
 ADAPTERS = "adapter_model.safetensors"
 
@@ -38,23 +36,21 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     """
     writer = leads(ranks)
     draft, weight_map = folders.draft_of(place), dict[str, str]()
-    files = together(ranks, "choosing the tensors", lambda: _files(shards, max_file))
-    owners = _owners(shards, ranks)
+    wholes = Wholes(shards, ranks)
+    files = together(ranks, "choosing the tensors", lambda: _files(wholes, max_file))
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, first in names.items():
-            # Every rank gathers, in one order: an all-gather that only rank 0 begins would wait for the others.
-            tensor = _gathered(shards, ranks, first, owners[first])
-            if writer:
-                # A copy on the CPU: safetensors refuses tensors that share memory, and transposed ones.
-                tensors[name] = tensor.to("cpu", copy=True).contiguous()
+            # One at a time, and on the CPU: a file is larger than what a device has left.
+            for tensor in wholes.gather([first], writer).values():
+                tensors[name] = tensor.cpu()
         # A full disk on rank 0 raises on all ranks; without a turn they would wait in the next file's all-gather.
         together(ranks, f"writing {file}", functools.partial(_write, shards, tensors, draft / file, weight_map))
 
     def finish() -> None:
         # One file has no index, as `from_pretrained` expects it.
         if len(files) > 1:
-            total = sum(_size(shards, first) for names in files.values() for first in names.values())
+            total = sum(wholes.nbytes(first) for names in files.values() for first in names.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (draft / ("model" + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         if ADAPTERS not in files:
@@ -66,32 +62,6 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish) if writer else None)
 
 
-def _owners(shards: ShardState, ranks: Ranks | None) -> dict[str, int]:
-    """First name of each tensor -> the first rank that holds it, or a part of it: that of its stage. Collective."""
-    own = [first for _, first in state.named_tensors(shards)]
-    everyone = from_all(ranks if shards.staged else None, own, "what each stage holds")
-    return {first: rank for rank in reversed(range(len(everyone))) for first in everyone[rank]}
-
-
-def _gathered(shards: ShardState, ranks: Ranks | None, first: str, owner: int) -> Tensor:
-    """A tensor whole; of another stage on the rank that writes alone, to which it is sent."""
-    here = first not in shards.elsewhere
-    tensor = state.whole(shards, first, live=True) if here else _original(shards, first)
-    if ranks is not None and owner and ranks.rank in (0, owner):
-        if here:
-            dist.send(tensor.contiguous(), group=ranks.group, group_dst=0)
-        else:
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
-            dist.recv(tensor, group=ranks.group, group_src=owner)
-    return tensor
-
-
-def _original(shards: ShardState, first: str) -> Tensor:
-    """The fake tensor of the original's skeleton."""
-    owner, _, leaf = first.rpartition(".")
-    return getattr(shards.bare.get_submodule(owner), leaf)
-
-
 def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_map: dict[str, str]) -> None:
     """Write one file, in the forms that transformers stores; on the ranks that do not write nothing."""
     bare: Any = shards.bare
@@ -101,25 +71,6 @@ def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_ma
         stored = reverted(bare, tensors)
         folders.writing(file, lambda: save_file(stored, file, {"format": "pt"}))
         weight_map.update(dict.fromkeys(stored, file.name))
-
-
-def _size(shards: ShardState, first: str) -> int:
-    if first in shards.elsewhere:
-        return _original(shards, first).nbytes
-    return math.prod(shards.storage_of(first).shape) * state.pieces(shards, first)[0].element_size()
-
-
-def _stored(shards: ShardState) -> dict[str, str]:
-    """Stored name -> first name, each tensor once: tied ones under the name that is not declared to follow another."""
-    follows = getattr(shards.bare, "_tied_weights_keys", None) or ()
-    names: dict[str, list[str]] = {}
-    for name, first in state.named_tensors(shards, everywhere=True):
-        names.setdefault(first, []).append(name)
-    out = {}
-    for first, own in names.items():
-        name = next((n for n in own if n not in follows), own[0])
-        out[name] = first
-    return out
 
 
 def _adapters(bare: Any, every: dict[str, str]) -> dict[str, str]:
@@ -136,15 +87,16 @@ def _adapters(bare: Any, every: dict[str, str]) -> dict[str, str]:
     return own if own_ids == ids else every
 
 
-def _files(shards: ShardState, max_file: int) -> dict[str, dict[str, str]]:
+def _files(wholes: Wholes, max_file: int) -> dict[str, dict[str, str]]:
     """Return file -> what is stored in it, as transformers and PEFT name and fill them."""
+    shards = wholes.shards
     bare: Any = shards.bare
     if getattr(bare, "peft_config", None) and hasattr(bare, "save_pretrained"):
         return {ADAPTERS: _adapters(bare, dict(state.named_tensors(shards, everywhere=True)))}
     groups: list[dict[str, str]] = [{}]
     size = 0
-    for name, first in _stored(shards).items():
-        own = _size(shards, first)
+    for name, first in stored_names(shards).items():
+        own = wholes.nbytes(first)
         if groups[-1] and size + own > max_file:
             groups.append({})
             size = 0

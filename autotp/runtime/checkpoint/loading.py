@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -84,10 +83,7 @@ def load(
     facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": str(optimizer is not None)}
     facts |= {n: few(t) for n, t in tensors.items()}
     agree(ranks, "the checkpoint", {"names, shapes and types": _digest(stored), **facts})
-    # What torch has gathered for a forward would hide the parameters that are loaded.
-    for module in shards.root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    shards.show_own()
     together(ranks, "checking the checkpoint", lambda: _check(shards, archive, matches, check_finite))
     replacements = together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
     if replacements:
@@ -209,8 +205,7 @@ def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tens
     in_place = False
     for first, keys in matches.stored.items():
         tensors = state.pieces(shards, first)
-        replacements |= {old: materialise(old, shards.device) for old in tensors if old.is_meta}
-        now: list[Any] = [replacements.get(old, old) for old in tensors]
+        now = memory_of(shards, tensors, replacements)
         in_place |= any(not old.is_meta for old in tensors)
         value = archive.tensors[keys[0]] if isinstance(archive, TensorArchive) else None
         if isinstance(value, DTensor) and len(now) == 1 and now[0].shape == value.shape and same_layout(now[0], value):
@@ -219,6 +214,16 @@ def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tens
         own = shards.storage_of(first).boxes(now)
         _leaving(PARTLY if in_place else "Nothing was loaded.", partial(archive.read, keys[0], own))
     return replacements
+
+
+def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: dict[Any, Tensor]) -> list[Any]:
+    """Return the tensors to write to: those that hold a parameter, or memory in the place of what has none.
+
+    Args:
+        shards: of the module. tensors: that hold it. replacements: meta tensor -> memory; grows.
+    """
+    replacements |= {old: materialise(old, shards.device) for old in tensors if old.is_meta}
+    return [replacements.get(old, old) for old in tensors]
 
 
 def _leaving(state_after: str, read: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from autotp.errors import StateError
 from autotp.runtime import state
-from autotp.runtime.storage import ShardState
+from autotp.runtime.storage import Box, ShardState
 
 from .archives import Archive
 from .dcpfiles import Tensors
@@ -132,6 +132,21 @@ def load(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any)
     Raises:
         StateError: one cannot be read.
     """
+    boxes, give = begin(shards, optimizer, saved)
+    for name, own in boxes.items():
+        archive.read(name, own)
+    give()
+
+
+def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[str, list[Box]], Callable[[], None]]:
+    """Make memory for this rank's part of an optimizer's states.
+
+    Args:
+        shards, optimizer, saved: see `load`.
+
+    Returns: stored name -> the boxes to fill, and what gives all to the optimizer once they are.
+    """
+    boxes: dict[str, list[Box]] = {}
     filled: dict[Tensor, dict[str, Any]] = {}
     for name, storage in shards.storages.items():
         parameters = state.pieces(shards, name)
@@ -143,7 +158,7 @@ def load(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any)
         # Read into memory beside what the optimizer has: where a file is damaged it keeps its state.
         for key in saved["elements"].get(name, ()):
             new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-            archive.read(f"{PREFIX}{name}.{key}", storage.boxes(new))
+            boxes[f"{PREFIX}{name}.{key}"] = storage.boxes(new)
             for p, t in zip(parameters, new, strict=True):
                 filled[p][key] = t
     # torch's state dict names parameters by their place in the optimizer's own order, which is not that of the file.
@@ -154,9 +169,8 @@ def load(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any)
         options = {k: _like(group.get(k), v) for k, v in other.items() if k != "params"}
         groups.append({**options, "params": list(range(at, at + n))})
         at += n
-    optimizer.load_state_dict(
-        {"state": {i: filled[p] for i, p in enumerate(order) if p in filled}, "param_groups": groups}
-    )
+    states = {i: filled[p] for i, p in enumerate(order) if p in filled}
+    return boxes, lambda: optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:

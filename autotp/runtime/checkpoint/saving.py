@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp._version import __version__
@@ -64,9 +63,7 @@ def save(
     facts = {"path": str(place), "format": format, "background": str(background), "max_file": str(max_file)}
     agree(ranks, "the options of a save", {**facts, "optimizer": str(optimizer is not None)})
     shards.agree_on_writes("a save")
-    for module in shards.root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    shards.show_own()
     first = leads(ranks)
     if format == "huggingface":
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
@@ -77,8 +74,7 @@ def save(
         ranks, "reading the state", lambda: collect(shards, optimizer, extra, first_names(shards) if weights else ())
     )
     if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
-        of_stages = from_all(ranks, own, "what is saved")
-        own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
+        own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
     notes = together(ranks, "reading the state", lambda: _as_json(own))
     agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
     together(ranks, "making the folder", lambda: _begin(place) if first else None)

@@ -1,0 +1,1 @@
+"""Bytes of moves between layouts."""
