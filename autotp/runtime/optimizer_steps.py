@@ -48,6 +48,11 @@ def watch(calls: Calls) -> None:
     compat.around_steps(_before, _after)
 
 
+def unwatch(calls: Calls) -> None:
+    """Let go of a module whose parameters are another's from here on."""
+    _calls_by_id.pop(id(calls), None)
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Hold a step against those of the other ranks; give its arguments, where its closure is to be held too."""
     if torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from autotp.comm.turn import within
 from autotp.errors import InputError, StateError
 from autotp.plans.estimates import Axes
 from autotp.plans.pieces import BUCKET
-from autotp.runtime import data_parallel, state
+from autotp.runtime import data_parallel, optimizer_steps, state
 from autotp.runtime.checkpoint.loading import memory_of
 from autotp.runtime.part import whole_class
 from autotp.runtime.storage import ShardState
@@ -169,6 +169,7 @@ def _fill(module: Any, old: _Old, ranks: Any, optimizer: Optimizer | None, bucke
         for group, new_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group["params"][:] = [stand[p] for p in new_group["params"]]
     _keep_hooks(old.shards, shards)
+    optimizer_steps.unwatch(old.shards.counter)
     module._calls.settle()
 
 
