@@ -100,7 +100,7 @@ class Loop:
     def __init__(self, policy: Any, generator: Any, follow: Callable[[], Any], rows: slice, lr: float) -> None:
         self.policy, self.generator, self.follow, self.rows = policy, generator, follow, rows
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
-        self.seconds = dict.fromkeys(("drawing", "training", "moving"), 0.0)
+        self.seconds = {"drawing": 0.0, "training": 0.0, "moving": 0.0}
         self.degrees = self.cache = 0.0
 
     def timed(self, what: str, fn: Callable[[], Any]) -> Any:

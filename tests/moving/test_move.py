@@ -288,7 +288,7 @@ def cut_off(rank: int, world: int, group: Any) -> tuple[str, bool]:
             os.kill(os.getpid(), signal.SIGKILL)
         real(*args)
 
-    before = {name: p.detach().to_local().clone() for name, p in source.named_parameters()}
+    before, text = {name: p.detach().to_local().clone() for name, p in source.named_parameters()}, ""
     with patch.object(peers, "_wait", wait):
         try:
             autotp.move(source, target, bucket=4000)

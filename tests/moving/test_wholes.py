@@ -22,7 +22,7 @@ BUCKET = 80_000
 
 def engine(pipe: Any, family: str) -> None:
     """Another process: it loads what comes, and says whether that is the model."""
-    model = transformer(family)
+    model: Any = transformer(family)
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         for p in model.parameters():
