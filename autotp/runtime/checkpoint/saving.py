@@ -75,7 +75,7 @@ def save(
     )
     if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
         own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
-    notes = together(ranks, "reading the state", lambda: _as_json(own))
+    notes = together(ranks, "reading the state", lambda: as_json(own))
     agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     with folders.dropped_on_failure(place, first):
@@ -134,7 +134,8 @@ def _copies(tensors: Tensors) -> Tensors:
     return out
 
 
-def _as_json(notes: Mapping[str, Any]) -> str:
+def as_json(notes: Mapping[str, Any]) -> str:
+    """Return notes as text; what is None is left out."""
     try:
         return json.dumps({k: v for k, v in notes.items() if v is not None})
     except (TypeError, ValueError) as error:

@@ -28,7 +28,7 @@ from .dcpfiles import Tensors
 from .loading import load
 from .memory import KeptStep, Layout, Owner, Record, Slot
 from .optimizers import PREFIX
-from .saving import collect, first_names
+from .saving import as_json, collect, first_names
 
 _open = set[Path]()  # folders that this process keeps steps in
 
@@ -178,6 +178,8 @@ class Snapshots:
         """Take the memory that copies need, as far as that is known; say how much it is, and what a copy costs."""
         layout = Layout(_expected(self._shards, self._optimizer))
         each = from_all(self._ranks, layout.size, "bytes to keep")
+        last = sum(file.stat().st_size for file in self._folder.glob("*.data")) / 1e6
+        from_all(self._ranks, None, "memory of the start before")
 
         def take() -> None:
             for number in (0, 1):
@@ -188,11 +190,13 @@ class Snapshots:
         together(self._ranks, "taking memory of the node", take)
         own, node = 2 * layout.size / 1e6, sum(2 * each[rank] for rank in self._local) / 1e6
         sending = f", and one sending to rank {self._to}" if self._to >= 0 else ""
+        until = f"; until the first step is kept also {last:,.1f} MB of the start before" if last else ""
         copies = "".join(f"; {2 * each[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
         return (
             f"every {self._every}: {layout.bytes / 1e6:,.1f} MB of this rank are copied into {self._folder}, beside "
             f"the next step: about 1.3 of one copy{sending}\n"
-            f"memory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node{copies}"
+            f"memory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node"
+            f"{copies}{until}"
         )
 
     def __str__(self) -> str:
@@ -223,9 +227,7 @@ class Snapshots:
     @torch.no_grad()
     def _copying(self) -> Callable[[], None]:
         """Return what copies this step into the file whose turn it is: all that it reads is looked up by now."""
-        data_parallel.show_gradients(
-            self._shards
-        )  # the parameters that the optimizer has, of modules that are gathered
+        data_parallel.show_gradients(self._shards)  # where weights are gathered, others stand in the parameters' place
         tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), self._names)
         layout, number = Layout(tensors), self._number
         slot = self._slot(self._rank, number, layout.size)
@@ -243,7 +245,7 @@ class Snapshots:
             "run": self._owner.run, "model": self._owner.model, "epoch": self._epoch, "step": self.step,
             "place": self._rank, "settled": self._settled, "size": layout.size, "notes": notes,
         }  # fmt: skip
-        text, versions = json.dumps(head)[:-1], [x._version for x in layout.sources]
+        text, versions = as_json(head)[:-1], [x._version for x in layout.sources]
 
         def copying() -> None:
             if ready is not None:

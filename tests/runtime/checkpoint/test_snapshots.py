@@ -140,8 +140,10 @@ def test_memory_is_as_printed(run):
     assert len(sizes) == 2 and f"{sum(sizes) / 1e6:,.1f} MB of all ranks of this node" in said
     kept_bytes = sum(p.numel() * 4 * 3 for p in sharded.parameters())
     assert f"every 1: {kept_bytes / 1e6:,.1f} MB of this rank" in said and "about 1.3 of one copy" in said
-    before = {file.name: file.stat().st_mtime_ns for file in files(run, "*.data")}
-    assert set(before) == {"1-0-0.data", "1-0-1.data"}
+    assert {file.name for file in files(run, "*.data")} == {"1-0-0.data", "1-0-1.data"}
+    last = str(begun()[2])
+    assert f"until the first step is kept also {sizes[0] / 1e6:,.1f} MB of the start before" in last
+    assert "of the start before" not in said
 
 
 def test_weights_that_are_written_while_they_are_copied_are_refused(run, monkeypatch):
@@ -179,6 +181,10 @@ def test_bad_input_is_refused(run, monkeypatch):
         full.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StateError, match="cannot take 0.0 MB: only"):
             begun()
+    sharded, optimizer, kept = begun(extra=lambda: {"place": object()})
+    trained(sharded, optimizer, kept, until=1)
+    with pytest.raises(StateError, match="is saved as JSON, and cannot be"):
+        kept.wait()
     with pytest.raises(InputError, match="give example_inputs"):
         autotp.compile(nn.Linear(8, 8), resume=True)
     for name in ("none", None):
