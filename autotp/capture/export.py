@@ -174,7 +174,9 @@ class Attempt:
         numbers that change from call to call, such as the length that a static cache is to have."""
         objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
         pairs = [pair for x in objects for pair in zip(x.tensors, x.shape.names, strict=True)]
-        sizes = [(name, d, t.shape[d]) for t, name in pairs for d in range(2, t.ndim)]
+        # A state of one dimension is a list of places, such as those of the tokens that a paged cache reads.
+        firsts = [2 * (t.ndim > 1) for t, _ in pairs]
+        sizes = [(name, d, t.shape[d]) for (t, name), at in zip(pairs, firsts, strict=True) for d in range(at, t.ndim)]
         numbers = {x.tensors[i].shape[0] - SHIFT for x in objects for i in x.shape.counts}
         return numbers | {size for name, d, size in sizes if not is_number(name, d, size)}
 

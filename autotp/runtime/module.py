@@ -25,6 +25,7 @@ from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.checkpoint.wholes import named_tensors
 from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.generation.batching import Batching
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate
 from autotp.runtime.generation.warming import warmup
@@ -45,7 +46,7 @@ from .storage import ShardState, Storage
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
 
 
-class ShardedModule(Part):
+class ShardedModule(Batching, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -81,14 +82,13 @@ class ShardedModule(Part):
         )  # fmt: skip
         self._programs_made = Programs()
         place, own = source.places()["tp"], source.host.own if source.host is not None else 1
-        self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, own)
-        self._carriers.layouts |= plan.states
+        self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, own, plan.states)
         state.populate(self._shards, self, model, plan.placements)
         whole_weights.load_by_original(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._changes = watch(self._shards.parts, source.bare, Changes())
-        compares = source.sample and not source.check
-        self._calls = Calls(self._shards, type(source.bare).__name__, self._order, self._changes, compares)
+        kind, compares = type(source.bare).__name__, source.sample and not source.check
+        self._calls = Calls(self._shards, kind, self._order, self._changes, compares)
         self._begin_stages()
         optimizer_steps.watch(self._calls)
         for captured, sharded in source.ready:

@@ -113,6 +113,8 @@ def _shapes(target: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None
     """Shapes of the results of a call on the meta device; None where it fails."""
 
     def on_meta(x: Any) -> Any:
+        if isinstance(x, torch.device):  # by position, as `to` takes it
+            return torch.device("meta")
         return x.tensor() if isinstance(x, Like) else x
 
     args, kwargs = compat.tree_map(on_meta, (args, {k: x for k, x in kwargs.items() if k != "device"}))

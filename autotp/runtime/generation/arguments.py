@@ -53,6 +53,9 @@ class Arguments:
     undealt: bool = False
 
     def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
+        # Such as the pages of continuous batching, which a forward takes as a cache.
+        if (paged := getattr(kwargs.get("cache"), "arguments", None)) is not None:
+            kwargs = paged(kwargs)
         self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
         self.read()
 

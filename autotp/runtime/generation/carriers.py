@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -103,11 +104,12 @@ class Carriers:
 
     @classmethod
     def of(
-        cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), own_ranks: int = 1
-    ) -> Carriers:
+        cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), own_ranks: int = 1,
+        layouts: Mapping[str, Layout] = MappingProxyType({}),
+    ) -> Carriers:  # fmt: skip
         """For a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
-        return cls(parameters, rank, tp, own_ranks, state_names=state_names, bare=bare)
+        return cls(parameters, rank, tp, own_ranks, dict(layouts), state_names=state_names, bare=bare)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}

@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from autotp.errors import StateError
-from autotp.runtime.interop.methods import BATCHES
 
 from .generate_methods import one_generator
 
 NO_GENERATE = (
     "{name} has no generate(): its class brings none. Those of transformers that end in a language model's head do; "
     "for others call the sharded module itself, with the cache that it gave."
+)
+PAGED = (
+    "generate(cache_implementation='paged') hands its prompts to the engine of continuous batching and drops the "
+    "options that this does not know. Take sharded.generate_batch(...), which names them."
 )
 SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
@@ -40,7 +43,7 @@ def refuse(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, dp: int)
         StateError: it says what to do instead.
     """
     if kwargs.get("cache_implementation") == "paged":
-        raise StateError(BATCHES.format(name="generate(cache_implementation='paged')"))
+        raise StateError(PAGED)
     defaults = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or config
     for name in BY_PROMPT if dp > 1 else ():
         if kwargs.get(name, getattr(defaults, name, None)):

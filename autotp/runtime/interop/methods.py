@@ -24,9 +24,8 @@ SAVE = (
     "sharded.save_checkpoint(folder, format='huggingface')."
 )
 BATCHES = (
-    "{name}: continuous batching keeps the keys and values of all requests in pages of one memory, and calls the model "
-    "from a thread of its own; a sharded module has neither. Take sharded.generate(...), with prompts of several "
-    "lengths padded on the left."
+    "{name}: requests of continuous batching are the whole module's, and this is a part of it. Take "
+    "sharded.generate_batch(...) or sharded.init_continuous_batching(...)."
 )
 # What changes the modules that run, and does a part of that before it meets the first one that it may not; and what
 # writes without the other ranks.

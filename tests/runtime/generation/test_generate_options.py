@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -89,13 +89,25 @@ def test_a_draft_that_is_sharded_draws_as_on_one_device(pool):
     assert first[3] == first[7] != second[3]  # the other rank's own numbers go on as they were
 
 
-def test_there_is_no_continuous_batching():
-    model = llama()
+class Scored(nn.Module):
+    """A language model within another module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids, use_cache=False).logits
+
+
+def test_a_part_has_no_continuous_batching():
+    model = Scored(llama())
     sharded: Any = autotp.compile(model, 1, example_inputs=IDS, check_capture=False)
     for name in BATCHING:
-        assert hasattr(model, name) and not hasattr(sharded, name)
-        kind, text = error_of(lambda name=name: getattr(sharded, name))[:2]
-        assert kind == "AbsentError" and text.startswith(name) and "Take sharded.generate(" in text
+        assert hasattr(model.inner, name) and not hasattr(sharded.inner, name)
+        kind, text = error_of(lambda name=name: getattr(sharded.inner, name))[:2]
+        assert kind == "AbsentError" and text.startswith(name) and "Take sharded.generate_batch(" in text
+    assert "its class brings none" in error_of(lambda: sharded.generate_batch([[1]]))[1]
     assert not hasattr(sharded, "no_method")
 
 

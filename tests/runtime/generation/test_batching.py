@@ -1,0 +1,141 @@
+"""Continuous batching on ranks gives the tokens and scores of the unsharded model's engine, from pools of own heads."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+import autotp
+from autotp.runtime.generation import paged
+from benchmarks.helpers.lists.batched import NEW, answers, options, requests
+from benchmarks.helpers.lists.doubled import doubled
+from tests.helpers.compare import mesh_of
+from tests.helpers.errors import error_of, message_of
+
+EXACT = 1e-9
+IDS = torch.arange(3, 11).view(2, 4)
+
+
+def llama(heads: int = 4, own: int = 2) -> Any:
+    """Two layers, with weights large enough that tokens change."""
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    counts: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": own, "head_dim": 8}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, **counts, max_position_embeddings=128, pad_token_id=0, eos_token_id=None)
+    model: Any = LlamaForCausalLM(config).double().eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    return model
+
+
+def sampling() -> dict[str, Any]:
+    return {"generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=True, temperature=2.0, pad_token_id=0)}
+
+
+def gap(wanted: Any, got: Any) -> float:
+    """Largest difference of a score in all batches."""
+    return max(float((a - b).abs().max()) for a, b in zip(wanted[1], got[1], strict=True))
+
+
+def batching(rank: int, world: int, group: Any, heads: tuple[int, int]) -> dict[str, Any]:
+    """Greedy answers, with what is held of the pools."""
+    with torch.no_grad(), doubled():
+        model = llama(*heads)
+        sharded: Any = autotp.compile(model, example_inputs=IDS, mesh=mesh_of(group), check_capture=False)
+        wanted, got = answers(model), answers(sharded)
+        found = {
+            "wanted": wanted[0],
+            "got": got[0],
+            "gap": gap(wanted, got),
+            "alone": [own(model, x) for x in requests()],
+        }
+        found["programs"] = sharded._programs_made.total
+        found["heads"] = sharded._carriers.cut("past_key_values.layers.0.keys")
+        return found | (more_of(sharded, model, rank) if world == 2 else {})
+
+
+def more_of(sharded: Any, model: Any, rank: int) -> dict[str, Any]:
+    """Sampled and cancelled requests, and ways to fail."""
+    found: dict[str, Any] = {"sampled": answers(model, **sampling())[0], "drawn": answers(sharded, **sampling())[0]}
+    found |= managed(sharded, model)
+    with patch.object(paged, "_slots", lambda allocator, index: index % 8):  # requests write over each other's
+        found["control"] = answers(sharded)[0]
+    found["failing"] = failing(sharded, rank)
+    found["after"], found["programs after"] = answers(sharded)[0], sharded._programs_made.total
+    return found
+
+
+def managed(sharded: Any, model: Any) -> dict[str, Any]:
+    """What a manager answers where one of three requests is cancelled, with two answers to each."""
+    given = options()
+    given["generation_config"].num_return_sequences = 2
+    with sharded.continuous_batching_context_manager(**given) as manager:
+        manager.add_request([5, 6, 7], request_id="kept")
+        manager.add_request([8, 9], request_id="cancelled", max_new_tokens=10_000)
+        manager.cancel_request("cancelled")
+        manager.add_request([5, 6, 7, 8], request_id="last")
+        results: dict[str, Any] = {}
+        while len([x for x in results if not x.startswith("cancelled")]) < 4:
+            if (result := manager.get_result(timeout=1)) is not None and result.is_finished():
+                results[result.request_id] = result.generated_tokens
+    wanted = {"kept": own(model, [5, 6, 7]), "last": own(model, [5, 6, 7, 8])}
+    same = [results[name] == wanted[name.split("__")[0]] for name in results if not name.startswith("cancelled")]
+    return {"managed": all(same), "results": sorted(results)}
+
+
+def own(model: Any, prompt: list[int]) -> list[int]:
+    """What the unsharded model generates from one prompt."""
+    return model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+
+def failing(sharded: Any, rank: int) -> str:
+    """The error where a batch fails on one rank."""
+    update = ContinuousBatchProcessor.update_batch
+
+    def fails(self: Any) -> None:
+        if rank == 1:
+            raise ValueError("no more")
+        update(self)
+
+    with patch.object(ContinuousBatchProcessor, "update_batch", fails):
+        return "{}: {}".format(*error_of(lambda: answers(sharded))[:2])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "heads", "mine"), [(2, (4, 2), [1, 1]), (3, (8, 8), [3, 3, 2])])
+def test_llama_answers_many_requests_at_once(pool, world, heads, mine):
+    on_ranks = pool.run(batching, heads, world=world)
+    for found in on_ranks:
+        assert found["got"] == found["wanted"] == found["alone"] and found["gap"] < EXACT
+        assert found["programs"] == found.get("programs after", 2) == 2  # compile's own, and one for every batch
+        if world == 2:
+            assert found["drawn"] == on_ranks[0]["sampled"]  # rank 0 is whom the engine seeds as without ranks
+            assert found["managed"] and found["results"][-2:] == ["last", "last__child#0"]
+            assert found["control"] != found["wanted"] == found["after"]
+            assert found["failing"].startswith("StateError: continuous batching: ")
+    assert [found["heads"].mine for found in on_ranks] == mine
+
+
+def test_what_the_engine_would_leave_out_is_refused_by_name():
+    model = llama()
+    sharded: Any = autotp.compile(model, 1, example_inputs=IDS, check_capture=False)
+    given = {"generation_config": GenerationConfig(max_new_tokens=2, pad_token_id=0)}
+    for more in ({"stop_strings": ["a"]}, {"num_beams": 2}, {"repetition_penalty": 1.5}, {"min_new_tokens": 2}):
+        config = GenerationConfig(max_new_tokens=2, pad_token_id=0, **more)
+        text = message_of(lambda config=config: sharded.generate_batch([[3]], generation_config=config))
+        assert next(iter(more)) in text, text
+    assert "use_cuda_graph" in message_of(
+        lambda: sharded.generate_batch([[3]], continuous_batching_config=_graphs(), **given)
+    )
+    assert "temperature" in message_of(lambda: sharded.generate_batch([[3]], temperature=2.0, **given))
+    assert "no tokens" in message_of(lambda: sharded.generate_batch([[3], []], **given))
+    assert "max_new_tokens" in message_of(lambda: sharded.generate_batch([[3]]))
+
+
+def _graphs() -> Any:
+    return options()["continuous_batching_config"].__class__(use_cuda_graph=True)
