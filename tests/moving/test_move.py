@@ -28,8 +28,16 @@ NEW = 6  # tokens
 
 
 def original(name: str) -> Any:
+    if name == "small":
+        return small(0)
     family, changed = MODELS[name]
     return transformer(family, **changed)
+
+
+def batch_of(model: Any, seed: int = 0) -> dict[str, Tensor]:
+    if isinstance(model, nn.Sequential):
+        return {"input": torch.randn(2, 32, generator=torch.Generator().manual_seed(seed))}
+    return inputs_of(model, seed=seed)
 
 
 def mesh_of(dp: int, tp: int) -> DeviceMesh:
@@ -37,19 +45,18 @@ def mesh_of(dp: int, tp: int) -> DeviceMesh:
 
 
 def compiled(model: nn.Module, dp: int, tp: int, **options: Any) -> Any:
-    return autotp.compile(
-        model, tp, dp=dp, mesh=mesh_of(dp, tp), example_inputs=inputs_of(model), check_capture=False, **options
-    )
+    inputs = autotp.Inputs(**batch_of(model))
+    return autotp.compile(model, tp, dp=dp, mesh=mesh_of(dp, tp), example_inputs=inputs, check_capture=False, **options)
 
 
 def adamw(sharded: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(sharded.parameters(), lr=1e-3, betas=(0.8, 0.9), eps=1e-4)
 
 
-def step(sharded: Any, optimizer: Any, seed: int) -> None:
-    model = type("Like", (), {"config": sharded.config, "main_input_name": "input_ids"})
+def step(sharded: Any, optimizer: Any, seed: int, model: Any) -> None:
     optimizer.zero_grad()
-    sharded(**inputs_of(model, seed=seed)).logits.float().square().mean().backward()
+    outputs = sharded(**batch_of(model, seed))
+    getattr(outputs, "logits", outputs).float().square().mean().backward()
     optimizer.step()
 
 
@@ -66,16 +73,17 @@ def states_of(sharded: Any, optimizer: Any) -> dict[str, Tensor]:
 
 def beside_a_folder(rank: int, world: int, group: Any, name: str, folder: str, shard: bool, meshes: Any) -> int:
     """A step after a move, and after a checkpoint through a folder, from tp=4 to dp=2 x tp=2 and back."""
-    source = compiled(original(name), 1, 4)
+    model = original(name)
+    source = compiled(model, 1, 4)
     optimizer = adamw(source)
-    step(source, optimizer, 1)
+    step(source, optimizer, 1, model)
     source.save_checkpoint(Path(folder) / "dcp", optimizer=optimizer)
     compared, most = 0, 0
     for dp, tp in meshes:
         target = compiled(original(name), dp, tp, fully_shard=shard and dp > 1)
         by_folder, by_move = adamw(target), adamw(target)
         target.load_checkpoint(Path(folder) / "dcp", optimizer=by_folder)
-        step(target, by_folder, 2)
+        step(target, by_folder, 2, model)
         wanted = {name: value.clone() for name, value in states_of(target, by_folder).items()}
         real, most = peers._message, 0
 
@@ -87,14 +95,14 @@ def beside_a_folder(rank: int, world: int, group: Any, name: str, folder: str, s
         with patch.object(peers, "_message", noted):
             assert autotp.move(source, target, optimizer=(optimizer, by_move), bucket=BUCKET) == {}
         assert most <= BUCKET
-        step(target, by_move, 2)
+        step(target, by_move, 2, model)
         same(states_of(target, by_move), wanted)
         compared += len(wanted)
     return compared
 
 
 def test_a_step_after_a_move_is_that_after_a_checkpoint(pool, tmp_path):
-    assert min(pool.run(beside_a_folder, "fused", str(tmp_path), True, ((2, 2),))) > 20
+    assert min(pool.run(beside_a_folder, "small", str(tmp_path), True, ((2, 2), (1, 4)))) > 20
 
 
 def apart(rank: int, world: int, group: Any) -> bool:
@@ -180,6 +188,26 @@ def inputs_of_cache(model: Any) -> Tensor:
     return torch.randint(3, 250, (2, 7), generator=torch.Generator().manual_seed(3))
 
 
+def over_slices(rank: int, world: int, group: Any) -> tuple[list[int], list[int]]:
+    """From tp=4 to dp=2 x tp=2, whose slices of the batch go on with a sequence each."""
+    model = transformer("llama-cache-short")
+    wanted = decoded(model, "dynamic")
+    source, target = compiled(model, 1, 4), compiled(model, 2, 2)
+    row = rank // 2
+
+    def moves(cache: Any) -> Any:
+        past = autotp.move(source, target, cache={"past_key_values": cache})["past_key_values"]
+
+        def own(input_ids: Tensor, **options: Any) -> Any:
+            return target(input_ids=input_ids[-1 if len(input_ids) == 1 else row][None], **options)
+
+        return own, past
+
+    found = decoded(source, "dynamic", moves)
+    half = NEW // 2 * 2
+    return wanted[:half] + wanted[half + row :: 2], found
+
+
 def half_and_half(rank: int, world: int, group: Any, kind: str, kv: int, warm: bool) -> tuple[list[int], list[int]]:
     model = transformer("llama-cache-short", num_key_value_heads=kv)
     wanted = decoded(model, kind)
@@ -203,9 +231,12 @@ def test_a_sequence_half_at_one_degree_and_half_at_another(pool):
 
 def test_more_layouts_caches_and_stages(pool, tmp_path):
     assert min(pool.run(beside_a_folder, "uneven-tied", str(tmp_path), False, ((2, 2), (1, 4)))) > 40
+    assert min(pool.run(beside_a_folder, "fused", str(tmp_path), True, ((2, 2),))) > 20
     for case in (("dynamic", 4, False), ("dynamic", 2, True), ("static", 8, True)):
         for wanted, found in pool.run(half_and_half, *case):
             assert found == wanted, case
+    for wanted, found in pool.run(over_slices):
+        assert found == wanted
     assert min(pool.run(with_stages)) > 5
 
 

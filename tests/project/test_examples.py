@@ -52,6 +52,15 @@ def test_train(more, ranks, tmp_path):
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5] and f"{losses[-1][1]} at the last" in printed
 
 
+def test_grpo():
+    for more in ([], ["--invariant"]):
+        printed = run("grpo.py", "--steps", "3", "--compare", *more, ranks=4)
+        assert "step 3: reward" in printed and printed.endswith("Right: rewards and losses are those of one process\n")
+        parts = re.findall(r"differ by (\S+) for other degrees, by (\S+) for the cache", printed)
+        degrees, cache = map(float, parts[0])
+        assert (degrees == 0) == bool(more) and degrees < 1e-12 and 0 < cache < 1e-5
+
+
 def test_train_pipeline(tmp_path):
     printed = run("train_pipeline.py", "--steps", "2", "--save", str(tmp_path / "saved"), ranks=4)
     assert "2 stages over pp=2 x tp=2" in printed and printed.endswith("Right\n")
