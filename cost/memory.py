@@ -184,7 +184,9 @@ class _Line:
         source: fx.Node | None = None
         if (conversion := mark(node).conversion) is not None:
             kind = conversions.kind_of(*conversion)
-            if kind.primitive is None and kind.pre is kind.post:
+            # Of heads that repeat others, those for a rank's queries are read where they repeat.
+            repeats = kind.name == "part_of_copy" and (old, index) in self.planned.past.copies
+            if repeats or kind.primitive is None and kind.pre is kind.post:
                 source = node.args[0]  # type: ignore[assignment]
         elif old in self.planned.ops:
             slot = 0 if (old, index) in self.planned.past.copies else dict(self.saved(old).views).get(index)

@@ -248,10 +248,11 @@ class Prices:
     def _conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
         node, i = value
         # Copies of a head for the few ranks that share it are not the gathering of a weight, which is forbidden.
-        moves = node in self.weights and a.sharded_dim is not None and not conversions.among_few(a, b)
+        few = conversions.among_few(a, b)
+        moves = node in self.weights and a.sharded_dim is not None and not few
         if moves and not self.gathers_weights:
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
-        if node in self.cached and (a.sharded_dim is not None or a.partial):
+        if node in self.cached and (a.sharded_dim is not None or a.partial) and not (few and a.copies > 1):
             return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
@@ -327,7 +328,7 @@ class Prices:
         if kind is None:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
-        if kind.grouped:
+        if conversions.among_few(a, b):
             _, size, ranks = conversions.sending(a, b, size, ranks or self.tp)
         return call_seconds(work, size, ranks or self.tp, self.cluster, stride)
 

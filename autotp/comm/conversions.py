@@ -473,16 +473,14 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
         src, dst: layouts. nbytes: of the whole value. tp: ranks of the axis.
     """
     kind = None if src == dst else KINDS[key(src, dst)]
-    if kind is None or kind.primitive is None:
-        return "none", nbytes, tp
-    ranks = copies_of(src, dst) if kind.grouped else tp
-    return kind.primitive, nbytes * ranks / tp, ranks
+    ranks = copies_of(src, dst) if kind is not None and among_few(src, dst) else tp
+    return (kind and kind.primitive) or "none", nbytes * ranks / tp, ranks
 
 
 def among_few(src: Layout, dst: Layout) -> bool:
-    """Say whether a conversion is among the ranks that have copies of one slice."""
-    kind = KINDS.get(key(src, dst))
-    return kind is not None and kind.grouped
+    """Say whether a conversion is within the slice that a group of ranks has, a part of which each has or gets."""
+    marks = src.mark, dst.mark
+    return marks in SPREAD and key(src, dst)[1][-1] == "'"
 
 
 def primitive(src: Layout, dst: Layout) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from autotp.comm.conversions import part_of_copy
 from autotp.ir.marks import inherit
 from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
@@ -111,6 +112,8 @@ def _repeats(node: Any) -> list[fx.Node] | None:
     """[batch, heads, length, size] -> [.., heads, 1, ..] -> [.., heads, times, ..] -> [batch, heads * times, ..]."""
     # Read from the end, as libraries write `repeat_kv`: joined, perhaps copied, expanded, and a dimension put in.
     steps = [node]
+    if node.target is part_of_copy:  # of a head that other ranks have too, those for this rank's queries
+        steps.append(node := node.args[0])
     if not calls(node, *JOINED):
         return None
     if calls(node.args[0], aten.clone):
