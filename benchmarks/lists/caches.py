@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int]] = {
 
 
 def model_of(family: str) -> Any:
-    """Two layers in real sizes on the meta device."""
+    """Make two layers in real sizes on the meta device."""
     name, heads, kv, width, hidden, inner = FAMILIES[family]
     kind = getattr(transformers, f"{name}ForCausalLM")
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": width, "hidden_size": hidden}
@@ -77,7 +77,7 @@ def model_of(family: str) -> Any:
 
 
 def rows_of(family: str, degrees: tuple[int, ...]) -> dict[str, Any]:
-    """For each degree the part of the cache on the fullest rank, that of whole heads, the step and the largest batch."""
+    """Return for each degree the part of the cache on the fullest rank, that of whole heads, step and largest batch."""
     kv = FAMILIES[family][2]
     inputs = {"input_ids": torch.zeros(EXAMPLES, TOKENS, dtype=torch.long)}
     options: Any = {"objective": "decode", "check_capture": False}
@@ -95,7 +95,7 @@ def rows_of(family: str, degrees: tuple[int, ...]) -> dict[str, Any]:
 
 
 def shown(family: str, rows: dict[str, Any]) -> str:
-    """A line for each degree."""
+    """Return a line for each degree."""
     lines = [f"{family}: {FAMILIES[family][1]} heads, {FAMILIES[family][2]} of keys and values"]
     for tp, row in rows.items():
         mark = "" if row["part"] <= row["asked"] + 1e-3 else "  over"
