@@ -11,7 +11,8 @@ collectives, and what an optimizer's step needs for itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -39,7 +40,7 @@ def measure(planned: Planned, sharded: Sharded, objective: Objective, hints: Hin
         planned: the graph with its decisions; `sharded`: the program of one rank.
         objective: what the plan is for. hints: sizes to count with. cache: what a rank holds of one.
     """
-    line = _Line(planned, sharded, objective, hints)
+    line = _line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
         if not leaf.kind.steady or not tensors(leaf.node):
@@ -71,9 +72,9 @@ def measure(planned: Planned, sharded: Sharded, objective: Objective, hints: Hin
     )
 
 
-def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> tuple[float, float]:
-    """Bytes that autograd keeps, and bytes at the fullest moment beside what is steady, for these sizes."""
-    return _Line(planned, sharded, objective, hints).peak()[:2]
+def lifetimes(planned: Planned, sharded: Sharded, objective: Objective) -> Callable[[Hints], tuple[float, float]]:
+    """A function of sizes: bytes that autograd keeps, and bytes at the fullest moment beside what is steady."""
+    return lambda hints: _line(planned, sharded, objective, hints).peak()[:2]
 
 
 class LineBytes(NamedTuple):
@@ -98,11 +99,10 @@ def line_bytes(
     Args:
         planned, sharded, objective, hints: as for `measure`. parts: nodes of the program, whose inputs are asked for.
     """
-    line = _Line(planned, sharded, objective, hints)
-    savers, extras = line.savers() if objective.training else ({}, [])
+    line = _line(planned, sharded, objective, hints)
     # Kept values, and what operators keep beside (masks, statistics): both are there until the backward comes by.
-    savings = [(node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers]
-    savings += [(line.nodes[moment], size) for moment, size in extras]
+    savings = [(node, line.size(sharded.origin[node], sharded.layouts[node])) for node in line.savers[0]]
+    savings += [(line.nodes[moment], size) for moment, size in line.extras()]
     # The line runs through the nodes and back; in inference it ends after the forward, where `zip` stops.
     both = [*line.nodes, *reversed(line.nodes)]
     working = list(zip(both, line.levels([life for life in line.lives() if not life.kept]), strict=False))
@@ -125,6 +125,13 @@ def _place(node: fx.Node | None) -> str:
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
 
 
+def _line(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> _Line:
+    """The lifetimes of a program, which are found once, with these sizes."""
+    if sharded.lifetimes is None or sharded.lifetimes.training != objective.training:
+        sharded.lifetimes = _Line(planned, sharded, objective.training)
+    return sharded.lifetimes.resized(hints)
+
+
 class _Life(NamedTuple):
     """First and last moment and bytes of a value, and whether it is kept for the backward."""
 
@@ -137,24 +144,32 @@ class _Life(NamedTuple):
 class _Line:
     """The lifetimes of everything in a rank's program."""
 
-    def __init__(self, planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> None:
-        self.planned, self.sharded, self.hint, self.training = planned, sharded, sizer(hints), objective.training
+    def __init__(self, planned: Planned, sharded: Sharded, training: bool) -> None:
+        self.planned, self.sharded, self.training = planned, sharded, training
         self.example = sizer(planned.program.hints)
-        tokens = lengths(planned.program)
-        self.whole = sizer({**hints, **{s: planned.program.hints[s] for s in tokens}})
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
         self.state_outputs = {
             resolve(n) for i, n in placed_outputs(planned.program) if planned.program.becomes(i) is not None
         }
-        self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
-        self.shares: dict[Layout, float] = {}
         self.copies = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
+        self.numbers: dict[tuple[fx.Node, int, Layout], int] = {}
+        self.sized: list[tuple[Value, Layout]] = []
         self.base: dict[fx.Node, fx.Node] = {}
         for n in self.nodes:
             if n in sharded.origin:
                 self.base[n] = self._memory(n)
+
+    def resized(self, hints: Hints) -> _Line:
+        """Count the lifetimes with these sizes."""
+        tokens = lengths(self.planned.program)
+        self.hint = sizer(hints)
+        self.whole = sizer({**hints, **{s: self.planned.program.hints[s] for s in tokens}})
+        self.sizes: dict[int, float] = {}
+        self.shares: dict[Layout, float] = {}
+        self.parts: dict[tuple[fx.Node, int | None], float] = {}
+        return self
 
     def share(self, layout: Layout) -> float:
         if layout not in self.shares:
@@ -163,12 +178,23 @@ class _Line:
 
     def size(self, value: Value, layout: Layout) -> float:
         """Bytes that a rank holds of a value; equal values of equal blocks are counted once."""
+        return self._size(self._number(value, layout))
+
+    def _number(self, value: Value, layout: Layout) -> int:
+        """Number of the values of this size, whatever sizes are counted with."""
         key = self.planned.same.get(value[0], value[0]), value[1], layout
-        if key not in self.sizes:
-            past = self.planned.past
+        if key not in self.numbers:
+            self.numbers[key] = len(self.sized)
+            self.sized.append((value, layout))
+        return self.numbers[key]
+
+    def _size(self, number: int) -> float:
+        if number not in self.sizes:
+            (value, layout), past = self.sized[number], self.planned.past
             parts = NO_PARTS if value in past.stored else past.values.get(value, NO_PARTS)
-            self.sizes[key] = nbytes(tensors(value[0])[value[1]], self.hint, parts, self.whole) * self.share(layout)
-        return self.sizes[key]
+            whole = nbytes(tensors(value[0])[value[1]], self.hint, parts, self.whole)
+            self.sizes[number] = whole * self.share(layout)
+        return self.sizes[number]
 
     def saved(self, node: fx.Node) -> Saved:
         return saved_by(self.planned.ops[self.planned.same[node]], self.planned.grads)
@@ -212,21 +238,35 @@ class _Line:
         changes = [0.0] * (2 * n + 1)
         for life in lives:
             _add(changes, life.start, life.end, life.size)
-        if self.training:
-            self._gradients(changes)
+        for start, end, number in self._gradients if self.training else ():
+            _add(changes, start, end, self._size(number))
         return list(itertools.accumulate(changes))[: 2 * n if self.training else n]
 
     def lives(self) -> Iterator[_Life]:
         """Give the life of every value of the forward, and of what operators keep of their own."""
-        savers, extras = self.savers() if self.training else ({}, [])
-        for start, size in extras:
+        for start, size in self.extras():
             yield _Life(start, self._mirror(start), size, True)
-        last = self._last_reads()
+        for start, end, number, saved in self._values:
+            yield _Life(start, end, self._size(number), saved)
+
+    def extras(self) -> Iterator[tuple[int, float]]:
+        """Moments and bytes of what operators keep of their own."""
+        for moment, old, size, like in self.savers[1]:
+            key = self.planned.same.get(old, old), like
+            if key not in self.parts:
+                self.parts[key] = self._part(old, like)
+            yield moment, size * self.parts[key]
+
+    @cached_property
+    def _values(self) -> list[tuple[int, int, int, bool]]:
+        """First and last moment of every value of the forward, number of its size, and whether it is kept."""
+        savers, last, out = self.savers[0], self._last_reads(), []
         for node in dict.fromkeys(self.base.values()):
             if not self._steady(node):
-                size, start = self.size(self.sharded.origin[node], self.sharded.layouts[node]), self.order[node]
+                number, start = self._number(self.sharded.origin[node], self.sharded.layouts[node]), self.order[node]
                 end = self._mirror(savers[node]) if node in savers else last.get(node, start)
-                yield _Life(start, end, size, node in savers)
+                out.append((start, end, number, node in savers))
+        return out
 
     def _mirror(self, moment: int) -> int:
         """The moment of the backward of the node that runs at this one, and the other way round."""
@@ -244,11 +284,13 @@ class _Line:
                     last[self.base[operand]] = i
         return last
 
-    def savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, float]]]:
-        """Memory -> moment of the first operator that saves it; (moment, bytes) of what operators add of their own."""
+    @cached_property
+    def savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, fx.Node, float, int | None]]]:
+        """Memory -> moment of the first operator that saves it; of what operators add of their own the moment, the
+        operator, bytes of the example's sizes, and what it is dealt out with."""
         moments: dict[fx.Node, int] = {}
-        extras: list[tuple[int, float]] = []
-        for old in self.planned.ops:
+        extras: list[tuple[int, fx.Node, float, int | None]] = []
+        for old in self.planned.ops if self.training else ():
             results = self._results(old)
             # Without results the rewrite dropped the call: nothing reads it, and its backward never runs.
             if old not in self.planned.grads or not results:
@@ -259,7 +301,7 @@ class _Line:
             # A view keeps the memory of what it views alive: q, k and v of one fused product are one memory.
             for memory in (self.base[x] for x in nodes if x is not None):
                 moments[memory] = min(moments.get(memory, moment), moment)
-            extras += [(moment, size * self._part(old, like)) for size, like in saved.extra]
+            extras += [(moment, old, size, like) for size, like in saved.extra]
         return {memory: m for memory, m in moments.items() if not self._steady(memory)}, extras
 
     def _results(self, old: fx.Node) -> dict[int, fx.Node]:
@@ -277,17 +319,19 @@ class _Line:
         example = nbytes(val, self.example)
         return part * nbytes(val, self.hint) / example if example else part
 
-    def _gradients(self, changes: list[float]) -> None:
-        """The gradients of everything but parameters, whose gradients are steady."""
-        n, readers = len(self.nodes), {}
+    @cached_property
+    def _gradients(self) -> list[tuple[int, int, int]]:
+        """First and last moment of the gradients of everything but parameters, whose are steady, and the size."""
+        n, readers, out = len(self.nodes), {}, []
         graded = {x for x in self.base if self.sharded.origin[x][0] in self.planned.grads}
         for i, node in enumerate(self.nodes):
             if node in graded or node.op == "output":
                 readers |= {self.base[x]: i for x in node.all_input_nodes if x in graded}
         for node, reader in readers.items():
             if not self._steady(node):
-                size = self.size(self.sharded.origin[node], self.sharded.layouts[node])
-                _add(changes, 2 * n - 1 - reader, 2 * n - 1 - self.order[node], size)
+                number = self._number(self.sharded.origin[node], self.sharded.layouts[node])
+                out.append((2 * n - 1 - reader, 2 * n - 1 - self.order[node], number))
+        return out
 
 
 def _add(changes: list[float], start: int, end: int, size: float) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autotp.capture.capture import aliases, capture, skeleton
 from autotp.capture.capture_errors import refuse_unsaid
@@ -25,6 +26,7 @@ from autotp.capture.stand_in import trial_of
 from autotp.comm.ranks import Ranks, agree, machine, of_first, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
+from autotp.cost.solver.problem import Problem
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
@@ -35,9 +37,9 @@ from autotp.ir.program import Decided, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_axis import two_examples
-from autotp.passes.shard.decide import decide, take
+from autotp.passes.shard.decide import decide, problem_of, take
 from autotp.passes.shard.past import CacheParts, cache_parts
-from autotp.passes.shard.planner import Builder
+from autotp.passes.shard.planner import Builder, Reading
 from autotp.passes.shard.rewrite import ShardedProgram
 from autotp.plans.describe.describe import describe, with_regathering
 from autotp.plans.describe.dp_costs import with_axis
@@ -51,7 +53,7 @@ from autotp.runtime.programs import Source
 
 from .begun_cache import BegunCache, begun_cache
 from .options import Options, warn_of_cache
-from .schedule import schedule
+from .schedule import ready, schedule
 
 GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
@@ -340,6 +342,7 @@ class Staged:
     planned: Planned
     sharded: Sharded
     builder: Builder
+    problem: tuple[Problem, list[fx.Node]]
 
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
@@ -348,19 +351,24 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 
 
 @uncollected()
-def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
+def plan_stages(
+    captured: Capture, notes: list[str], options: Options, name: str, before: Staged | None = None
+) -> Staged:
     """The plan of a captured model, the decisions, the program of the ranks, and what priced them.
 
     Args:
         captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
+        before: what was made of the same with another `memory`.
     """
     check_lengths(captured, options.objective)
     begun, odd = _begun(captured, options)
-    captured = _ready(captured, options.tp)
-    parts = None if begun is None else cache_parts(captured, begun.program, begun.like)
+    reading = ready(captured, options.tp)
+    parts = None if begun is None else cache_parts(reading.program, begun.program, begun.like)
     with stage("plan"):
-        builder = _builder(captured, options, parts=parts)
-        planned = decide(builder)
+        builder = _builder(reading, options, parts=parts) if before is None else copy(before.builder)
+        builder.memory = options.memory
+        problem = problem_of(builder) if before is None else before.problem
+        planned = decide(builder, problem)
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
@@ -369,7 +377,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, cache)
     plan = with_axis(plan, planned, sharded, builder, options.batch)
     plan = replace(with_regathering(plan, planned, sharded, builder), builder=builder)
-    return Staged(plan, planned, sharded, builder)
+    return Staged(plan, planned, sharded, builder, problem)
 
 
 def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list[str]]:
@@ -388,7 +396,7 @@ def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
         return Cache()
     weights = [x for x in planned.program.leaves if x.kind.weight]
     placements = {x.name: planned.decisions[x.node].outs[0] for x in weights}
-    builder = _builder(_ready(begun.program, options.tp), replace(options, pins={}), placements)
+    builder = _builder(ready(begun.program, options.tp), replace(options, pins={}), placements)
     return cache_of(decide(builder), begun.program.hints, begun.times, begun.plain) or Cache()
 
 
@@ -434,31 +442,22 @@ def decided_for(captured: Capture, states: Mapping[str, Layout], *, plan: Plan, 
 
 def _under(captured: Capture, plan: Plan, options: Options, states: Mapping[str, Layout] | None) -> Builder:
     """Builder of a capture's problem, with weights and states where a plan and the programs since have them."""
-    captured = _ready(captured, plan.tp)
     if odd := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
             f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
             "it is called in here."
         )
-    return _builder(captured, options, plan.placements, {**plan.states, **(states or {})})
+    return _builder(ready(captured, plan.tp), options, plan.placements, {**plan.states, **(states or {})})
 
 
 def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Planned:
     """A capture with its decisions: those that are given, the plan's where it was made for this graph, or solved."""
-    if decided is None and builder.program.digest() != plan.digest:
+    if decided is None and builder.reading.digest != plan.digest:
         with stage("decide"):
             return decide(builder)
     if decided is None:
         decided = Decided(plan.decisions, {n: builder.carried[n] for names in builder.states.groups for n in names})
     return take(builder, decided)
-
-
-def _ready(captured: Capture, tp: int) -> Capture:
-    """The program that rules are asked of; the captured one stays, for it is planned for other degrees too."""
-    program = replace(captured)
-    if tp > 1:
-        run_passes(program, schedule().planned)
-    return program
 
 
 def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Sharded:
@@ -473,12 +472,12 @@ def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Shard
 
 
 def _builder(
-    captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
+    reading: Reading, options: Options, placements: Mapping[str, Layout] | None = None,
     states: Mapping[str, Layout] | None = None, parts: CacheParts | None = None,
 ) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
-        captured,
+        reading.program,
         options.tp,
         options.cluster,
         placements or {},
@@ -490,6 +489,7 @@ def _builder(
         band=options.band,
         seconds=options.seconds,
         cache_parts=parts,
+        read_before=reading,
     )
 
 

@@ -6,6 +6,7 @@ took, or why it had nothing to do.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from autotp.capture.export_passes import EXPORTED, Exported
@@ -14,7 +15,7 @@ from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
 from autotp.ir.precision import DELAYED
 from autotp.passes import optimise
-from autotp.passes.base import Pass
+from autotp.passes.base import Pass, run_passes
 from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.canonicalise.rank_order import RankOrder
@@ -24,6 +25,7 @@ from autotp.passes.decompose.loss_sums import DecomposeLosses, LossAlone
 from autotp.passes.optimise import RankProgram
 from autotp.passes.shard.batch_axis import BatchRules
 from autotp.passes.shard.deal import DealAxis
+from autotp.passes.shard.planner import Reading
 from autotp.passes.shard.rewrite import ShardedProgram, ShardOperators, Specialise
 from autotp.passes.shard.sequence_axis import SequenceRules
 
@@ -71,3 +73,16 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = No
         sharded=(ShardOperators(request.outputs),),
         rank=(Specialise(), *optimise.OPTIMISATIONS),
     )
+
+
+def ready(captured: Capture, tp: int) -> Reading:
+    """The program that rules are asked of, read once for all degrees: the captured one stays as it is."""
+    several = tp > 1
+    if several not in captured.readings:
+        program = replace(captured)
+        if several:
+            run_passes(program, schedule().planned)
+        other = captured.readings.get(not several)  # as a rule no pass has anything to do, and one reading is enough
+        alike = other is not None and other.program.graph is program.graph
+        captured.readings[several] = other if alike else Reading(program)
+    return captured.readings[several]

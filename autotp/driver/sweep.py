@@ -97,9 +97,9 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
 def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
     """The fastest plan, or where that does not fit and one that fits exists, the fastest of those."""
     staged = plan_stages(captured, notes, replace(options, memory=None), name)
-    if staged.plan.memory.peak > limit:
+    if staged.plan.memory.peak > limit >= staged.problem[0].leanest:
         try:
-            leaner = plan_stages(captured, notes, replace(options, memory=limit), name)
+            leaner = plan_stages(captured, notes, replace(options, memory=limit), name, staged)
         except PlanError:  # nothing fits
             leaner = staged
         staged = leaner if leaner.plan.memory.peak <= limit else staged
@@ -147,13 +147,14 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
     if not symbols:
         return None
     m, objective, hints = staged.plan.memory, staged.builder.objective, staged.builder.prices.hints
-    # A peak walks over the whole program, and the bounds below ask for the same batches again.
+    # A peak walks over all lifetimes, and the bounds below ask for the same batches again.
+    moving = lifetimes(staged.planned, staged.sharded, objective)
     peaks: dict[int, float] = {}
 
     def peak(batch: int) -> float:
         if batch not in peaks:
             sizes = {**hints, **dict.fromkeys(symbols, batch)}
-            peaks[batch] = _grown(m, lifetimes(staged.planned, staged.sharded, objective, sizes)[1], batch / size)
+            peaks[batch] = _grown(m, moving(sizes)[1], batch / size)
         return peaks[batch]
 
     low, high = 0, size  # fits (0: assumed), does not fit

@@ -247,6 +247,7 @@ class Capture:
     unproved: str = ""  # why it was not
     carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
     blocks: Blocks = field(default=Blocks(), init=False)  # found once (`passes/analysis/fold`), in each record anew
+    readings: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)  # as planned, over several ranks
 
     @property
     def inputs(self) -> list[Leaf]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -103,6 +104,22 @@ def symbols_of(size: Size) -> set[Any]:
     return set() if isinstance(size, int) else set(size.free_symbols)
 
 
+class Argument(NamedTuple):
+    """Argument of a schema: its name, its default where it `has_default`, and whether it is passed by name alone."""
+
+    name: str
+    default: Any
+    has_default: bool
+    by_name: bool
+
+
+@cache
+def arguments_of(target: Any) -> tuple[Argument, ...]:
+    """The arguments of an operator with a schema, which torch writes anew whenever it is asked."""
+    arguments = target._schema.arguments
+    return tuple(Argument(a.name, a.default_value, a.has_default_value(), a.kwarg_only) for a in arguments)
+
+
 @dataclass
 class Op:
     """One call in the captured graph, as rules see it: named arguments, tensor slots, and shapes."""
@@ -123,8 +140,8 @@ class Op:
         if schema is None:
             op.args = {f"arg{i}": a for i, a in positional.items()} | dict(node.kwargs)
         else:
-            for i, a in enumerate(schema.arguments):
-                op.args[a.name] = positional.get(i, node.kwargs.get(a.name, a.default_value))
+            for i, a in enumerate(arguments_of(node.target)):
+                op.args[a.name] = positional.get(i, node.kwargs.get(a.name, a.default))
         for name, value in op.args.items():
             for item in value if isinstance(value, list | tuple) else (value,):
                 if is_tensor(item):

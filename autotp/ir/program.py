@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,11 @@ class Planned:
     ends: EndsTable = ()  # what `Groups.ends` numbers
     past: Past = field(default_factory=Past)
 
+    @cached_property
+    def trained(self) -> set[fx.Node]:
+        """Leaves that have a gradient."""
+        return {leaf.node for leaf in self.program.leaves if leaf.kind.trained}
+
     def split(self, node: fx.Node) -> Factor | None:
         """The loop along which an operator is split; None where it is not."""
         rule, decision = self.rules.get(node), self.decisions.get(node)
@@ -84,7 +90,7 @@ class Sharded:
 
     `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end;
     `states` how what is carried from call to call lies, going in and out; `pieces` are the programs of the stages that
-    it is cut into (`autotp.passes.stages.cut`).
+    it is cut into (`autotp.passes.stages.cut`); `lifetimes` are those of its values, once they were asked for.
     """
 
     graph: fx.Graph
@@ -93,6 +99,7 @@ class Sharded:
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
     states: dict[str, Layout] = field(default_factory=dict)
     pieces: tuple[Any, ...] = ()
+    lifetimes: Any = field(default=None, init=False, repr=False, compare=False)
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
         """Layout of the output at this position, and the (fake) whole value."""

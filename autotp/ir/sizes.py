@@ -44,8 +44,9 @@ def simplify(size: Size) -> Size:
 
 
 def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
-    """The expression with these sizes in place of their symbols."""
-    return expression.subs(list(values.items()))
+    """The expression with these sizes in place of those of its symbols."""
+    own = expression.free_symbols  # sympy takes as long for each of the others
+    return expression.subs([(symbol, size) for symbol, size in values.items() if symbol in own])
 
 
 def write_size(size: Size) -> int | str:

@@ -16,8 +16,8 @@ from autotp.comm.conversions import local_size
 from autotp.errors import PlanError
 from autotp.ir.layouts import Distribution, Layout, Size
 from autotp.ir.marks import write
-from autotp.ir.op import Factor, Localise, Op, Rule, expression
-from autotp.ir.specs import Runs
+from autotp.ir.op import Factor, Localise, Op, Rule, arguments_of, expression
+from autotp.ir.specs import CopiedRuns, Runs
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -137,7 +137,7 @@ class ShardCall:
         even = self.sizes.share(partition)
         return even if even is not None else self.ranked(local_size, self.runs(partition))
 
-    def runs(self, partition: Distribution) -> Runs:
+    def runs(self, partition: Distribution) -> Runs | CopiedRuns:
         """The run-time form of a partition, with nodes for symbolic sizes."""
         return partition.to_runtime(self.sizes.of)
 
@@ -158,13 +158,14 @@ class ShardCall:
 
     def call(self, op: Op, args: dict[str, Any]) -> LocalCall:
         """The operator called with these arguments by name."""
-        schema = getattr(op.target, "_schema", None)
-        if schema is None:
+        if not hasattr(op.target, "_schema"):
             return op.target, tuple(args.values()), {}
-        arguments = [a for a in schema.arguments if args[a.name] != a.default_value or not a.has_default_value()]
-        last = max((i for i, a in enumerate(schema.arguments) if a in arguments and not a.kwarg_only), default=-1)
-        positional = tuple(args[a.name] for a in schema.arguments[: last + 1])
-        return op.target, positional, {a.name: args[a.name] for a in arguments if a.kwarg_only}
+        arguments = arguments_of(op.target)
+        explicit = [args[a.name] != a.default or not a.has_default for a in arguments]
+        last = max((i for i, a in enumerate(arguments) if explicit[i] and not a.by_name), default=-1)
+        positional = tuple(args[a.name] for a in arguments[: last + 1])
+        by_name = zip(arguments, explicit, strict=True)
+        return op.target, positional, {a.name: args[a.name] for a, each in by_name if each and a.by_name}
 
     def unchanged(self, op: Op) -> LocalCall:
         """Make the same call on this rank's operands."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -101,9 +101,17 @@ class Problem:
     traffic: Callable[[ValueId, Layout, Layout], Traffic] = silent
     rivals: tuple[frozenset[tuple[int, int]], ...] = ()
 
+    @property
+    def leanest(self) -> float:
+        """Bytes that no assignment holds less than."""
+        total = 0.0
+        for item in self.items:
+            total += min(choice.budget_bytes for choice in item.choices) * item.count
+        return total
+
 
 def conversions(
-    produced: Layout, targets: set[Layout], cost: Callable[[Layout, Layout], float | None]
+    produced: Layout, targets: Set[Layout], cost: Callable[[Layout, Layout], float | None]
 ) -> list[tuple[Layout, Layout]] | None:
     """The cheapest set of conversions from one layout to all wanted ones, through wanted ones where that is cheaper.
 

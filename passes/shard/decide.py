@@ -20,10 +20,21 @@ from .planner import Builder
 from .states import decided
 
 
-def decide(builder: Builder) -> Planned:
-    """Solve, and spread each item's choice over the nodes it stands for."""
+def problem_of(builder: Builder) -> tuple[Problem, list[fx.Node]]:
+    """The decision problem with Megatron's plans, and the node of each item."""
     problem, heads = builder.build()
     problem.rivals = rivals(builder, problem, heads)
+    return problem, heads
+
+
+def decide(builder: Builder, problem_and_nodes: tuple[Problem, list[fx.Node]] | None = None) -> Planned:
+    """Solve, and spread each item's choice over the nodes it stands for.
+
+    Args:
+        builder: of the graph. problem_and_nodes: of `problem_of`, where that was built already.
+    """
+    problem, heads = problem_and_nodes or problem_of(builder)
+    problem.limit = builder.memory
     solution = _solved(builder, problem)
     solution = _priced(builder, problem, solution)
     if solution.rival is not None:

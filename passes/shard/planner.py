@@ -53,6 +53,46 @@ from .strategies import OPAQUE, TORCHS, Candidates, penalty, several_read, signa
 OUTPUT_SLOT = "output"
 
 
+class Reading:
+    """Facts that planning reads off a program, whatever the degree: once where one is planned for several.
+
+    Attributes:
+        program: it must not change. axis: whose rules are asked.
+        grads: nodes whose values carry gradients. calls: operators that are planned, and `ops`, `rules` of them.
+        same: node -> its representative among equal blocks. leaves: those that are tensors.
+    """
+
+    def __init__(self, program: Capture, axis: AxisRules = TENSOR) -> None:
+        self.program, self.axis = program, axis
+        self.grads = differentiable(program)
+        nodes = list(program.graph.nodes)
+        self.past = {x.node for x in program.leaves if x.kind.carried}
+        calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.calls = [n for n in calls if _planned(n) and not (n.target is compat.sym_size and n.args[0] in self.past)]
+        self.ops = {n: Op.of(n) for n in self.calls}
+        self.same = fold.repeated(program, self.grads).same
+        # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what
+        # is written to states is written at the end, in any order.
+        heads = {n: axis.rule(self.ops[n]) for n in self.calls if self.same[n] is n}
+        self.rules = {n: heads[self.same[n]] for n in self.calls}
+        self.leaves = {leaf.node: leaf for leaf in program.leaves if tensors(leaf.node)}
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the program."""
+        return self.program.digest()
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """Origins of the values of the graph."""
+        return Dataflow(self.program, {n: (op, self.rules[n]) for n, op in self.ops.items()})
+
+    @cached_property
+    def parts(self) -> list[GraphPart]:
+        """The named parts of the graph."""
+        return find_blocks(self.flow, self.same)
+
+
 @dataclass
 class Builder:
     """Builds the problem of one captured graph."""
@@ -70,51 +110,42 @@ class Builder:
     band: float | None = None  # of the least seconds; None: only seconds count
     seconds: float = inf  # of the search for a better plan
     cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
+    read_before: Reading | None = None  # of the program by these rules, where that was read already
 
     def __post_init__(self) -> None:
-        self.grads = differentiable(self.program)
-        nodes = list(self.program.graph.nodes)
-        past = {x.node for x in self.program.leaves if x.kind.carried}
-        calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
-        self.calls = [n for n in calls if _planned(n) and not (n.target is compat.sym_size and n.args[0] in past)]
-        self.ops = {n: Op.of(n) for n in self.calls}
-        alike = fold.repeated(self.program, self.grads).same
-        # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what
-        # is written to states is written at the end, in any order.
-        heads = {n: self.axis.rule(self.ops[n]) for n in self.calls if alike[n] is n}
-        self.rules = {n: heads[alike[n]] for n in self.calls}
-        self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
+        self.reading = self.read_before = reading = self.read_before or Reading(self.program, self.axis)
+        self.grads, self.ops, self.rules, self.leaves = reading.grads, reading.ops, reading.rules, reading.leaves
         self.user = find_pins(self.program, self.pins, self.ops, lambda: self.flow)
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
-        marks |= placed_apart(self.leaves, self.pinned, alike)
+        marks |= placed_apart(self.leaves, self.pinned, reading.same)
         of_cache = (self.cache_parts or {}).items()
         marks |= {node: repr(parts) for (node, _), parts in of_cache}  # of a window fewer are read
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         if sequence:  # what leaves the model may be gathered, and it alone
             marks = {n: "output" for _, n in placed_outputs(self.program)} | marks
-        self.same = fold.find(self.program, self.grads, marks).same if marks else alike
+        self.same = fold.find(self.program, self.grads, marks).same if marks else reading.same
         self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
-        self.calls = [n for n in self.calls if self.axis.decides(n)]
+        self.calls = [n for n in reading.calls if self.axis.decides(n)]
         self.ends = ends_table(self.calls, self.ops, self.rules, self.same)
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
         self.candidates = Candidates(self.tp, self.axis.fills, numbers)
-        decoded = self.objective.name == "decode" and not past
+        decoded = self.objective.name == "decode" and not reading.past
         self.past = past_of(self.program, self.calls, self.ops, self.rules, self.cache_parts) if decoded else Past()
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(), past=self.past,
         )  # fmt: skip
 
-    @cached_property
+    @property
     def flow(self) -> Dataflow:
         """Origins of the values of the graph."""
-        return Dataflow(self.program, {n: (op, self.rules[n]) for n, op in self.ops.items()})
+        return self.reading.flow
 
     @cached_property
     def parts(self) -> list[GraphPart]:
         """The named parts of the graph."""
-        return find_blocks(self.flow, self.same)
+        return self.reading.parts if self.same is self.reading.same else find_blocks(self.flow, self.same)
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)
@@ -324,13 +355,14 @@ class Builder:
         """Instances of a value grouped by who consumes them."""
         # Consumers are (item, operand slot); an item stands for the nodes of all equal blocks.
         consumers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
+        reads = [_read_alike(item) for item in items]
         for n in self.calls:
             i, firsts = index[self.same[n]], dict[Any, tuple[Value, int]]()
             for slot, operand in enumerate(self.ops[n].slots):
                 # Operands of one call that are equal values of equal steps, and are read alike, are one use.
-                reads = self.value(operand), items[i].ins[slot], tuple(c.ins[slot] for c in items[i].choices)
-                value, first = firsts.setdefault(reads, (resolve(operand), slot))
-                consumers[resolve(operand)].add((i, slot if value == resolve(operand) else first))
+                own = resolve(operand)
+                value, first = firsts.setdefault((self.value(operand), reads[i][slot]), (own, slot))
+                consumers[own].add((i, slot if value == own else first))
         # The program's output is the item after these; what becomes a state again is an item of `carried`.
         for slot, (_, n) in enumerate(self.states.outgoing):
             consumers[resolve(n)].add((len(index), slot))
@@ -343,6 +375,14 @@ class Builder:
         for (node, i), users in consumers.items():
             groups[(self.same[node], i), tuple(sorted(users))] += 1
         return [Use(value, users, count) for (value, users), count in groups.items()]
+
+
+def _read_alike(item: Item) -> list[int]:
+    """For each operand of an item the first one that may be the same values and is read alike by every choice."""
+    ways: list[Any] = []
+    for slot, values in enumerate(item.ins):
+        ways.append((values, [choice.ins[slot] for choice in item.choices]))
+    return [ways.index(way) for way in ways]
 
 
 def _planned(node: fx.Node) -> bool:

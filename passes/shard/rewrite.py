@@ -9,6 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -160,6 +161,8 @@ class Rewriter:
         """Find the ends of the groups by which this operator's operands or results are dealt: of its own block, in a
         fold."""
         ends: dict[fx.Node, None] = {}
+        if not self.planned.ends:
+            return None
         # An operator over groups reads their ends itself.
         if decision.factor is not None:
             for slot in ends_slots(self.planned.rules[op.node], decision.factor):
@@ -192,18 +195,21 @@ class Rewriter:
             if node in self.planned.ops:
                 for operand, layout in zip(self.planned.ops[node].slots, decision.ins, strict=True):
                     self.consumers[resolve(operand)].append((node, layout))
+        # What leaves the program is read as well: a value that nothing else reads is converted for that alone.
         output = self.old.output_node()
         for _, value, layout in self.results:
             if value is not None and layout is not None:
                 self.consumers[value].append((output, layout))
-        routes = {}
+        routes, route = {}, cache(self._route)
         for (node, index), users in self.consumers.items():
-            produced = self.planned.decisions[node].outs[index]
-            key = (self.planned.same.get(node, node), index)
-            routes[node, index] = (
-                conversions(produced, {x for _, x in users}, lambda a, b, k=key: self.price(k, a, b)) or []
-            )
+            # Equal values of equal blocks go equal ways, which are found once: else as often as there are layers.
+            key = self.planned.same.get(node, node), index
+            routes[node, index] = route(key, self.planned.decisions[node].outs[index], frozenset(x for _, x in users))
         return routes
+
+    def _route(self, value: Value, produced: Layout, targets: frozenset[Layout]) -> list[tuple[Layout, Layout]]:
+        """Conversions of one value, in order."""
+        return conversions(produced, targets, lambda a, b: self.price(value, a, b)) or []
 
 
 def _after(node: fx.Node) -> Iterator[fx.Node]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -61,7 +62,7 @@ def describe(
     return Plan(
         model=model_name,
         tp=planned.tp,
-        digest=planned.program.digest(),
+        digest=builder.reading.digest,
         cluster=builder.cluster.name,
         objective=objective,
         parameters=parameters,
@@ -316,11 +317,12 @@ def _totals(
     communication: float,
 ) -> Totals:  # fmt: skip
     flops = local = 0.0
+    share = cache(lambda layout: layout.share(planned.tp, sizer(planned.program.hints)))
     for node in planned.ops:
         decision, whole = planned.decisions[node], builder.prices.flops(node)
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
-        local += whole * min((x.share(planned.tp, sizer(planned.program.hints)) for x in layouts), default=1.0)
+        local += whole * min(map(share, layouts), default=1.0)
     solution = planned.solution
     hand = solution.rival if solution is not None else None
     return Totals(

@@ -172,6 +172,6 @@ def _weight(planned: Planned, node: fx.Node) -> bool:
     """Return whether a value is a parameter, seen through views and casts."""
     node = resolve(node)[0]
     if node.op == "placeholder":
-        return any(leaf.node is node and leaf.kind.trained for leaf in planned.program.leaves)
+        return node in planned.trained
     slots = planned.ops[node].slots if node in planned.ops else []
     return len(slots) == 1 and _weight(planned, slots[0])
