@@ -20,7 +20,8 @@ from benchmarks.helpers import isolate
 from benchmarks.helpers.command import made
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.page import PAGE, load, render
-from benchmarks.helpers.lists.real import examine, reals
+from benchmarks.helpers.lists.real import examine, export, reals
+from benchmarks.helpers.lists.real_page import asked, ratio
 
 COMMAND, WARM = "benchmarks.lists.real_sizes", "benchmarks.helpers.lists.real"
 RESULTS = Path(__file__).parents[1] / "results" / "real_sizes.json"
@@ -35,6 +36,8 @@ def line(record: Record) -> str:
     for tp, result in record.get("tp", {}).items():
         shares = f"{result['parameters']:.3f} {result['flops']:.3f}" if "flops" in result else result.get("failed")
         parts.append(f"tp={tp} {result['seconds']:.0f} s {shares}")
+    if (times := ratio(record)) is not None:
+        parts.append(f"{times:.2f} of torch.export's {record['export']:.1f} s (asked {asked(record)})")
     return "  ".join(parts)
 
 
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for real in [] if given.render else chosen:
         record, why = isolate.run(examine, real, given.folder, limit=given.limit, preload=WARM)
         record |= {"failed": why} if why and "capture" not in record else {}
+        if "capture" in record:
+            record |= isolate.run(export, real, given.folder, limit=given.limit, preload=WARM)[0]
         results = load(RESULTS.name)  # another process may have written meanwhile
         text = json.dumps({**record, "load": round(os.getloadavg()[0], 1)})
         folder = f"{given.folder.rstrip('/')}/"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.export import Dim
 
 from autotp import compat
 from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options, Steering
 from autotp.inputs import normalise
+from autotp.ir.graph import Capture, differentiable
+from autotp.passes.analysis.fold import repeated
 from benchmarks.helpers.isolate import Send
 from benchmarks.helpers.lists import real_modules
 from benchmarks.helpers.measure import reason
@@ -26,6 +30,7 @@ from .library import CLUSTER, listed, shares
 
 LIST = Path(__file__).resolve().parents[2] / "real_sizes.toml"
 DEGREES = 2, 4, 8
+TIMES = 4  # that a block occurs, for its operators to count as repeated
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ def examine(real: Real, folder: str, send: Send) -> None:
     except Exception as error:
         return send({"failed": reason(error)})
     send({"capture": round(time.process_time() - began, 1), "nodes": len(captured.graph.nodes)})
+    send({"repeated": round(repeated_share(captured), 3)})
     for tp in DEGREES:
         began = time.process_time()
         try:
@@ -94,3 +100,39 @@ def examine(real: Real, folder: str, send: Send) -> None:
             result = {"failed": reason(error)}
         send({"tp": {str(tp): result | {"seconds": round(time.process_time() - began, 1)}}})
     return None
+
+
+def repeated_share(captured: Capture) -> float:
+    """The share of the operators that stand in blocks which occur at least `TIMES` times."""
+    blocks = repeated(captured, differentiable(captured)).calls
+    times = Counter(block.first for block in blocks)
+    inside = {node for block in blocks if times[block.first] >= TIMES for node in block.nodes}
+    operators = [node for node in captured.graph.nodes if node.op == "call_function"]
+    return sum(node in inside for node in operators) / max(len(operators), 1)
+
+
+def export(real: Real, folder: str, send: Send) -> None:
+    """CPU seconds of `torch.export` alone: with every size free, or where it does not take that with none.
+
+    Args:
+        real: of the list. folder: where packages of other libraries are. send: takes the record.
+    """
+    if folder:
+        sys.path.append(folder)
+    model, raw = real.make()
+    inputs = normalise(raw)
+    args, kwargs = inputs.args, dict(inputs.kwargs)
+    free: Any = compat.tree_map(_free, args or kwargs)
+    for shapes in [None] if args and kwargs else [free, None]:
+        began = time.process_time()
+        try:
+            torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            send({"export_failed": reason(error)})
+        else:
+            return send({"export": round(time.process_time() - began, 1)})
+    return None
+
+
+def _free(value: Any) -> Any:
+    return dict.fromkeys(range(value.ndim), Dim.AUTO) if isinstance(value, Tensor) else None

@@ -11,6 +11,7 @@ from .library_page import lines
 
 CAUSES = Path(__file__).resolve().parents[2] / "real_sizes_causes.toml"
 SECONDS = 60.0  # of CPU that capture and a plan may take
+REPEATED = 0.75  # of the operators in blocks that occur often: a model of repeated blocks
 DEGREES = "2", "4", "8"
 Record = Mapping[str, Any]
 
@@ -29,6 +30,8 @@ cores): an idle one takes less.
 
 - **capture, plan**: CPU seconds of the capture, and of the slowest of the three plans. {within} of {count} take at most
   {seconds:.0f} s for both.
+- **of torch.export**: both seconds over those of `torch.export` of the same model with every size free; a dash where
+  that was not run.
 - **parameters, flops**: the share of the fullest rank, in percent, at tp=2, 4 and 8. Perfect are 50, 25 and 12.5.
   A dash is a plan that was not ready within the limit of seconds for a configuration.
 - **whole**: the largest weight that every rank has whole at tp=8. Where no reason is given, it fits in the 3% of
@@ -51,7 +54,7 @@ def real_sizes(results: Mapping[str, Any], made: str, causes: Mapping[str, str] 
     within = sum(seconds(m) <= SECONDS for m in models.values())
     numbers = {"within": within, "count": len(models), "seconds": SECONDS, "listed": results["listed"]}
     yield HEAD.format(made=made, least=min(loads), most=max(loads), **numbers)
-    head = ["configuration", "parameters, 1e9", "capture", "plan", "parameters", "flops", "whole"]
+    head = ["configuration", "parameters, 1e9", "capture", "plan", "of torch.export", "parameters", "flops", "whole"]
     yield lines(head, [_row(name, m, causes) for name, m in models.items()])
 
 
@@ -63,13 +66,24 @@ def seconds(record: Record) -> float:
     return record["capture"] + max(plan["seconds"] for plan in plans)
 
 
+def ratio(record: Record) -> float | None:
+    """Those seconds over the seconds of `torch.export`; None where that is not known."""
+    return seconds(record) / record["export"] if record.get("export") else None
+
+
+def asked(record: Record) -> float:
+    """The ratio that is asked: of a model that is mostly repeated blocks a smaller one."""
+    return 1.0 if record["repeated"] >= REPEATED else 2.5
+
+
 def _row(name: str, record: Record, causes: Mapping[str, str]) -> list[str]:
     if "capture" not in record:
-        return [name, "-", "-", "-", "-", "-", f"{record['failed']} {causes.get(name, '')}".strip()]
+        return [name, "-", "-", "-", "-", "-", "-", f"{record['failed']} {causes.get(name, '')}".strip()]
     plans = [record.get("tp", {}).get(tp, {}) for tp in DEGREES]
     slowest = max((f"{plan['seconds']:.0f}" for plan in plans if "seconds" in plan), key=int, default="-")
     shares = [" ".join(_share(plan, kind) for plan in plans) for kind in ("parameters", "flops")]
-    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest
+    times = ratio(record)
+    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest, f"{times:.2f}" if times else "-"
     return [name, *first, *shares, _whole(plans[-1], causes.get(name, ""))]
 
 
