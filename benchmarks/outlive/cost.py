@@ -27,7 +27,7 @@ from benchmarks.helpers.performance import command, table
 from benchmarks.step_time import RANKS, SHAPE
 
 HEADING = "Keeping a step in memory"
-TOKENS, ROUNDS, STEPS, EVERY = 2048, 9, 8, 10
+TOKENS, ROUNDS, STEPS, EVERY = 2048, 9, 4, 10
 
 
 def timed(do: Callable[[], Any]) -> tuple[float, Any]:
