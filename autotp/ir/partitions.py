@@ -359,6 +359,10 @@ class Copies(Distribution):
     def local(self, rank: int, tp: int) -> int:
         return self.of.local(rank // self.copies, tp // self.copies)
 
+    def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
+        """The (offset, length) runs of a static one that `rank` has, in order."""
+        return self.of.spans(rank // self.copies, tp // self.copies)
+
     def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         return self.of.share(tp // self.copies, hint)
 
