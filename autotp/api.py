@@ -42,7 +42,7 @@ from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.loss_sums import with_loss
 from autotp.plans.choices import MeshChoice, Sweep
-from autotp.plans.estimates import Axes
+from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
 from autotp.runtime.checkpoint import resumed
 from autotp.runtime.lazy import LazyModule
@@ -51,6 +51,7 @@ from autotp.runtime.module import ShardedModule
 
 from .errors import InputError, PlanError
 from .inputs import Inputs
+from .text import BITS
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
@@ -202,7 +203,7 @@ def compile(
         precision: "float8", "float8-rowwise", "float8-delayed": large products in that (docs/precision.md).
         reduce_dtype: torch.float32: gradients of narrower parameters are added up in it, over ranks and backwards.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
-        tp_invariant: 8: the bits of 8 ranks at every tp that divides it, by its plan (docs/invariance.md).
+        tp_invariant, dp_invariant: 8, 4: equal bits at all tp and dp that divide these (docs/invariance.md).
         resume: take the weights of the latest step that `snapshot()` kept of this run of torchrun, where there is one.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
@@ -222,7 +223,7 @@ def compile(
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
     ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
     inputs = _examples(model, example_inputs, replace(axes, cp=request.cp), ranks)
-    refuse_late(axes, inputs, bool(keywords.get("resume")))
+    refuse_late(ALONE if hosts else axes, inputs, bool(keywords.get("resume")))
     request = request.within(options.tp, options.cluster)
     check, check_capture = keywords.get("check"), keywords.get("check_capture")
     model = plain(model, request, lowering)
@@ -265,7 +266,7 @@ def _refuse(plan: Any, keywords: Mapping[str, Any], tp: Any, mesh: DeviceMesh | 
     if plan is not None:
         _refuse_other(plan)
     refuse_beside(plan, keywords)
-    if keywords.get("tp_invariant") is not None:
+    if any(keywords.get(name) is not None for name in BITS):
         refuse_unlike({**keywords, "tp": "auto" if tp == "auto" else None})
     if tp == "auto" and (mesh is not None or plan is not None):
         raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
@@ -292,19 +293,22 @@ def _automatic(
 
 def _ranks(
     plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axes: Axes, keywords: Mapping[str, Any]
-) -> tuple[Ranks | None, Options, int]:
+) -> tuple[Ranks | None, Options, dict[str, int]]:
     """The ranks that are there, what planning for them is to do, or did where a plan is given, and among how many
-    processes the plan's ranks are shared; 0 where each is one."""
-    virtual = read_invariant(keywords.get("tp_invariant"))
-    if virtual is not None:
-        refuse_unlike(axes.degrees)
-    hosts = plan.tp if plan is not None and tp is None and virtual is None else tp
-    ranks = Ranks.find(hosts, mesh, axes.dp, axes.cp)
+    processes on each axis the plan's ranks are shared; none where each is one."""
+    virtual = {axis: n for axis in ("dp", "tp") if (n := read_invariant(keywords, axis)) is not None}
+    if virtual:
+        refuse_unlike({**keywords, **axes.degrees})
+    processes = keywords.get("dp") or 1 if "dp" in virtual else axes.dp
+    hosts = plan.tp if plan is not None and tp is None and not virtual else tp
+    ranks = Ranks.find(hosts, mesh, processes, axes.cp)
     hosts = ranks.tp if ranks is not None else hosts or 1
-    degree = read_invariant(virtual, hosts) or hosts
+    degree = read_invariant(keywords, "tp", hosts) or hosts
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
     options = Options.of_plan(plan) if plan else Options.read(degree, keywords, axes)
-    if virtual is not None:  # a search that its time ends has another plan in another run, and other bits
-        options = replace(options, seconds=math.inf)
-    return ranks, options, hosts if virtual is not None else 0
+    if not virtual:
+        return ranks, options, {}
+    # A search that its time ends has another plan in another run, and other bits.
+    read_invariant(keywords, "dp", processes)
+    return ranks, replace(options, seconds=math.inf), {**({"dp": processes} if axes.dp > 1 else {}), "tp": hosts}

@@ -97,6 +97,42 @@ class Inputs:
         return self, False
 
 
+def examples_of(tree: Any) -> int:
+    """Number of examples of a call: the first dimension of the first tensor among its arguments that has one."""
+    leaves = compat.tree_leaves(tree)
+    return next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim and len(x)), 1)
+
+
+def over_batch(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return arguments with what this makes of each tensor whose first dimension is the batch."""
+    examples = examples_of(tree)
+
+    def own(x: Any) -> Any:
+        return change(x) if isinstance(x, Tensor) and x.ndim and len(x) == examples else x
+
+    return compat.tree_map(own, tree)
+
+
+def micro_batch(tree: Any, parts: int) -> Any:
+    """Return the first of so many virtual micro-batches of the arguments of a call.
+
+    Raises:
+        InputError: they are not of one size.
+    """
+    if (examples := examples_of(tree)) % parts:
+        raise InputError(
+            f"a batch of {examples} is not dealt to {parts} virtual micro-batches of one size, which this process has "
+            "of dp_invariant: the first dimension of the first input must be a multiple of that."
+        )
+    return tree if parts == 1 else over_batch(tree, lambda x: x[: len(x) // parts])
+
+
+def first_part(inputs: Inputs, parts: int) -> Inputs:
+    """Return the inputs of the first of so many virtual micro-batches; see `micro_batch`."""
+    args, kwargs = micro_batch((inputs.args, dict(inputs.kwargs)), parts)
+    return Inputs(*args, **kwargs)
+
+
 def normalise(example: object) -> Inputs:
     """`example_inputs`, in any form that is accepted, as `Inputs`; plain dataclasses among them are containers then.
 

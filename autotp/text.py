@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import InputError
 
+BITS = ("tp_invariant", "dp_invariant")  # keywords that ask for equal bits
 BESIDE = ("dp", "cp")  # names of a mesh's axes beside tp, the outermost first
 
 

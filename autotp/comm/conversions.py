@@ -248,7 +248,7 @@ def _at_hosts(
     xs: Sequence[Tensor], src: Spec, dst: Spec, hosts: Host | AllHosts, wire: torch.dtype | None
 ) -> list[Tensor]:
     everyone = _of_each(xs, src, hosts.own)
-    ys = _run(everyone, src, dst, hosts.here, hosts.tp, hosts.exchange, wire)
+    ys = _run(everyone, src, dst, hosts.here, hosts.size, hosts.exchange, wire)
     return ys[:: hosts.own] if dst.mark == INVARIANT.mark else ys
 
 

@@ -35,22 +35,33 @@ SENT: dict[Primitive, Primitive] = {
     "all_to_all": "all_to_all",
 }
 ALIGNED = 64  # bytes that the address of a tensor of its own is a multiple of
-LARGE = 1 << 15  # numbers of a sum from which on each of several processes adds up a slice of it
+LARGE = 1 << 17  # bytes of a sum from which on each of several processes adds up a slice of it
+SUMS = ("all_reduce", "reduce_scatter")
 ADDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 class Virtual:
-    """A value that virtual ranks of this process have each for itself, in their order."""
+    """A value that virtual ranks of this process have each for itself on one axis, in their order.
 
-    __slots__ = ("values",)
+    With several axes those of an outer one have what those of the next inner one have: a tensor, or a `Virtual` of it.
+    """
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.values = values
+    __slots__ = ("axis", "values")
+
+    def __init__(self, values: Sequence[Any], axis: str = "tp") -> None:
+        self.values, self.axis = values, axis
 
 
-def values_of(x: Any, count: int) -> list[Any]:
-    """Return what each of `count` virtual ranks has of a value."""
-    return list(x.values) if isinstance(x, Virtual) else [x] * count
+def values_of(x: Any, count: int, axis: str = "tp") -> list[Any]:
+    """Return what each of `count` virtual ranks of an axis has of a value."""
+    return list(x.values) if isinstance(x, Virtual) and x.axis == axis else [x] * count
+
+
+def every(x: Any) -> list[Any]:
+    """Return what all virtual ranks of all axes have of a value; one where they have the same."""
+    if not isinstance(x, Virtual):
+        return [x]
+    return [y for value in x.values for y in every(value)]
 
 
 class Deterministic:
@@ -111,17 +122,18 @@ def total(parts: Mapping[Subtree, Tensor], tree: Subtree, reduction: str) -> Ten
 
 @dataclass(frozen=True)
 class Host:
-    """A process and the virtual ranks that it runs.
+    """A process and the virtual ranks that it runs on one axis.
 
     Attributes:
-        first: of its virtual ranks, and `own` how many follow each other from there. tp: how many there are in all.
-        group: name of the process group of those that share them; nothing where there is one.
+        first: of its virtual ranks, and `own` how many follow each other from there. size: how many there are in all.
+        group: name of the process group of those that share them; nothing where there is one. axis: its name.
     """
 
     first: int
     own: int
-    tp: int
+    size: int
     group: str = ""
+    axis: str = "tp"
 
     @property
     def here(self) -> range:
@@ -131,15 +143,20 @@ class Host:
     @cached_property
     def subtrees(self) -> list[list[Subtree]]:
         """The sums that each process sends: asked for twice by every sum."""
-        firsts = range(0, self.tp, self.own)
-        return [subtrees(first, first + self.own, (0, self.tp)) for first in firsts]
+        firsts = range(0, self.size, self.own)
+        return [subtrees(first, first + self.own, (0, self.size)) for first in firsts]
 
-    @property
-    def sends(self) -> tuple[float, float, float]:
-        """Bytes that a process sends of a sum, over those of it: of a small one, of a large one, and in a ring."""
-        hosts, parts = self.tp // self.own, max(map(len, self.subtrees))
-        large = (parts + 1 if hosts > 2 else parts * hosts) * (hosts - 1) / hosts
-        return parts * (hosts - 1), large, 2 * (hosts - 1) / hosts
+    def traffic(self, primitive: str, nbytes: float) -> float:
+        """Return the bytes that a process sends.
+
+        Args:
+            primitive: of the collective. nbytes: of the whole value.
+        """
+        hosts, parts = self.size // self.own, max(map(len, self.subtrees))
+        if primitive == "all_reduce" and hosts > 2 and nbytes >= LARGE:
+            return (parts + 1) * nbytes * (hosts - 1) / hosts
+        part = parts if primitive in SUMS else self.own / self.size
+        return part * nbytes * (hosts - 1) / (1 if SENT[primitive] == "all_gather" else hosts)  # type: ignore[index]
 
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str, copies: int = 0) -> list[Tensor]:
         """Return what a primitive gives each virtual rank here.
@@ -150,8 +167,8 @@ class Host:
         """
         if copies:
             return _of_groups(primitive, self.exchange("all_gather", xs, reduction), self.here, copies)
-        kind, hosts = SENT[primitive], self.tp // self.own
-        if primitive == "all_reduce" and hosts > 2 and xs[0].numel() >= LARGE:
+        kind, hosts = SENT[primitive], self.size // self.own
+        if primitive == "all_reduce" and hosts > 2 and xs[0].nbytes >= LARGE:
             return [self._in_slices(xs, reduction, hosts)] * self.own
         y = self.send(primitive, xs, reduction)
         if hosts > 1:
@@ -168,8 +185,7 @@ class Host:
 
         Returns: [parts, ...] for a gather, [hosts, parts, own, ...] for an exchange.
         """
-        sums = primitive in ("all_reduce", "reduce_scatter")
-        stack = self._parts(xs, reduction) if sums else torch.stack(list(xs))
+        stack = self._parts(xs, reduction) if primitive in SUMS else torch.stack(list(xs))
         if SENT[primitive] == "all_gather":
             return stack
         return stack.unflatten(1, (-1, self.own)).movedim(1, 0).contiguous()
@@ -195,7 +211,7 @@ class Host:
     def _whole(self, y: Tensor, reduction: str) -> Tensor:
         """Add up what all processes have sent, [hosts, parts, ...], along the rest of the tree."""
         sums = {tree: y[i, j] for i, trees in enumerate(self.subtrees) for j, tree in enumerate(trees)}
-        return total(sums, (0, self.tp), reduction)
+        return total(sums, (0, self.size), reduction)
 
     def _in_slices(self, xs: Sequence[Tensor], reduction: str, hosts: int) -> Tensor:
         """Add up with each process a slice of the sum, which all gather: about the bytes of a ring."""
@@ -213,21 +229,21 @@ class AllHosts:
     """All processes at once, simulated in one.
 
     Attributes:
-        tp, own: as of each `Host`.
+        size, own: as of each `Host`.
     """
 
-    tp: int
+    size: int
     own: int = 1
 
     @property
     def here(self) -> range:
         """All virtual ranks."""
-        return range(self.tp)
+        return range(self.size)
 
     @cached_property
     def hosts(self) -> list[Host]:
         """Each of them."""
-        return [Host(first, self.own, self.tp) for first in range(0, self.tp, self.own)]
+        return [Host(first, self.own, self.size) for first in range(0, self.size, self.own)]
 
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str, copies: int = 0) -> list[Tensor]:
         """Return what a primitive gives every virtual rank; arguments as of `Host.exchange`."""
@@ -255,47 +271,53 @@ def _of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence
 
 # ---- programs --------------------------------------------------------------------------------------------------------
 
+Hosts = Sequence[Host]  # a process on each axis, the outermost first, tp last
+
 
 def each(
-    call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], host: Host, ranked: bool, draws: bool = False
-) -> Any:
+    call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], hosts: Hosts, axis: str | None = None,
+    draws: bool = False,
+) -> Any:  # fmt: skip
     """Run one operator for the virtual ranks of a process.
 
     Args:
         call: the operator; args, kwargs: what it takes, with a `Virtual` for what these have each for itself.
-        host: the process. ranked: the operator depends on the rank, which it is told with how many there are.
+        hosts: the process. axis: the operator depends on the rank there, which it is told with how many there are.
         draws: it draws random numbers, for all the same.
 
     Returns: one result where all have the same operands, else a `Virtual`.
     """
-    if not ranked and not _differs(args, kwargs):
+    outer = next((i for i, x in enumerate(hosts) if x.axis == axis or _differs(args, kwargs, x.axis)), None)
+    if outer is None:
         return call(*args, **kwargs)
+    host, inner = hosts[outer], hosts[outer + 1 :]
     state, results = torch.get_rng_state() if draws else None, []
     for at, rank in enumerate(host.here):
         if state is not None:  # the generators of all ranks are in the same state
             torch.set_rng_state(state)
-        place = {"rank": rank, "tp": host.tp} if ranked else {}
-        results.append(call(*at_rank(args, at), **at_rank(dict(kwargs), at), **place))
+        place = {"rank": rank, "tp": host.size} if host.axis == axis else {}
+        own, options = at_rank(args, at, host.axis), {**at_rank(dict(kwargs), at, host.axis), **place}
+        results.append(each(call, own, options, inner, axis, draws) if inner else call(*own, **options))
     # A size that all have alike is one: what is whole on every rank is computed once with it too.
     alike = isinstance(results[0], int | float) and results.count(results[0]) == host.own
-    return results[0] if alike or host.own == 1 else Virtual(results)
+    return results[0] if alike or host.own == 1 else Virtual(results, host.axis)
 
 
-def at_rank(args: Any, at: int) -> Any:
-    """Return arguments as the virtual rank in this place of its process has them."""
+def at_rank(args: Any, at: int, axis: str = "tp") -> Any:
+    """Return arguments as the virtual rank in this place of its process, on an axis, has them."""
 
     def own(x: Any) -> Any:
-        return x.values[at] if isinstance(x, Virtual) else x
+        return x.values[at] if isinstance(x, Virtual) and x.axis == axis else x
 
     return map_aggregate(args, own)
 
 
-def _differs(args: Any, kwargs: Any) -> bool:
-    """Return whether virtual ranks have something each for itself among these arguments."""
+def _differs(args: Any, kwargs: Any, axis: str) -> bool:
+    """Return whether virtual ranks of an axis have something each for itself among these arguments."""
     todo = [*args, *kwargs.values()]
     while todo:
         x = todo.pop()
-        if isinstance(x, Virtual):
+        if isinstance(x, Virtual) and x.axis == axis:
             return True
         if isinstance(x, list | tuple):
             todo += x

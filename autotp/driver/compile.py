@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Collection, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.cost.solver.problem import Problem
 from autotp.errors import InputError, PlanError
-from autotp.inputs import Inputs, without_cache
+from autotp.inputs import Inputs, first_part, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import check_names, name_states
@@ -79,7 +79,7 @@ class Compilation:
         plan: None to solve one for the inputs.
         check: compare values between the ranks; `check_capture`: compare the captured graph with the model.
         captured: the model's graph for the inputs and its notes, where they exist already.
-        hosts: processes that share the ranks of the plan, which are virtual; 0 where each is a process.
+        hosts: processes that share the ranks of the plan on each axis, which are virtual; none where each is a process.
     """
 
     model: nn.Module
@@ -91,9 +91,10 @@ class Compilation:
     check: bool | None = None
     check_capture: bool | None = None
     captured: tuple[Capture, list[str]] | None = None
-    hosts: int = 0
+    hosts: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
+        inputs = first_part(inputs, self.options.batch.dp // self.hosts["dp"] if "dp" in self.hosts else 1)
         captured, notes = self.captured or self.capture(inputs)
         return self.source(self.solve(captured, notes), captured)
 
@@ -140,10 +141,10 @@ class Compilation:
         make = partial(_program, **of_plan)
         source = Source(
             bare=skeleton(self.model, _device(self.ranks)), decide=partial(decided_for, **of_plan), make=make,
-            capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, tp=self.hosts or plan.tp,
-            virtual=plan.tp if self.hosts else 0, aliases=aliases(self.model), want=self.request,
+            capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, dp=self.hosts.get("dp", 1),
+            tp=self.hosts.get("tp", plan.tp), virtual={**plan.batch.degrees, "tp": plan.tp} if self.hosts else {},
+            aliases=aliases(self.model), want=self.request, check=bool(self.check), sample=self.check is not False,
             lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
-            check=bool(self.check), sample=self.check is not False,
             again=partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering),
             origin=captured.origin[1] if captured is not None and captured.origin is not None else None,
         )  # fmt: skip
@@ -244,7 +245,6 @@ def prepare(
         trial: the model with its weights, to be run beside the capture; None: the capture is not compared.
         request: what else the public functions were asked for.
     """
-
     order = schedule(request)
     with stage("capture"):
         program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode, request.states)

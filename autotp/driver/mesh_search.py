@@ -8,7 +8,7 @@ from typing import Any
 
 from autotp.cost.meshes import KEEPS, Mesh, factorisations, variants
 from autotp.errors import CaptureError, InputError, PlanError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, examples_of
 from autotp.ir.graph import Capture
 from autotp.log import stage
 from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
@@ -19,7 +19,7 @@ from autotp.text import counts, divisors, listed
 
 from .compile import Staged, plan_stages
 from .mesh_prices import Priced, Pricer, terms_of
-from .options import Options, examples_of
+from .options import Options
 
 Captured = Callable[..., tuple[Capture, list[str]]]  # by tp, axes beside it, and whether it is held against the model
 BATCH_FACTORS = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
@@ -73,7 +73,7 @@ def choose_mesh(
         tps = [tp for tp in only if devices % tp == 0]
     if not tps:
         raise InputError(f"tp={listed(only or ())} does not divide {devices} devices: give one of {listed(inside)}.")
-    batch = examples_of(inputs)
+    batch = examples_of((inputs.args, inputs.kwargs))
     if examples is not None and examples % batch:
         raise InputError(
             f"global_batch={examples} is not made up of micro-batches of {batch} examples, as the example inputs are: "

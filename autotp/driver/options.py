@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp import compat
 from autotp.capture.capture_errors import refuse_scripted
 from autotp.comm.ranks import Ranks, axes_of, check_degree
 from autotp.cost import Cluster
@@ -20,13 +19,13 @@ from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.cost.solver.solve import SECONDS
 from autotp.errors import InputError, PlanError
-from autotp.inputs import Inputs, bind, for_model, normalise
+from autotp.inputs import Inputs, bind, examples_of, for_model, normalise, over_batch
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
-from autotp.text import BESIDE, counts, divisors, read_bytes
+from autotp.text import BESIDE, BITS, counts, divisors, read_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,6 +88,7 @@ class VerifyKeywords(Steering, total=False):
     dp: int | None
     cp: int | None
     tp_invariant: int | None
+    dp_invariant: int | None
 
 
 class PlanKeywords(Steering, CaptureKeywords, AxisKeywords, total=False):
@@ -103,16 +103,17 @@ class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
     """Keywords of `autotp.compile`."""
 
     tp_invariant: int | None
+    dp_invariant: int | None
     resume: bool
 
 
 # What has bits that depend on the number of ranks, or is not known not to: the keyword, what it may be, and why.
 UNLIKE: dict[str, tuple[Any, str]] = {
     "tp": ((), "the degree is picked by its own plan, and there is one"),
-    "dp": (1, "sums over dp are torch's own, in an order that depends on how many ranks there are"),
+    "dp": (1, "sums over dp are torch's own, in an order of as many ranks as there are, but with dp_invariant="),
     "cp": (1, "sums over cp are in an order that depends on how many ranks there are"),
     "fully_shard": (False, "torch sums the gradients of split weights in an order of its own"),
-    "backend": ("eager", "kernels that a compiler writes may depend on more than shapes"),
+    "backend": ("eager", "kernels that a compiler writes are of a graph, and that of several virtual ranks is another"),
     "outputs": (("full", "loss"), "what a rank has of an output depends on the number of ranks"),
     "random": ("counter", "torch's numbers depend on how often a rank draws"),
     "carried": ((), "what is carried from call to call is of as many ranks as there are"),
@@ -249,40 +250,46 @@ class Options:
         return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band)
 
 
-def read_invariant(tp_invariant: Any, tp: int | None = None) -> int | None:
+def read_invariant(keywords: Mapping[str, Any], axis: str, ranks: int | None = None) -> int | None:
     """Read the number of virtual ranks that a public function's argument asks for, checked.
 
     Args:
-        tp_invariant: the argument. tp: ranks that are to share them; None where all that can are meant.
+        keywords: of the function. axis: "tp", or "dp".
+        ranks: that are to share them; None where all that can are meant.
 
     Raises:
-        InputError: it is no degree, or `tp` does not divide it.
+        InputError: it is no degree, or `ranks` do not divide it.
     """
-    if tp_invariant is None:
+    name = f"{axis}_invariant"
+    virtual = keywords.get(name)
+    if virtual is None:
         return None
-    if not counts(tp_invariant):
+    if not counts(virtual):
         raise InputError(
-            f"tp_invariant={tp_invariant!r}: give the largest number of ranks that is to have the same bits as every "
-            "divisor of it, such as tp_invariant=8."
+            f"{name}={virtual!r}: give the largest number of ranks that is to have the same bits as every "
+            f"divisor of it, such as {name}=8."
         )
-    if tp is not None and tp_invariant % tp:
-        raise InputError(f"tp={tp} does not divide tp_invariant={tp_invariant}: take tp from {divisors(tp_invariant)}.")
-    return tp_invariant
+    if ranks is not None and virtual % ranks:
+        raise InputError(f"{axis}={ranks} does not divide {name}={virtual}: take {axis} from {divisors(virtual)}.")
+    return virtual
 
 
 def refuse_unlike(keywords: Mapping[str, Any]) -> None:
     """Refuse what does not go with equal bits at several degrees, by name.
 
     Args:
-        keywords: of a public function, with `tp_invariant`.
+        keywords: of a public function, with `tp_invariant` or `dp_invariant`.
     """
+    names = [name for name in BITS if keywords.get(name) is not None]
     for name, (allowed, why) in UNLIKE.items():
         value = keywords.get(name)
+        if name == "dp" and "dp_invariant" in names:
+            continue
         if value is not None and value != allowed and not (isinstance(allowed, tuple) and value in allowed):
-            raise InputError(f"{name}={value!r} with tp_invariant: {why}. Leave out one of them.")
+            raise InputError(f"{name}={value!r} with {names[0]}: {why}. Leave out one of them.")
     if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         raise InputError(
-            "tp_invariant asks for kernels that give the same bits at every run: call "
+            f"{names[0]} asks for kernels that give the same bits at every run: call "
             "torch.use_deterministic_algorithms(True), by which torch refuses by name what has no such kernel."
         )
 
@@ -365,7 +372,8 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
     Raises:
         InputError: see `read_axis`. PlanError: the plan is for others.
     """
-    dp, cp, split = map(keywords.get, ("dp", "cp", "fully_shard"))
+    cp, split, dp = keywords.get("cp"), keywords.get("fully_shard"), read_invariant(keywords, "dp")
+    dp = keywords.get("dp") if dp is None else dp  # of which a process of the plan's has one, or several
     if plan is not None and dp is None and cp is None:
         return plan.batch
     axes = read_axis(dp, split, tp, cp)
@@ -378,10 +386,13 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
     return plan.batch
 
 
-def examples_of(inputs: Inputs) -> int:
-    """Read how many examples a call has: the first dimension of the first input that has one."""
-    leaves = compat.tree_leaves((inputs.args, inputs.kwargs))
-    return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim and len(x)), 1)
+def whole_batch(inputs: Inputs, dp: int) -> Inputs:
+    """Repeat made-up examples, each time shifted, until `dp` ranks have as many each."""
+    tree = inputs.args, dict(inputs.kwargs)
+    if examples_of(tree) % dp == 0:
+        return inputs
+    args, kwargs = over_batch(tree, lambda x: torch.cat([x.roll(place, -1) for place in range(dp)]))
+    return Inputs(*args, **kwargs)
 
 
 def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
@@ -390,7 +401,7 @@ def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
     Args:
         inputs: of a call on one device. axes: beside tp.
     """
-    count = examples_of(inputs)
+    count = examples_of((inputs.args, inputs.kwargs))
     if axes.dp > 1 and count % axes.dp:
         raise InputError(
             f"a batch of {count} is not dealt to dp={axes.dp} ranks in slices of one size: the first dimension of the "

@@ -27,6 +27,7 @@ from autotp.proof.certificate import certificate
 from autotp.proof.equality import compare
 from autotp.proof.report import Certificate, Difference, Report
 from autotp.proof.run import Values
+from autotp.text import BESIDE, BITS
 
 from .compile import applied, capture_model, plain, solve_plan
 from .decoding import check_count, decoded
@@ -40,13 +41,17 @@ from .options import (
     refuse_undealt,
     refuse_unknown,
     required_inputs,
+    whole_batch,
     with_keywords,
 )
 from .staging import one_after_another
 
 __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call", "verify"]
 
-BITS_ALONE = "tp_invariant compares calls over tp alone: leave out generate=, certify=, precision=, dp=, cp= and pp=."
+BITS_ALONE = (
+    "tp_invariant and dp_invariant compare calls of their own ranks alone: leave out generate=, certify=, precision=, "
+    "dp=, cp= and pp=."
+)
 
 
 @with_keywords
@@ -83,7 +88,7 @@ def verify(
         dp, cp: ranks to which examples and sequences are dealt, simulated too; only results and gradients are compared.
         pp: cut the program into so many stages, as `autotp.stages` does, and run these one after another.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
-        tp_invariant: in place of `tp`: compare every number of processes that divides it with the others, to the bit.
+        tp_invariant, dp_invariant: in place of `tp` and `dp`: compare all meshes of divisors of them with the largest.
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs, or why the captured graph
@@ -93,23 +98,38 @@ def verify(
         InputError, CaptureError, PlanError; with `generate` an InputError also where nothing is carried on.
     """
     refuse_unknown("verify", keywords, VerifyKeywords)
-    invariant = read_invariant(keywords.pop("tp_invariant", None))
-    if (tp is None) == (invariant is None):
+    bits = any(keywords.get(name) is not None for name in BITS)
+    if (tp is None) != bits:
         raise InputError("give the number of ranks to simulate, tp=4, or tp_invariant=8 for all that divide that.")
-    degree, beside = degrees_of(invariant or tp, keywords)
+    if bits:
+        others = {"generate": generate, "certify": certify, "precision": precision, "pp": pp}
+        return _bits(model, example_inputs, plan, CaptureRequest.read(carried=carried), keywords, others)
+    degree, beside = degrees_of(tp, keywords)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
-    if invariant is not None:
-        if generate is not None or certify or precision is not None or axes.size > 1 or pp > 1:
-            raise InputError(BITS_ALONE)
-        return prove_call(model, inputs, invariant, plan, beside, request, bits=True)[0]
     if generate is not None:
         check_count(model, generate, request.carried, axes)
     report, options = prove_call(model, inputs, degree, plan, keywords, request, certify, axes, pp=pp)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))
+
+
+def _bits(
+    model: nn.Module, example_inputs: Any, plan: Plan | None, request: CaptureRequest, keywords: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> Report:  # fmt: skip
+    """Compare numbers of processes with each other; arguments as of `verify`, with those that do not go with it."""
+    beside = {**keywords, **others}
+    if any(beside.get(name) not in (None, False, 1) for name in (*others, *BESIDE)):
+        raise InputError(BITS_ALONE)
+    degree = read_invariant(keywords, "tp")
+    steering = {name: value for name, value in keywords.items() if name not in BITS}
+    axes = axes_beside(plan, keywords, degree or 1)
+    inputs = required_inputs(model, example_inputs, "autotp.verify")
+    inputs = whole_batch(inputs, axes.dp) if example_inputs is None else inputs
+    return prove_call(model, inputs, degree or 1, plan, steering, request, axes=axes, bits=True)[0]
 
 
 def prove_call(
@@ -158,7 +178,7 @@ def prove_call(
         )
     values = Values.of(captured, model, inputs)
     ours = planned, sharded, values
-    compared = same_bits(*ours) if bits else compare(*ours, captured, beside)
+    compared = (same_bits if bits else compare)(*ours, captured, beside)
     certified = certificate(planned, sharded, axes.degrees) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
     return replace(proof, certificate=certified, beside={**({"pp": pp} if pp > 1 else {}), **proof.beside}), options

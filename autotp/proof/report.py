@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autotp.plans.plan import Plan
 
@@ -121,7 +122,8 @@ class Report:
         unproved: why the captured graph was not compared with the model; the report is then false. Empty where it was.
         decoded: what came of decoding with a cache; None where that was not asked for.
         certificate: what spmd_types says of the program; None where it was not asked.
-        degrees: numbers of processes that were compared to the bit, in place of the original; empty where none were.
+        degrees: numbers of processes that were compared to the bit, in place of the original, and with dp those on each
+            axis; empty where none were.
     """
 
     tp: int
@@ -138,7 +140,7 @@ class Report:
     decoded: Decoded | None = None
     certificate: Certificate | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
-    degrees: tuple[int, ...] = ()
+    degrees: tuple[Any, ...] = ()
 
     @property
     def ranks(self) -> str:
@@ -174,7 +176,8 @@ class Report:
         gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
         if self.degrees:
             what = f"no gradients ({self.forward_only})" if self.forward_only else "gradients"
-            equal = f"equal bits at tp={', '.join(map(str, self.degrees))}: outputs, {what} and all between"
+            text = ", ".join(map(str, self.degrees)) if not self.beside else ", ".join(map(_mesh, self.degrees))
+            equal = f"equal bits at {' x '.join((*self.beside, 'tp'))}={text}: outputs, {what} and all between"
             return f"{equal} ({self.values} values compared)"
         inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""
         over = "".join(f"{name}={n} x " for name, n in self.beside.items())
@@ -186,3 +189,7 @@ class Report:
             graph = "the ranks agree with the captured graph, but that was not compared with the model"
             return f"not proved: {graph}: {self.unproved} ({ranks})"
         return f"{ranks}; the captured graph is within {self.capture_error:.1e} of the model"
+
+
+def _mesh(degrees: Iterable[int]) -> str:
+    return " x ".join(map(str, degrees))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.comm.virtual import Host, Virtual, at_rank, each, values_of
+from autotp.comm.virtual import Host, Hosts, Virtual, at_rank, each, every
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import SEEDS, Capture, Leaf, Value, draws, resolve
 from autotp.ir.layouts import Groups, I, Layout, R, Size
 from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Sharded
-from autotp.ir.specs import INVARIANT, Spec
+from autotp.ir.specs import Spec
 from autotp.passes.shard.deal import Dealt
 from autotp.passes.shard.rewrite import specialise
 
@@ -43,12 +43,13 @@ class Simulated:
     Attributes:
         tp: ranks of the inner axis. beside: the axes beside it, the outermost first; ranks that follow each other are a
             tp group, and such groups the next axis's.
-        own: tp ranks of one process, whose program is that of all of them (`autotp.comm.virtual`).
+        own: ranks of one process on an axis, by its name, whose program is that of all of them (`autotp.comm.virtual`);
+            by default one.
     """
 
     tp: int
     beside: Sequence[Dealt] = ()
-    own: int = 1
+    own: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def axes(self) -> dict[str, tuple[int, int]]:
@@ -65,43 +66,83 @@ class Simulated:
         return math.prod(n for n, _ in self.axes.values())
 
     @cached_property
-    def hosts(self) -> list[Host]:
-        """The processes, in the order of their ranks."""
-        return [Host(first % self.tp, self.own, self.tp) for first in range(0, self.world, self.own)]
+    def hosts(self) -> list[Hosts]:
+        """The processes, each by its place on every axis, in the order of their ranks."""
+        places = []
+        for axis, (size, _) in reversed(self.axes.items()):
+            own = self.own.get(axis, 1)
+            places.append([Host(first, own, size, axis=axis) for first in range(0, size, own)])
+        return [*product(*places)]
 
     def step(self, node: fx.Node, env: Env) -> list[Any]:
         """Run one node in every process."""
         own = mark(node)
         if own.conversion is not None or own.batch is not None:
-            src, dst = at_rank(_at(node.args[1:3], env, 0), 0)
-            values = self.each_rank(env[node.args[0]])  # type: ignore[index]
-            n, stride = self.axes["tp" if own.batch is None or own.conversion is not None else own.batch.axis]
-            for first in range(self.world):
-                if first // stride % n == 0:
-                    group = slice(first, first + n * stride, stride)
-                    values[group] = conversions.simulate(values[group], src, dst, node.kwargs.get("wire"), self.own)  # type: ignore[arg-type]
-            return self.of_hosts(values, dst.mark == INVARIANT.mark)
+            axis = "tp" if own.batch is None or own.conversion is not None else own.batch.axis
+            specs = [node.args[1:3]] * self.world
+            if len(node.all_input_nodes) > 1:  # sizes, or ends of groups of rows
+                specs = self.each_rank([_at(node.args[1:3], env, place) for place in range(len(self.hosts))])
+            return self.converted(env[node.args[0]], specs, axis, node.kwargs.get("wire"))  # type: ignore[index, arg-type]
         random_state, results = torch.get_rng_state() if draws(node) else None, []
-        for place, host in enumerate(self.hosts):
+        for place, hosts in enumerate(self.hosts):
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
             args, kwargs = _at(node.args, env, place), _at(node.kwargs, env, place)
-            if own.axis not in (None, "tp"):
-                n, stride = self.axes[own.axis]
-                kwargs = {**kwargs, "rank": place // stride % n, "tp": n}
-            call, ranked = partial(_call, node.target), own.axis == "tp"
-            results.append(each(call, args, kwargs, host, ranked, random_state is not None))
+            results.append(each(partial(_call, node.target), args, kwargs, hosts, own.axis, random_state is not None))
         return results
 
-    def of_hosts(self, values: Sequence[Any], whole: bool) -> list[Any]:
-        """Return what every process has of a value that the ranks have, one tensor where it is `whole`."""
-        if whole or self.own == 1:
-            return list(values[:: self.own])
-        return [Virtual(values[at : at + self.own]) for at in range(0, len(values), self.own)]
+    def converted(
+        self, values: Sequence[Any], specs: Sequence[Any], axis: str, wire: torch.dtype | None = None
+    ) -> list[Any]:
+        """Convert a value over an axis: what every process has of it then.
+
+        Args:
+            values: what the processes have. specs: layouts before and after, of each rank. axis: its name.
+            wire: see the functions of the table.
+        """
+        ranks, (n, stride) = self.each_rank(values), self.axes[axis]
+        groups: dict[Any, list[Any]] = {}  # what is one value of processes is converted once
+        results = [*ranks]
+        for first in range(self.world):
+            if first // stride % n == 0:
+                group = slice(first, first + n * stride, stride)
+                of = tuple(map(id, ranks[group])) if self.own else first
+                if of not in groups:
+                    src, dst = specs[first]
+                    groups[of] = conversions.simulate(ranks[group], src, dst, wire, self.own.get(axis, 1))
+                results[group] = groups[of]
+        return self.of_hosts(results)
+
+    def of_hosts(self, values: Sequence[Any]) -> list[Any]:
+        """Return what every process has of a value that ranks have: one where its ranks on an axis have the same."""
+        return [self._of_host(values, hosts, 0) for hosts in self.hosts]
+
+    def _of_host(self, values: Sequence[Any], hosts: Hosts, first: int) -> Any:
+        if not hosts:
+            return values[first]
+        host, stride = hosts[0], self.axes[hosts[0].axis][1]
+        own = [self._of_host(values, hosts[1:], first + rank * stride) for rank in host.here]
+        return own[0] if _alike(own) else Virtual(own, host.axis)
 
     def each_rank(self, values: Sequence[Any]) -> list[Any]:
         """Return what every rank has of a value that the processes have."""
-        return [x for value in values for x in values_of(value, self.own)]
+        ranks: list[Any] = [None] * self.world
+        for value, hosts in zip(values, self.hosts, strict=True):
+            self._to_ranks(value, hosts, 0, ranks)
+        return ranks
+
+    def _to_ranks(self, value: Any, hosts: Hosts, first: int, ranks: list[Any]) -> None:
+        if not hosts:
+            ranks[first] = value
+            return
+        host, stride = hosts[0], self.axes[hosts[0].axis][1]
+        for at, rank in enumerate(host.here):
+            self._to_ranks(at_rank((value,), at, host.axis)[0], hosts[1:], first + rank * stride, ranks)
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    """Return whether what virtual ranks have is one and the same."""
+    return all([*map(id, every(x))] == [*map(id, every(values[0]))] for x in values[1:])
 
 
 @dataclass(frozen=True)
@@ -115,7 +156,7 @@ class Here:
     places: Mapping[str, MeshPlace]
     tp = 1
     world = 1
-    own = 1
+    hosts = ((),)
 
     def step(self, node: fx.Node, env: Env) -> list[Any]:
         """Run one node."""
@@ -313,7 +354,7 @@ def run(
     values, env = Values(), dict[fx.Node, list[Any]]()
     for node, step in zip(program.graph.nodes, graph.nodes, strict=True):
         if node.op == "output":
-            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(on.world // on.own)]
+            values.outputs = [compat.tree_leaves(_at(step.args[0], env, rank)) for rank in range(len(on.hosts))]
             break
         try:
             env[step] = list(leaves[node]) if node.op == "placeholder" else on.step(step, env)

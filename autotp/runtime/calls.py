@@ -9,6 +9,7 @@ With dp all ranks of both axes take that turn together (`call_message.py`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -56,6 +57,10 @@ from .programs import MAX_KINDS, CallKind, Program, short
 from .revision import Inventory, WriteCount
 from .storage import ShardState
 
+HOOKS = (
+    "hooks on modules, with dp_invariant: what flows there is of several micro-batches in one process. Hook what the "
+    "module takes and gives, around it."
+)
 BACKWARD_HOOKS = (
     "backward hooks on modules, with tp_invariant: what flows there is of several ranks in one process, and torch "
     "calls no hook of it. Hook tensors, in a forward hook on the module."
@@ -173,6 +178,8 @@ class Calls:
         channel = self.channel
         if self.shards.host is not None and self.inventory.hooked[1]:
             raise StateError(BACKWARD_HOOKS)
+        if len(self.shards.hosts) > 1 and any(self.inventory.hooked):
+            raise StateError(HOOKS)
         self.number += 1
         what = f"{step}, {self.what}" if step else self.what
         if channel is None:
@@ -205,7 +212,10 @@ class Calls:
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
         own_lane = next(each for each in self.groups.lanes if channel.rank in each)
-        beside = [everyone[r] for r in own_lane]
+        # Micro-batches that are virtual draw from one number, whoever has them.
+        beside = everyone
+        if not self.shards.hosts:
+            beside = [everyone[r] for r in own_lane]
         new = any(message.flags & NEW for message in beside)
         return new, beside[0].seed if program is not None else None
 
@@ -272,8 +282,9 @@ class Calls:
         everyone = meet(self.joint, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
         pairs = [struct.unpack("!q8s", one) for one in everyone]
         refuse_generators([pair[1] for pair in pairs], self.what)
-        cp = self.shards.ranks.beside.get("cp") if self.shards.ranks is not None else None
-        return int(broadcast(cp, pairs[0][0]))
+        axis = "dp" if self.shards.hosts else "cp"
+        beside = self.shards.ranks.beside.get(axis) if self.shards.ranks is not None else None
+        return int(broadcast(beside, pairs[0][0]))
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.
@@ -340,7 +351,8 @@ class Calls:
         if not torch.is_grad_enabled():
             return
         input_ids = {id(x) for x in inputs}
-        graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
+        parts = itertools.chain(*[getattr(x, "micro_batches", ()) for x in outputs])
+        graded = [x.grad_fn for x in (*outputs, *parts) if isinstance(x, Tensor) and id(x) not in input_ids]
         ticket = Ticket(channel, self.what, self.inventory.hooked[1], self.groups if self.values else None)
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:

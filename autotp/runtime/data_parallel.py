@@ -133,7 +133,7 @@ def _units(shards: ShardState) -> Iterator[nn.Module]:
 
 def _own_parts(shards: ShardState) -> Iterator[Any]:
     """Return the parts that this module has handed to torch's data parallelism."""
-    yield from (part for part in _units(shards) if shards.axis.size > 1 and isinstance(part, FSDPModule))
+    yield from (part for part in _units(shards) if shards.by_torch.size > 1 and isinstance(part, FSDPModule))
 
 
 def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -141,7 +141,7 @@ def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> s
     ranks = shards.ranks
     scalars = {p for p in parameters if p.ndim == 0}
     for p in scalars:
-        if p.requires_grad and ranks is not None and ranks.batch is not None:
+        if p.requires_grad and ranks is not None and ranks.batch is not None and shards.by_torch.size > 1:
             p.register_post_accumulate_grad_hook(functools.partial(_average, shards, ranks.batch))
     return scalars
 
@@ -163,7 +163,7 @@ def refuse_another(shards: ShardState, hook: Any) -> None:
     ours = shards.units and shards.root not in _roots  # handed over just now
     if ours or not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
         return
-    if shards.axis.size > 1:
+    if shards.by_torch.size > 1:
         name = " and ".join(shards.axis.degrees)
         raise StateError(
             f"fully_shard or replicate around a module that deals out the batch over {name} already. Leave out {name}, "
@@ -179,7 +179,7 @@ def refuse_another(shards: ShardState, hook: Any) -> None:
 
 def refuse_twice(shards: ShardState, outputs: Iterable[Any]) -> None:
     """Refuse to differentiate a backward with dp: by then torch has freed weights that it gathered."""
-    for value in outputs if shards.axis.size > 1 else ():
+    for value in outputs if shards.by_torch.size > 1 else ():
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.register_hook(_once)
 
@@ -195,7 +195,7 @@ def _once(grad: Tensor) -> None:
 @contextlib.contextmanager
 def no_sync(shards: ShardState) -> Iterator[None]:
     """Backwards in this context leave gradients unsummed over dp; the next one outside sums them all."""
-    if shards.axis.size == 1:
+    if shards.by_torch.size == 1:  # what virtual ranks have is summed by every backward
         yield
         return
     root = shards.root

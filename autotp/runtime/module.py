@@ -32,6 +32,7 @@ from autotp.runtime.generation.warming import warmup
 from autotp.runtime.interop import ownership, standalone_program, whole_weights
 from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
+from autotp.runtime.lower.hosted import mean_loss
 from autotp.runtime.moving.replan import replan
 from autotp.runtime.stages import weights
 
@@ -60,8 +61,7 @@ class ShardedModule(Batching, Part):
 
     __jit_ignored_attributes__ = Refused(JIT)
     _initialize_hook = Refused(COMPILE)
-    warmup, named_tensors, replan = warmup, named_tensors, replan
-    snapshot = checkpoint.snapshot
+    warmup, named_tensors, replan, mean_loss, snapshot = warmup, named_tensors, replan, mean_loss, checkpoint.snapshot
     is_distributed_loading_by_transformers = Refused(TRAINER)
     _generation: Generation | None = None
 
@@ -71,18 +71,18 @@ class ShardedModule(Batching, Part):
 
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
         super().__init__(model)
-        if source.tp * plan.batch.size == 1:
+        if source.tp * source.axis(plan).size == 1:
             self.__dict__[LOADED] = False
         self._plan = plan
         self.__dict__["config"] = getattr(source.bare, "config", None)  # which may be a property of the class
         self._source = source
         self._shards = ShardState(
-            source.bare, source.ranks, source.tp, source.aliases, plan.batch, elsewhere=source.elsewhere,
-            staged=source.pipeline is not None, host=source.host,
+            source.bare, source.ranks, source.tp, source.aliases, source.axis(plan), elsewhere=source.elsewhere,
+            staged=source.pipeline is not None, hosts=source.hosts,
         )  # fmt: skip
         self._programs_made = Programs()
-        place, own = source.places()["tp"], source.host.own if source.host is not None else 1
-        self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, own, plan.states)
+        place, layouts = source.places()["tp"], plan.states
+        self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, source.hosts, layouts)
         state.populate(self._shards, self, model, plan.placements)
         whole_weights.load_by_original(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
@@ -136,8 +136,8 @@ class ShardedModule(Batching, Part):
         """
         if self._generation is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in self._generation.own}
-        if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
-            raise no_ranks_error(self._source.tp, self._plan.batch.degrees)
+        if self._source.ranks is None and self._source.tp * self._shards.axis.size > 1:
+            raise no_ranks_error(self._source.tp, self._shards.axis.degrees)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
         kind = program_search.kind_of(self, call)

@@ -21,7 +21,7 @@ from autotp.comm.conversions import function_for
 from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import Ranks
 from autotp.comm.turn import call_hook
-from autotp.comm.virtual import Host, values_of
+from autotp.comm.virtual import Hosts, values_of
 from autotp.errors import RankError, StateError
 from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
@@ -41,14 +41,14 @@ class Boundary:
 
     Attributes:
         path: of the module. ranks: over which the values lie; None in one plain process.
-        host: of virtual ranks, those of this process.
+        hosts: of virtual ranks, those of this process.
     """
 
     path: str
     takes: Sequence[Flow]
     gives: Sequence[Flow]
     ranks: Ranks | None
-    host: Host | None = None
+    hosts: Hosts = ()
 
     @property
     def ways(self) -> Any:
@@ -127,15 +127,15 @@ class Boundary:
 
     def _convert(self, value: Tensor, source: Spec, target: Spec) -> Tensor:
         r = self.ranks
-        if self.host is not None:
-            return convert(value, source, target, self.host)
+        if self.hosts:
+            return convert(value, source, target, self.hosts)
         assert r is not None
         return function_for(source, target)(value, source, target, rank=r.rank, tp=r.tp, group=r.group_name)
 
     def _spec(self, value: Any, flow: Flow, graded: bool) -> Spec:
         """Return how the value of a flow, or its gradient, lies now."""
         first = values_of(value, 1)[0]
-        if not isinstance(first, Tensor) or flow.layout == I or (self.ranks is None and self.host is None):
+        if not isinstance(first, Tensor) or flow.layout == I or (self.ranks is None and not self.hosts):
             return INVARIANT
         if flow.layout.mark not in "RPS":
             raise StateError(

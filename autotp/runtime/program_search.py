@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from autotp.capture.request import CaptureRequest, Mode
 from autotp.capture.state_objects import entering, on_fakes, sizes_of_states
 from autotp.comm.ranks import agree, from_all, of_first, together
 from autotp.comm.turn import holding
-from autotp.comm.virtual import LARGE
+from autotp.cost.collective_costs import collective_bytes
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.inputs import Inputs
 from autotp.ir.carried import classes
@@ -26,8 +27,9 @@ from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
-from autotp.runtime.lower.hosted import host_program, host_states
+from autotp.runtime.lower.hosted import host_batch, host_program, host_states
 from autotp.runtime.lower.lower import accumulate_in
+from autotp.text import amount
 
 from . import data_parallel, state
 from .programs import CallKey, CallKind, Form, Program, form, readings, train_as
@@ -39,9 +41,10 @@ WITHIN = (
 )
 UNDEALT = "undealt"
 ALONG = (
-    "{0} of the plan's ranks in each of {1} processes, every sum along one tree over {2}, no rewrite for speed; a "
-    "process sends {3:g} times the size of a sum, of one of {6:,} numbers or more {4:g}, where in a ring it would {5:g}"
+    "{own} of the plan's {size} {axis} ranks in each of {processes} processes, which sends {sent} in a step of the "
+    "example inputs, where rings send {ring}"
 )
+TREE = "every sum along one tree, {0}; no rewrite for speed"
 
 
 def by_itself(module: Any, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,20 +190,44 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     write_in_place(captured, graph)
     steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
     random = any(map(draws, graph.nodes))
-    if source.host is not None:
-        host_program(graph, source.host)
-        host_states(graph, captured, sharded.states, source.host)
-        text = ALONG.format(source.host.own, source.tp, source.host.tp, *source.host.sends, LARGE)
-        fired = (("tp_invariant", text), *fired)
-    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks, source.host)
+    if source.hosts:
+        *over, host = source.hosts
+        host_program(graph, source.hosts)
+        host_states(graph, captured, sharded.states, host)
+        for batch in over:
+            host_batch(graph, captured, batch)
+        fired = (("tp_invariant", TREE.format("; ".join(_along(module)))), *fired)
+    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks, source.hosts)
     assembler.build(inputs, one=steps)
     return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, reads)
+
+
+def _along(module: Any) -> Iterator[str]:
+    """Say of each axis how many of the plan's ranks this process runs, and what it sends in a step."""
+    shards, plan = module._shards, module._plan
+    for host in shards.hosts:
+        calls: list[tuple[str, float]] = []
+        if host.axis == "tp":
+            ways = [(each.bytes, *way) for each in plan.collectives for way in each.ways]
+            trains = plan.objective == "training"
+            calls += [(name, size) for size, at, name, _ in ways if name and (trains or at == "forward")]
+        else:  # gradients of the slices that there are of each weight
+            trained = {name for name, piece, _ in shards.pieces() if piece.requires_grad}
+            for p in plan.parameters:
+                size = float(math.prod(p.local) * getattr(torch, p.dtype).itemsize)
+                slices = 1 if p.layout.sharded_dim is None else shards.hosts[-1].own
+                calls += [("all_reduce", size)] * slices if p.name in trained else []
+        processes = host.size // host.own
+        along = sum(host.traffic(name, size) for name, size in calls)
+        ring = sum(collective_bytes(name, size, processes) for name, size in calls)
+        of = {"own": host.own, "size": host.size, "axis": host.axis, "processes": processes}
+        yield ALONG.format(**of, sent=amount(along), ring=amount(ring))
 
 
 def _spread(module: Any, program: Program) -> None:
     """Hand what a program reads to torch's data parallelism, or have its gradients added up in a type by themselves."""
     reduces, shards = module._source.lowering.reduces, module._shards
-    if shards.axis.size > 1 and shards.ranks is not None:
+    if shards.by_torch.size > 1 and shards.ranks is not None:
         data_parallel.spread(shards, program.reads, reduces)
     elif reduces is not None:
         for _, piece, _ in shards.pieces():

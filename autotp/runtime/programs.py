@@ -17,7 +17,7 @@ from autotp import compat
 from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Host
+from autotp.comm.virtual import Host, Hosts, Virtual
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, bind, without_cache
 from autotp.ir.graph import SEEDS, Capture, SizeBounds
@@ -27,6 +27,8 @@ from autotp.ir.program import Decided, MeshPlace, Sharded
 from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
+from autotp.plans.estimates import Axes
+from autotp.plans.plan import Plan
 from autotp.runtime.generation.arguments import Returns
 from autotp.runtime.generation.generate_methods import LEFT_ON_MODELS
 from autotp.runtime.lower.lower import Lowering
@@ -206,6 +208,9 @@ class Program:
         slice of the batch."""
         if not self.seeds:
             return []
+        if len(shards.hosts) > 1:  # of each virtual micro-batch
+            own = [seeds(self.seeds, place, base).to(shards.device) for place in shards.hosts[0].here]
+            return [Virtual(own, "dp") if len(own) > 1 else own[0]]  # type: ignore[list-item]
         dp = shards.ranks.beside.get("dp") if shards.ranks is not None else None
         return [seeds(self.seeds, dp.rank if dp is not None else 0, base).to(shards.device)]
 
@@ -375,7 +380,8 @@ class Source:
         ready: captures that exist already.
         pipeline: the ranks of its stages, and sums over them; None where it is not cut.
         elsewhere: names of the parameters and buffers that other stages hold.
-        virtual: ranks that the plan is of, where each of the `tp` runs several of these; 0 where it runs one.
+        virtual: ranks that the plan is of on each axis, the outermost first and tp last, where processes run several of
+            these; none where each runs one. dp: processes that share the batch then.
         again: what makes a plan and all this anew for other degrees over the same ranks, of a model on the meta device,
             inputs, tp and the axes beside it; None where that cannot be.
         origin: inputs that it was planned for.
@@ -396,7 +402,8 @@ class Source:
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
     pipeline: Any = None
     elsewhere: frozenset[str] = frozenset()
-    virtual: int = 0
+    virtual: Mapping[str, int] = field(default_factory=dict)
+    dp: int = 1
     again: Callable[[nn.Module, Any, int, Any], tuple[nn.Module, Any, Source]] | None = None
     origin: Any = None
 
@@ -405,14 +412,20 @@ class Source:
         for name in LEFT_ON_MODELS:
             vars(self.bare).pop(name, None)
 
+    def axis(self, plan: Plan) -> Axes:
+        """The axes beside tp that processes are on."""
+        return Axes(self.dp) if self.virtual else plan.batch
+
     @cached_property
-    def host(self) -> Host | None:
-        """The virtual ranks of this process; None where there are none."""
-        if not self.virtual:
-            return None
-        rank, group = (self.ranks.rank, self.ranks.group_name) if self.ranks is not None else (0, "")
-        own = self.virtual // self.tp
-        return Host(rank * own, own, self.virtual, group)
+    def hosts(self) -> Hosts:
+        """The virtual ranks of this process on each axis; none where there are none."""
+        hosts = []
+        for axis, size in self.virtual.items():
+            ranks = self.ranks if axis == "tp" or self.ranks is None else self.ranks.beside.get(axis)
+            rank, group = (ranks.rank, ranks.group_name) if ranks is not None else (0, "")
+            own = size // (self.tp if axis == "tp" else self.dp)
+            hosts.append(Host(rank * own, own, size, group, axis))
+        return tuple(hosts)
 
     @cached_property
     def key(self) -> str | None:
@@ -431,8 +444,8 @@ class Source:
 
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
-        if self.host is not None:
-            return {"tp": MeshPlace(self.host.first, self.host.tp, self.host.group)}
+        if self.hosts:
+            return {host.axis: MeshPlace(host.first, host.size, host.group) for host in self.hosts}
         if self.ranks is None:
             return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
         axes = {"tp": self.ranks, **self.ranks.beside}

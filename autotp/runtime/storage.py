@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Host
+from autotp.comm.virtual import Host, Hosts
 from autotp.compat import like_dtensor, local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
@@ -268,7 +268,7 @@ class ShardState:
         bare: the original with fake tensors; it holds no weights.
         ranks: the tp ranks; None in one plain process.
         tp: how many shards a parameter is cut into, also where there are no ranks.
-        axis: the data-parallel axis.
+        axis: the axes beside tp that its processes are on.
         aliases: every name of a parameter or buffer -> its first name.
         parts: the original's path of each of its modules -> the module that stands for it; "" is the sharded module.
         storages: first name of each parameter -> its whole shape, its layout, and the pieces that a rank's slice is.
@@ -279,7 +279,7 @@ class ShardState:
         elsewhere: names of the parameters and buffers that other stages of a pipeline hold alone.
         counter: of the module's calls, counts writes to the weights.
         staged: whether this is the part of one rank of a pipeline.
-        host: of virtual ranks, those of this process; None where a rank is a process.
+        hosts: of virtual ranks, those of this process on each axis; none where a rank is a process.
     """
 
     bare: nn.Module
@@ -296,11 +296,21 @@ class ShardState:
     elsewhere: frozenset[str] = frozenset()
     counter: Any = None
     staged: bool = False
-    host: Host | None = None
+    hosts: Hosts = ()
+
+    @property
+    def host(self) -> Host | None:
+        """The virtual ranks of tp of this process; None where a rank is a process."""
+        return self.hosts[-1] if self.hosts else None
+
+    @property
+    def by_torch(self) -> Axes:
+        """The axes over which torch sums gradients."""
+        return ALONE if self.hosts else self.axis
 
     def storage(self, shape: Sequence[int], layout: Layout) -> Storage:
         """Return how a tensor of this shape is held under a layout."""
-        return Storage(tuple(shape), layout, self.tp, self.host.tp if self.host is not None else 0)
+        return Storage(tuple(shape), layout, self.tp, self.host.size if self.host is not None else 0)
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Host
+from autotp.comm.virtual import Hosts
 from autotp.ir.graph import copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
@@ -97,10 +97,10 @@ class Assembler:
     def __init__(
         self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
         constants: Mapping[str, Tensor], compiler: Compiler | None = None, ranks: Ranks | None = None,
-        host: Host | None = None,
+        hosts: Hosts = (),
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
-        self.ranks, self.host = ranks, host
+        self.ranks, self.hosts = ranks, hosts
         self.own = {r.node for r in reads}
         self.whole = scopes(graph)
         self.calls = 0
@@ -204,7 +204,7 @@ class Assembler:
                 parameters += places(read.storage, module, read.name, self.ranks)
                 locals_.append((read.storage, slice(first, len(parameters))))
         buffers = [self._buffer(r) for r in reads if r.storage is None]
-        whole = self.host is None and all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
+        whole = not self.hosts and all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
 
         read_all = reader(parameters)
         slices = [(self._slices(storage), at) for storage, at in locals_]
@@ -222,7 +222,7 @@ class Assembler:
 
     def _slices(self, storage: Storage) -> Callable[[Sequence[Tensor]], Any]:
         """Return what makes of the pieces of a parameter what the program takes."""
-        return partial(storage.mine, ranks=self.ranks) if self.host is None else Slices(storage, self.host).read
+        return Slices(storage, self.hosts).read if self.hosts else partial(storage.mine, ranks=self.ranks)
 
     def _buffer(self, buffer: Read) -> Callable[[], Any]:
         name, table = buffer.name, buffer.table
@@ -231,7 +231,7 @@ class Assembler:
             return lambda: constant
         owner, _, leaf = name.rpartition(".")
         module = self.parts[owner]
-        if table is not None and self.host is not None:
+        if table is not None and self.hosts:
             slices = self._slices(table)
             return lambda: slices([compat.part_of(getattr(module, leaf))])
         if isinstance(getattr(module, leaf), DTensor):
@@ -295,7 +295,7 @@ class Assembler:
         part._programs[program] = self._function(scope, takes, gives)
         # What hooks on the part are shown: how each value that flows in or out lies over the ranks.
         part._boundaries[program] = Boundary(
-            path, flows(takes, self.own), flows(gives, self.own), self.ranks, self.host
+            path, flows(takes, self.own), flows(gives, self.own), self.ranks, self.hosts
         )
         standing: list[nn.Module] = [part]
 

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from autotp.comm.conversions import on_hosts
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Host, Virtual, aligned
+from autotp.comm.virtual import Host, Hosts, Virtual, aligned
 from autotp.compat import local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import chunk
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
-from autotp.ir.specs import INVARIANT, ShardSpec
+from autotp.ir.specs import INVARIANT, REPLICATED, ShardSpec
+from autotp.runtime.lower.hosted import convert
 
 from .revision import Revision
 from .storage import Storage, unwrap
@@ -150,19 +151,26 @@ class Slices:
     """A parameter as the virtual ranks of a process have it: each its slice, laid out in memory as a rank's own.
 
     Attributes:
-        storage: how it is held. host: the process.
+        storage: how it is held. hosts: the process.
     """
 
     storage: Storage
-    host: Host
+    hosts: Hosts
 
     def read(self, pieces: Sequence[Tensor]) -> Any:
-        """Return one tensor where it is whole, else a `Virtual`, differentiable.
+        """Return one tensor where it is whole and the batch is not dealt, else a `Virtual`, differentiable.
 
         Args:
             pieces: what this process holds of it.
         """
-        storage, host = self.storage, self.host
+        value = self._over_tp(pieces)
+        for host in self.hosts[:-1]:  # the gradients of all micro-batches are summed along the tree
+            value = convert(value, INVARIANT, REPLICATED, self.hosts, host.axis)
+        return value
+
+    def _over_tp(self, pieces: Sequence[Tensor]) -> Any:
+        """Return the slices of the virtual ranks of tp."""
+        storage, host = self.storage, self.hosts[-1]
         if not torch.is_grad_enabled():  # torch's matmul has another kernel for a parameter, which ranks do not hold
             pieces = [piece.detach() for piece in pieces]
         if storage.layout.sharded_dim is None:
@@ -170,11 +178,11 @@ class Slices:
         spec: Any = storage.layout.to_runtime()
         whole = pieces[0] if storage.held_whole else storage.local(pieces)
         if not storage.held_whole:  # of what is here they have a part each
-            place, hosts = host.first // host.own, host.tp // host.own
+            place, hosts = host.first // host.own, host.size // host.own
             here = tuple((chunk(count, place, hosts)[1], unit) for count, unit in spec.segments)
             spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.own, host.own)
-        if host.own == host.tp and spec.plain:  # torch joins their gradients in one step
-            slices = [x.contiguous() for x in whole.split(spec.lengths(host.tp), spec.dim)]
+        if host.own == host.size and spec.plain:  # torch joins their gradients in one step
+            slices = [x.contiguous() for x in whole.split(spec.lengths(host.size), spec.dim)]
         else:
             slices = on_hosts([whole] * host.own, INVARIANT, spec, host)
         slices = list(map(aligned, slices))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.history import on_ranks
+from autotp.comm.virtual import Host
+from tests.history import equal_bits, on_ranks
 from tests.history.prove import CHECKER, SEQUENCE, Proved
 from tests.history.row import Row
 from tests.history.table import PAGE, ROWS, page, written
@@ -37,3 +39,18 @@ def test_what_runs_after_the_backward_is_that_of_one_device(pool, tmp_path):
     for row, *each in zip(on_ranks.ROWS, *two, *four, strict=True):
         for right, wrong in filter(None, each):
             assert right < 1e-5 and wrong > 1e-4, (row.number, right, wrong)
+
+
+def test_what_runs_after_the_backward_has_the_same_bits_on_any_number_of_ranks(pool, tmp_path, monkeypatch):
+    equal_bits.trained(tmp_path / "whole", None, 1, load=False)
+    alone = equal_bits.run(0, 1, None, str(tmp_path / "whole"))
+    for world in (2, 4):
+        for ranks in pool.run(equal_bits.run, str(tmp_path / "moved"), world=world):
+            for number, values in ranks.items():
+                if world == 2 and number == 45:  # the first step of two
+                    continue
+                odd = [name for name, value in alone[number].items() if not torch.equal(values[name], value)]
+                assert not odd and values.keys() == alone[number].keys(), (world, number, odd)
+    send, swap = Host.send, [0, 2, 1, 3]
+    monkeypatch.setattr(Host, "send", lambda self, p, xs, r: send(self, p, [xs[i] for i in swap], r))
+    assert not torch.equal(equal_bits.ROWS[31](None)["norm"], alone[31]["norm"])  # a control

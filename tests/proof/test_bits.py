@@ -70,3 +70,28 @@ def test_what_is_not_compared_is_refused():
         autotp.verify(transformer("llama-short"), tp_invariant=2, precision="float8")
     with pytest.raises(InputError, match="tp_invariant='8'"):
         autotp.verify(transformer("llama-short"), tp_invariant="8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama-short", "t5-short"])
+def test_every_mesh_has_the_bits_of_all_slices_of_the_batch(name: str):
+    report = autotp.verify(transformer(name), tp_invariant=2, dp_invariant=2)
+    assert report, report
+    assert report.degrees == ((1, 1), (1, 2), (2, 1), (2, 2)) and "dp x tp=1 x 1, 1 x 2, 2 x 1, 2 x 2" in str(report)
+
+
+def test_another_sum_over_the_batch_shows(monkeypatch: pytest.MonkeyPatch):
+    """A tree over the slices of the batch that is changed in one place, and a sum in the order of ranks."""
+    send = Host.send
+
+    def swapped(self: Host, primitive: Any, xs: Sequence[Tensor], reduction: str) -> Tensor:
+        return send(self, primitive, [xs[0], xs[2], xs[1], xs[3]] if len(xs) == 4 else xs, reduction)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Host, "send", swapped)
+        report = autotp.verify(transformer("llama-short"), dp_invariant=4)
+    assert not report and report.difference is not None
+    assert "other bits at dp=1 x tp=1 than at dp=4 x tp=1" in str(report)
+    monkeypatch.setattr(virtual, "middle", lambda tree: tree[1] - 1)
+    monkeypatch.setattr(virtual, "subtrees", lambda first, last, tree: [(first, last)])
+    monkeypatch.setattr(virtual, "total", lambda parts, tree, reduction: sum(parts.values()))
+    assert not autotp.verify(transformer("llama-short"), dp_invariant=4)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.errors import InputError
+from autotp.inputs import micro_batch
 from autotp.ir.carried import (
     SHARED_TYPES,
     TENSOR_TYPES,
@@ -127,7 +128,7 @@ class Arguments:
         for at in self.states:
             if isinstance(x := self.flat[at], Tensor) and x.ndim:
                 out[at] = torch.empty(self.shapes[at] or (), dtype=x.dtype, device="meta")
-        return out
+        return micro_batch(out, self.carriers.micro_batches)
 
     @property
     def inputs(self) -> list[Any]:
@@ -138,7 +139,8 @@ class Arguments:
     def shapes(self) -> list[tuple[int, ...] | None]:
         """Shapes of all leaves, states whole; None of what is no tensor."""
         if self._shapes is None:
-            shapes: list[Any] = [getattr(x, "shape", None) for x in self.flat]
+            leaves = self.flat if self.carriers.micro_batches == 1 else self.whole
+            shapes: list[Any] = [getattr(x, "shape", None) for x in leaves]
             for at, (dim, length) in self.lengths.items():
                 shapes[at] = (*shapes[at][:dim], length, *shapes[at][dim + 1 :])
             self._shapes = shapes

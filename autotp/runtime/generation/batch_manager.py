@@ -306,7 +306,7 @@ def refuse(module: Any, generation: Any, options: Any) -> None:
     """
     # Ranks of these axes run other calls, or parts of one.
     axis, source = module._shards.axis, module._source
-    axes = {"dp": axis.size > 1, "cp": axis.cp > 1, "stages": source.pipeline, "tp_invariant": source.host}
+    axes = {"dp": axis.size > 1, "cp": axis.cp > 1, "stages": source.pipeline, "tp_invariant": source.hosts}
     if beside := [name for name, there in axes.items() if there]:
         raise StateError(AXES.format(axes=", ".join(beside)))
     # A forward that takes them among `**kwargs` may not read them.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.comm.virtual import Hosts
 from autotp.ir.carried import (
     Carried,
     Returned,
@@ -85,6 +86,7 @@ class Carriers:
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
         state_names: arguments that the user named as states.
         kinds: classes in the objects of calls that were captured.
+        micro_batches: virtual ones of this process; a call is known by the sizes of one.
     """
 
     names: tuple[str, ...]
@@ -97,6 +99,7 @@ class Carriers:
     state_names: tuple[str, ...] = ()
     kinds: set[type] = field(default_factory=set)
     bare: Any = None
+    micro_batches: int = 1
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
     shapes: dict[Any, Shape] = field(default_factory=dict)  # descriptions of objects, by what is skimmed of them
     writings: dict[Any, tuple[Shape, Shape, Writes | None]] = field(default_factory=dict)  # by descriptions
@@ -104,12 +107,13 @@ class Carriers:
 
     @classmethod
     def of(
-        cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), own_ranks: int = 1,
+        cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), hosts: Hosts = (),
         layouts: Mapping[str, Layout] = MappingProxyType({}),
     ) -> Carriers:  # fmt: skip
         """For a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
-        return cls(parameters, rank, tp, own_ranks, dict(layouts), state_names=state_names, bare=bare)
+        *_, batch, own = 1, 1, *(host.own for host in hosts)
+        return cls(parameters, rank, tp, own, dict(layouts), state_names=state_names, bare=bare, micro_batches=batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}

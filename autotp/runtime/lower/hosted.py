@@ -8,17 +8,24 @@ shapes, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, cast
 
+import sympy
 import torch
 from torch import Tensor, fx
 
+from autotp import compat
 from autotp.comm.conversions import FUNCTIONS, on_hosts
-from autotp.comm.virtual import Deterministic, Host, Virtual, aligned, at_rank, each, values_of
-from autotp.ir.graph import Capture, draws, short_name
+from autotp.comm.virtual import Deterministic, Host, Hosts, Virtual, aligned, at_rank, each, values_of
+from autotp.errors import InputError, StateError
+from autotp.inputs import examples_of, micro_batch
+from autotp.ir.graph import Capture, draws, shape_of, short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
-from autotp.ir.specs import INVARIANT, Spec
+from autotp.ir.op import expression, sizes
+from autotp.ir.specs import INVARIANT, SUMMANDS, Spec
+from autotp.passes.shard.batch_axis import has, scale_gradient
 
 from . import eager
 
@@ -33,18 +40,135 @@ UNSTEADY = frozenset(
 )  # fmt: skip
 
 
-def host_program(graph: fx.Graph, host: Host) -> None:
+OWN_LOSS = (
+    "a backward from an output of this process's slice of the batch, with dp_invariant: a loss of a slice is summed in "
+    "another order on another mesh. Have it taken of each virtual micro-batch: loss = module.mean_loss(function, "
+    "outputs, targets), with all that is made of the outputs in the function; or of the whole batch, in the model: "
+    "autotp.compile(..., loss=function)."
+)
+COUNT = "an output that counts examples, with dp_invariant: it would be a micro-batch's. Let the model not return it."
+STATES = "generate() and calls with a cache, with dp_invariant: compile for these with tp_invariant alone."
+LOST = "an output of each micro-batch by itself, without a dimension of the batch, with dp_invariant: leave it out."
+
+
+def host_program(graph: fx.Graph, hosts: Hosts) -> None:
     """Let every call of a rank's program, which is changed in place, run for all virtual ranks of a process."""
     conversions = set(FUNCTIONS.values())
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        ranked, name = mark(node).axis == "tp", short_name(node.target)
-        call = _conversion(host) if node.target in conversions else _operator(node, host, ranked)
+        own, name = mark(node), short_name(node.target)
+        if node.target is scale_gradient:  # gradients of weights are summed over the batch, not averaged
+            node.args = node.args[0], 1
+        if node.target in conversions:
+            call = _conversion(hosts, "tp" if own.batch is None or own.conversion is not None else own.batch.axis)
+        else:
+            call = _operator(node, hosts, own.axis)
         call.__name__ = call.__qualname__ = name
         node.target = call
-        if ranked:
+        if own.axis is not None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACE}
+
+
+def host_batch(graph: fx.Graph, captured: Capture, host: Host) -> None:
+    """Let a rank's program, which is changed in place, take and give what all micro-batches of a process have.
+
+    Args:
+        captured: what the program was made from. host: the process among those that share the batch.
+    """
+    if captured.has_states:
+        raise StateError(STATES)
+    firsts = [shape_of(leaf.node)[0] for leaf in captured.inputs if shape_of(leaf.node)]
+    batch, nodes = cast(sympy.Symbol, firsts[0]), iter(graph.find_nodes(op="placeholder"))
+    first: Any = next(n for n in graph.nodes if n.op != "placeholder")
+    for leaf, node in zip(captured.leaves, nodes, strict=True):
+        if leaf.kind.passed and shape_of(leaf.node)[:1] == (batch,):
+            with graph.inserting_before(first):
+                dealt = graph.call_function(micro_batches, (node, host.own))
+            node.replace_all_uses_with(dealt, lambda user, dealt=dealt: user is not dealt)
+            dealt.meta = {**node.meta, "nn_module_stack": {}}
+    output = graph.output_node()
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for position, whole in enumerate(compat.tree_leaves(captured.graph.output_node().args)):
+        val = whole.meta.get("val") if isinstance(whole, fx.Node) else whole
+        if isinstance(val, torch.SymInt) and has([expression(val)], batch):
+            raise StateError(COUNT)
+        if isinstance(whole, fx.Node) and isinstance(val, Tensor):
+            dim = next((d for d, n in enumerate(sizes(val)) if has([n], batch)), None)
+            with graph.inserting_before(output):
+                joined = graph.call_function(_of_slice, (values[position], dim))
+            joined.meta = {**values[position].meta, "nn_module_stack": {}}
+            values[position] = joined
+    output.args = (tuple(values),)
+
+
+def micro_batches(x: Tensor, count: int) -> Any:
+    """Return what each of so many micro-batches has of a tensor, laid out in memory as one by itself."""
+    parts = [aligned(part.contiguous()) for part in x.split(len(x) // count)]
+    return Virtual(parts, "dp") if count > 1 else parts[0]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, *parts: Tensor) -> Tensor:
+        first, *more = parts
+        return torch.cat(parts, dim) if more else first.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:  # type: ignore[override]
+        raise StateError(OWN_LOSS)
+
+
+def _of_slice(value: Any, dim: int | None) -> Tensor:
+    """Return an output of all micro-batches of a process, one after another along the dimension; None: it has none."""
+    parts: Sequence[Any] = value.values if isinstance(value, Virtual) else [value]
+    if dim is None:
+        if len(parts) > 1 and parts[0].requires_grad:
+            raise StateError(LOST)
+        return parts[0]
+    whole = _Joined.apply(dim, *parts)
+    whole.micro_batches = parts  # of which `mean_loss` is taken
+    return whole  # type: ignore[no-any-return]
+
+
+def mean_loss(self: Any, loss: Callable[..., Tensor], *values: Any) -> Tensor:
+    """Mean of a loss of one's own over the batch: with `dp_invariant` the same bits on any mesh. A collective call.
+
+    Args:
+        loss: gives a number for a micro-batch, from the values cut along their first dimension: with `dp_invariant` it
+            is called for each virtual one of this rank, and the mean of all is taken along the tree.
+        values: of this rank's slice of the batch: outputs as the module gave them, targets.
+
+    Returns: with `dp_invariant` the loss of the whole batch, the same on all ranks; else `loss(*values)`.
+
+    Raises:
+        InputError: the slice is not dealt, or the function gives no number.
+    """
+    for host in self._shards.hosts[:-1]:
+        with self._calls.turn("mean_loss"):
+            self._calls.any(False, "mean_loss")
+            return _mean_loss(loss, values, host)
+    return loss(*values)
+
+
+def _mean_loss(loss: Callable[..., Tensor], values: tuple[Any, ...], host: Host) -> Tensor:
+    leaves, spec = compat.tree_flatten(values)
+    micro_batch(leaves, host.own)  # which is refused where they are not of one size
+    examples, own = examples_of(leaves), []
+    for x in leaves:
+        parts = getattr(x, "micro_batches", None)
+        if parts is None:
+            batched = isinstance(x, Tensor) and x.ndim and len(x) == examples
+            parts = values_of(micro_batches(x, host.own) if batched else x, host.own, "dp")
+        own.append(parts)
+    losses = [loss(*compat.tree_unflatten(part, spec)) for part in zip(*own, strict=True)]
+    odd = next((x for x in losses if not isinstance(x, Tensor) or x.ndim), None)
+    if odd is not None:
+        what = f"a tensor of shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else type(odd).__name__
+        raise InputError(
+            f"mean_loss: the function gave {what}, and the loss of a micro-batch is a tensor without shape."
+        )
+    return convert(Virtual(losses, "dp"), SUMMANDS, INVARIANT, (host,), "dp") / host.size
 
 
 def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout], host: Host) -> None:
@@ -61,7 +185,7 @@ def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout
     for leaf, node in zip(captured.leaves, inputs, strict=True):
         layout = layouts.get(leaf.name)
         if leaf.kind.carried and leaf.is_tensor and layout is not None and layout.sharded_dim is not None:
-            sizes = [int(layout.distribution.local(rank, host.tp)) for rank in host.here]  # type: ignore[union-attr]
+            sizes = [int(layout.distribution.local(rank, host.size)) for rank in host.here]  # type: ignore[union-attr]
             with graph.inserting_before(first):
                 dealt = graph.call_function(_dealt, (node, sizes, layout.sharded_dim))
             node.replace_all_uses_with(dealt, lambda user, dealt=dealt: user is not dealt)
@@ -105,10 +229,10 @@ def _joined(value: Any, dim: int | None, state: Any = None, dealt: Any = None) -
     return torch.cat(list(value.values), dim)
 
 
-def _operator(node: fx.Node, host: Host, ranked: bool) -> Callable[..., Any]:
+def _operator(node: fx.Node, hosts: Hosts, axis: str | None) -> Callable[..., Any]:
     call, random = eager.quick(node), draws(node)
     call = _steady(call) if node.target in UNSTEADY else call
-    return lambda *args, **kwargs: each(call, args, kwargs, host, ranked, random)
+    return lambda *args, **kwargs: each(call, args, kwargs, hosts, axis, random)
 
 
 def _steady(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,22 +250,37 @@ def _steady(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _conversion(host: Host) -> Callable[..., Any]:
+def _conversion(hosts: Hosts, axis: str) -> Callable[..., Any]:
     def run(x: Any, src: Spec, dst: Spec, **options: Any) -> Any:
-        src, dst = at_rank((src, dst), 0)  # what of them is data is alike on all
-        return convert(x, src, dst, host, **options)
+        return convert(x, src, dst, hosts, axis, **options)
 
     return run
 
 
-def convert(x: Any, src: Spec, dst: Spec, host: Host, **options: Any) -> Any:
+def convert(x: Any, src: Spec, dst: Spec, hosts: Hosts, axis: str = "tp", **options: Any) -> Any:
     """Convert what the virtual ranks of a process have.
 
     Args:
-        x: under `src`: one tensor, or a `Virtual`. src, dst: run-time layouts. host: the process.
+        x: under `src`: one tensor, or a `Virtual`. src, dst: run-time layouts. hosts: the process. axis: over which.
         options: `wire` and `reduces` of the functions of the table.
     """
-    ys = on_hosts(values_of(x, host.own), src, dst, host, **options)
+    host, *inner = hosts
+    if host.axis != axis:  # each slice of the batch by itself
+        return each(partial(convert, hosts=inner, axis=axis, **options), (x, src, dst), {}, (host,))
+    src, dst = at_rank((src, dst), 0, axis)  # what of them is data is alike on all
+    values = values_of(x, host.own, axis)
+    across = next((value for value in values if isinstance(value, Virtual)), None)
+    if across is not None:  # what each rank of an inner axis has by itself
+        rows: list[Any] = []
+        for at in range(len(across.values)):
+            row = Virtual([at_rank((value,), at, across.axis)[0] for value in values], axis)
+            own, other = at_rank((src, dst), at, across.axis)
+            rows.append(convert(row, own, other, (host,), axis, **options))
+        if not any(isinstance(row, Virtual) for row in rows):
+            return Virtual(rows, across.axis)
+        columns = zip(*[values_of(row, host.own, axis) for row in rows], strict=True)
+        return Virtual([Virtual(column, across.axis) for column in columns], axis)
+    ys = on_hosts(values, src, dst, host, **options)
     # Of what is whole, and of which no rank has a gradient of its own, one is enough.
     alike = dst.mark == INVARIANT.mark or dst.whole and not any(y.requires_grad for y in ys)
-    return ys[0] if alike or host.own == 1 else Virtual(ys)
+    return ys[0] if alike or host.own == 1 else Virtual(ys, axis)

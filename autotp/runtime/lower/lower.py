@@ -21,6 +21,7 @@ from autotp.ir.program import MeshPlace, Sharded
 from autotp.log import dump
 from autotp.passes.base import Pass, run_passes
 from autotp.passes.optimise import MEASURED, OPTIMISATIONS, Fired, Judge, RankProgram, Setting, read_switches
+from autotp.text import BITS
 
 from .measured import Measures, path_of
 from .regional import Compiler
@@ -59,7 +60,7 @@ class Lowering:
             names = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
             raise InputError(f"backend={backend!r} is not known to torch.compile; choose {names}, or pass a function.")
         reduces = read_reduce_dtype(keywords.get("reduce_dtype"))
-        switches = keywords.get("optimise") if keywords.get("tp_invariant") is None else False
+        switches = keywords.get("optimise") if not any(map(keywords.get, BITS)) else False
         return cls(backend, options, read_switches(switches), reduces=reduces)
 
     def compiler(self) -> Compiler | None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from tests.helpers.compare import mesh_of
+from autotp.runtime.state import pieces
 from tests.helpers.models import redrawn, transformer
 
 IDS = torch.randint(1, 250, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -57,12 +58,22 @@ def call_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return transformer(name), IMAGES if name.startswith("vit") else TOKENS
 
 
-def trained(group: Any, name: str, dtype: str, virtual: int, steps: int = 2, **options: Any) -> dict[str, Tensor]:
-    """Outputs, losses, first gradients, norms and weights of a few steps with clipping, each of two backwards."""
+def trained(
+    mesh: DeviceMesh | None, name: str, dtype: str, virtual: int, steps: int = 2, repeats: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """Outputs, losses, first gradients, norms, weights and states of a few steps with clipping, each of two backwards.
+
+    Args:
+        mesh: of dp, where the batch is dealt, and tp. name, dtype: of the model. virtual: ranks of tp. repeats: of the
+            examples. options: of `autotp.compile`.
+    """
     torch.set_num_threads(1)
     model, inputs = call_of(name)
+    inputs = {k: torch.cat([v.roll(i, -1) for i in range(repeats)]) for k, v in inputs.items()}
     inputs = {k: v.to(DTYPES[dtype]) if v.is_floating_point() else v for k, v in inputs.items()}
-    mesh = mesh_of(group) if group is not None else None
+    if mesh is not None and mesh.ndim > 1:
+        inputs = {k: v.chunk(mesh.size(0))[mesh.get_local_rank(0)] for k, v in inputs.items()}
+        options["dp"] = mesh.size(0)
     module = autotp.compile(
         model.to(DTYPES[dtype]), mesh=mesh, example_inputs=inputs, tp_invariant=virtual, check_capture=False, **options
     ).train()
@@ -74,11 +85,37 @@ def trained(group: Any, name: str, dtype: str, virtual: int, steps: int = 2, **o
         for half in range(2):
             outputs = module(**inputs)
             out = outputs if isinstance(outputs, Tensor) else outputs.logits
-            loss = out.square().mean() if isinstance(outputs, Tensor) else outputs.loss
+            loss = module.mean_loss(_square, outputs) if isinstance(outputs, Tensor) else outputs.loss
             values |= {f"output {step} {half}": out.detach().clone(), f"loss {step} {half}": loss.detach().clone()}
             loss.backward()
         if step == 0:
             values |= {f"gradient of {k}": v for k, v in module.full_grad_dict().items()}
         values[f"norm {step}"] = module.clip_grad_norm_(0.5)
         optimizer.step()
-    return values | module.full_state_dict()
+    return values | moments(module, optimizer) | module.full_state_dict()
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def moments(module: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """States of AdamW, whole, by the names of the original's parameters."""
+    values = {}
+    for name, storage in module.storages():
+        held = pieces(module._shards, name)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if all(p in optimizer.state for p in held):
+                values[f"{kind} of {name}"] = storage.full([optimizer.state[p][kind] for p in held])
+    return values
+
+
+def different(alone: dict[str, Tensor], values: dict[str, Tensor], dp: int = 1, at: int = 0) -> list[str]:
+    """Names of what is not equal to the bit; of outputs those of the slice in this place of `dp`."""
+    assert values.keys() == alone.keys()
+    odd = []
+    for key, value in alone.items():
+        own = value.chunk(dp)[at] if key.startswith("output") else value
+        if not torch.equal(values[key], own):
+            odd.append(key)
+    return odd

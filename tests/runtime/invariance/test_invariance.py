@@ -12,6 +12,7 @@ import autotp
 from autotp.comm import collectives
 from autotp.comm.virtual import AllHosts, Host
 from autotp.errors import InputError, StateError
+from autotp.text import amount
 from tests.helpers.compare import mesh_of
 
 from .runs import Dropped, call_of, trained
@@ -30,7 +31,7 @@ def compare(pool: Any, name: str, dtype: str, virtual: int, worlds: tuple[int, .
 def on_ranks(
     rank: int, world: int, group: Any, name: str, dtype: str, virtual: int, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    return trained(group, name, dtype, virtual, **options)
+    return trained(mesh_of(group), name, dtype, virtual, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -56,7 +57,7 @@ def test_of_six_ranks_two_and_three_send_what_they_cannot_sum(pool):
 def summed(rank: int, world: int, group: Any, dtype: torch.dtype) -> tuple[bool, list[str]]:
     """Whether a sum of twelve in slices is that of all at once, and the collectives of it."""
     draw = torch.Generator().manual_seed(0)
-    xs = [torch.randn(7, 4999, generator=draw).to(dtype) for _ in range(12)]
+    xs = [torch.randn(7, 9999, generator=draw).to(dtype) for _ in range(12)]
     host, primitives = Host(3 * rank, 3, 12, group.group_name), list[str]()
     real = collectives.real
 
@@ -74,7 +75,10 @@ def summed(rank: int, world: int, group: Any, dtype: torch.dtype) -> tuple[bool,
 def test_large_sums_in_slices_have_the_same_bits(pool, dtype: torch.dtype):
     for equal, primitives in pool.run(summed, dtype, world=4):
         assert equal and primitives == ["all_to_all", "all_gather"]
-    assert Host(3, 3, 12).sends == (6, 2.25, 1.5) and Host(0, 4, 8).sends == (1, 1, 1)
+    wide, narrow = Host(3, 3, 12), Host(0, 4, 8)
+    assert wide.traffic("all_reduce", 100) == 600 and wide.traffic("all_reduce", 1 << 20) == 2.25 * (1 << 20)
+    assert narrow.traffic("all_reduce", 100) == 100 and wide.traffic("reduce_scatter", 100) == 150
+    assert wide.traffic("all_gather", 100) == 75 and narrow.traffic("all_to_all", 100) == 25
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -173,3 +177,30 @@ def test_what_has_other_bits_is_refused_by_name(options: dict[str, Any], text: s
     asked: Any = {"example_inputs": inputs, "tp_invariant": 4, **options}
     with pytest.raises(InputError, match=text):
         autotp.compile(model, **asked)
+
+
+def sending(rank: int, world: int, group: Any) -> tuple[float, str]:
+    """Bytes that this rank sends in a forward and a backward, and what the plan says of that."""
+    torch.set_num_threads(1)
+    model, inputs = call_of("llama-short")
+    module = autotp.compile(model, mesh=mesh_of(group), example_inputs=inputs, tp_invariant=8, check_capture=False)
+    real, sent = collectives.real, list[float]()
+
+    def counted(primitive: Any, x: Tensor, *args: Any, tp: int, **options: Any) -> Tensor:
+        sent.append(x.nbytes * (tp - 1) / (1 if primitive == "all_gather" else tp))
+        return real(primitive, x, *args, tp=tp, **options)
+
+    with patch.object(collectives, "real", counted):
+        module(**inputs).loss.backward()
+    return sum(sent), str(module.plan.report())
+
+
+def test_the_plan_counts_what_the_tree_sends_at_each_degree(pool):
+    counts = set[float]()
+    for world in (2, 4):
+        for sent, report in pool.run(sending, world=world):
+            words = " ".join(report.split())
+            assert f"{8 // world} of the plan's 8 tp ranks in each of {world} processes" in words
+            assert f"which sends {amount(sent)} in a step of the example inputs" in words, (sent, words)
+            counts.add(sent)
+    assert len(counts) == 2
