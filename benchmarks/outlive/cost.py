@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autotp
-from autotp.runtime.checkpoint.memory import Layout
 from autotp.runtime.checkpoint.saving import collect
+from autotp.runtime.checkpoint.shared_memory import Layout
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.llama.megatron import untouched
 from benchmarks.helpers.performance import command, table

@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import autotp  # noqa: E402
-from autotp.runtime.checkpoint import memory  # noqa: E402
+from autotp.runtime.checkpoint import shared_memory  # noqa: E402
 from benchmarks.helpers.llama.megatron import Shape, untouched  # noqa: E402
 
 IMPORTED = time.time()
@@ -60,8 +60,8 @@ class Victim:
     """Takes orders to be killed: in a phase of a step, by itself or with its agent."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.order, self.copy = folder, dict[str, Any](), memory.copy
-        memory.copy = self.copied
+        self.folder, self.order, self.copy = folder, dict[str, Any](), shared_memory.copy
+        shared_memory.copy = self.copied
 
     def take(self) -> None:
         """Look for an order that is for this rank."""

@@ -16,7 +16,7 @@ from autotp.comm.sockets import Peers, connected
 from autotp.errors import RankError, StateError
 
 from .digests import Entry
-from .memory import Slot
+from .shared_memory import Slot
 from .tensorfiles import mapped
 
 HEAD = struct.Struct("!QQ")  # bytes of the record, and of the file

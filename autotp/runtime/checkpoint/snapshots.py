@@ -23,12 +23,12 @@ from autotp.runtime import data_parallel, state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import counts
 
-from . import memory, neighbours
+from . import neighbours, shared_memory
 from .dcpfiles import Tensors
 from .loading import load
-from .memory import KeptStep, Layout, Owner, Record, Slot
 from .optimizers import PREFIX
 from .saving import as_json, collect, first_names
+from .shared_memory import KeptStep, Layout, Owner, Record, Slot
 
 _open = set[Path]()  # folders that this process keeps steps in
 
@@ -85,10 +85,10 @@ def resume(shards: ShardState) -> KeptStep | None:
     local = [other for other, place in enumerate(places) if place == places[rank]]
 
     def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
-        return [(record, record.holds()) for record in memory.records_of(owner)[local.index(rank) :: len(local)]]
+        return [(record, record.holds()) for record in shared_memory.records_of(owner)[local.index(rank) :: len(local)]]
 
     each = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
-    records = memory.latest([pair for own in each for pair in own])
+    records = shared_memory.latest([pair for own in each for pair in own])
     names = {record.file.name for record in records}
     has = []
     for own in each:
@@ -101,7 +101,7 @@ def resume(shards: ShardState) -> KeptStep | None:
             neighbours.fetch(ranks, places, has, from_all(ranks, lacks, "what nodes lack"), folder)
         load(shards, archive)
     if rank == local[0]:  # what was cut off, and the step before
-        memory.drop(folder, lambda name: name not in names)
+        shared_memory.drop(folder, lambda name: name not in names)
     return archive
 
 
@@ -251,13 +251,13 @@ class Snapshots:
             if ready is not None:
                 ready.synchronize()
             slot.begin()
-            digests = memory.copy(copies)
+            digests = shared_memory.copy(copies)
             if versions != [x._version for x in layout.sources]:
                 raise StateError(
                     "weights or states were written while they were copied: between two steps of the optimizer call "
                     "wait() of what snapshot() returned before you write to them."
                 )
-            record = memory.sealed(f'{text}, "digests": {json.dumps(digests)}, "table": {table}}}')
+            record = shared_memory.sealed(f'{text}, "digests": {json.dumps(digests)}, "table": {table}}}')
             slot.commit(record)
             if self._to >= 0:
                 neighbours.send(self._peers[self._to], record, memoryview(slot.map))
@@ -282,7 +282,7 @@ class Snapshots:
         together(self._ranks, "keeping a step", lambda: [future.result() for future in pending] and None)
         self._settled, self._number = self.step - self.step % self._every, 1 - self._number
         if self._local[0] == self._rank:
-            memory.drop(self._folder, lambda name: int(name.split("-")[0]) < self._epoch)
+            shared_memory.drop(self._folder, lambda name: int(name.split("-")[0]) < self._epoch)
 
     def close(self) -> None:
         """End it, and give the memory back, of all ranks. A collective call."""

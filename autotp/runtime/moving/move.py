@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from autotp.runtime.storage import Box, ShardState
 
 from . import caches
 from .caches import States
+
+if TYPE_CHECKING:
+    from autotp.runtime.module import ShardedModule
 
 WHAT = ("weights", "optimizer", "cache")
 AXES = "source's and target's tp"  # of whom messages speak
@@ -151,8 +155,8 @@ class Move:
     """One move, step by step, in each of which all ranks fail together."""
 
     ranks: Ranks | None
-    source: Any
-    target: Any
+    source: ShardedModule | SimpleNamespace | None  # of a module that is replanned, what it was before
+    target: ShardedModule | None
     what: Sequence[str]
     optimizer: tuple[Optimizer | None, Optimizer | None]
     cache: Mapping[str, Any]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import AutoTPError, InputError, StateError
-from autotp.runtime.checkpoint import memory, snapshots
+from autotp.runtime.checkpoint import shared_memory, snapshots
 from autotp.runtime.checkpoint.neighbours import neighbours
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import inputs_of, transformer
@@ -124,7 +124,7 @@ def test_another_run_or_model_is_never_read(run, monkeypatch):
 def test_memory_of_ended_runs_is_cleared_and_of_running_ones_is_not(run):
     first = begun()[2]._folder
     (gone := first.with_name("gone")).mkdir()
-    (gone / f"launcher-{memory._launcher(0).split('-')[0]}-{2**22 + 1}-5").touch()
+    (gone / f"launcher-{shared_memory._launcher(0).split('-')[0]}-{2**22 + 1}-5").touch()
     (elsewhere := first.with_name("elsewhere")).mkdir()
     (elsewhere / "launcher-1-2-3").touch()  # of another container
     begun()
@@ -149,9 +149,9 @@ def test_memory_is_as_printed(run):
 def test_weights_that_are_written_while_they_are_copied_are_refused(run, monkeypatch):
     sharded, optimizer, kept = begun()
     trained(sharded, optimizer, kept, until=2)
-    ready, copy = threading.Event(), memory.copy
+    ready, copy = threading.Event(), shared_memory.copy
     kept.wait()
-    monkeypatch.setattr(memory, "copy", lambda *args: (ready.wait(), copy(*args))[1])
+    monkeypatch.setattr(shared_memory, "copy", lambda *args: (ready.wait(), copy(*args))[1])
     trained(sharded, optimizer, kept, until=3)
     with torch.no_grad():
         next(sharded.parameters()).zero_()
