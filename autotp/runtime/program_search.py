@@ -17,6 +17,7 @@ from autotp.capture.capture import skeleton
 from autotp.capture.rank0 import capture_once
 from autotp.capture.request import CaptureRequest, Mode
 from autotp.capture.state_objects import entering, on_fakes, sizes_of_states
+from autotp.comm.conversions import KINDS
 from autotp.comm.ranks import agree, from_all, of_first, together
 from autotp.comm.turn import holding
 from autotp.cost.collective_costs import collective_bytes
@@ -25,6 +26,7 @@ from autotp.inputs import Inputs
 from autotp.ir.carried import classes
 from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
+from autotp.plans.plan import Collective
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.lower.hosted import host_batch, host_program, host_states
@@ -208,9 +210,10 @@ def _along(module: Any) -> Iterator[str]:
     for host in shards.hosts:
         calls: list[tuple[str, float]] = []
         if host.axis == "tp":
-            ways = [(each.bytes, *way) for each in plan.collectives for way in each.ways]
-            trains = plan.objective == "training"
-            calls += [(name, size) for size, at, name, _ in ways if name and (trains or at == "forward")]
+            ways = [(each, *way) for each in plan.collectives for way in each.ways]
+            for each, at, name, own in ways:
+                if name and (plan.objective == "training" or at == "forward"):
+                    calls.append(_call(name, each, own, host.size))
         else:  # gradients of the slices that there are of each weight
             trained = {name for name, piece, _ in shards.pieces() if piece.requires_grad}
             for p in plan.parameters:
@@ -222,6 +225,16 @@ def _along(module: Any) -> Iterator[str]:
         ring = sum(collective_bytes(name, size, processes) for name, size in calls)
         of = {"own": host.own, "size": host.size, "axis": host.axis, "processes": processes}
         yield ALONG.format(**of, sent=amount(along), ring=amount(ring))
+
+
+def _call(name: str, each: Collective, own: float, ranks: int) -> tuple[str, float]:
+    """The primitive, and the bytes of the whole value, of a collective of virtual ranks: a group sums what all gather.
+
+    Args:
+        name: of the primitive. each: the plan's. own: bytes that one of the plan's ranks sends. ranks: of the plan.
+    """
+    grouped = name == "reduce_scatter" and any(kind.grouped for kind in KINDS.values() if kind.name == each.name)
+    return ("all_gather", each.bytes + own * ranks) if grouped else (name, each.bytes)
 
 
 def _spread(module: Any, program: Program) -> None:

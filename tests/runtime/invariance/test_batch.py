@@ -33,9 +33,9 @@ def compare(pool: Any, name: str, dtype: str, virtual: int, dps: tuple[int, ...]
             assert not odd, (dp, odd)
 
 
-@pytest.mark.parametrize("name, dtype, dps", [("kv2", "float32", (2,)), ("dropout", "bfloat16", (2, 4))])
-def test_meshes_train_to_the_same_bits(pool, name: str, dtype: str, dps: tuple[int, ...]):
-    compare(pool, name, dtype, 4, dps)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_meshes_train_to_the_same_bits(pool, dtype: str):
+    compare(pool, "dropout", dtype, 4, (2, 4))
 
 
 def test_another_order_of_one_sum_over_the_batch_shows(pool, monkeypatch: pytest.MonkeyPatch):
