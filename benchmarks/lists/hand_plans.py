@@ -77,8 +77,10 @@ class Counted(TorchDispatchMode):
             return
         primitive, ranks = COLLECTIVES[name]
         tensors = [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
-        whole = sum(x.numel() * x.element_size() for x in tensors) * (self.tp if ranks else 1)
-        self.bytes += collective_bytes(primitive, whole, self.tp)
+        # An exchange among few of the ranks has nothing for the others.
+        among = sum(map(bool, args[2])) if primitive == "all_to_all" and args[2] else self.tp
+        whole = sum(x.numel() * x.element_size() for x in tensors) * (among if ranks else 1)
+        self.bytes += collective_bytes(primitive, whole, among)
         self.calls[f"{primitive} {'x'.join(map(str, tensors[0].shape))}"] += 1
 
 

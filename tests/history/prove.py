@@ -98,7 +98,8 @@ class Proved:
     def bits(self, tp: int) -> Report:
         """Whether every number of processes that divides these ranks has the same bits."""
         planned, sharded = self.program(tp, self.row.sequence)
-        return same_bits(planned, sharded, Values.of(planned.program, self.model, self.inputs))
+        values = Values.of(planned.program, self.model, self.inputs)
+        return same_bits(planned, sharded, values, planned.program, ())
 
     def mutated(self, tp: int) -> Found:
         """What they say of the mutant."""

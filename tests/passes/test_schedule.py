@@ -133,10 +133,10 @@ def test_the_debug_log_shows_the_order(caplog):
         autotp.compile(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5)), 2, example_inputs=X)
     lines = [line.split(": ")[0] for line in caplog.messages if line.startswith("pass ")]
     order = schedule()
-    twice = [*order.planned, *order.sharded]  # for the plan, and for the program that runs
+    twice = [*order.sharded, *order.sharded]  # for the plan, and for the program that runs, of what is read once
     names = [
         x.name
-        for x in (*order.exported, *order.canonical, *order.requested, *order.agreed, *twice, *twice, *order.rank)
+        for x in (*order.exported, *order.canonical, *order.requested, *order.agreed, *order.planned, *twice, *order.rank)
     ]
     assert lines == [f"pass {name}" for name in names]
     assert any("counted-random: 1 changes (operators draw by counters)" in line for line in caplog.messages)

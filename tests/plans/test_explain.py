@@ -27,6 +27,7 @@ from benchmarks.helpers.hand_count import hand_bytes
 from tests.helpers.models import captured
 
 UP, K = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+OUT = "model.layers.0.self_attn.o_proj.weight"
 
 
 def plan(tp: int, **options: Any) -> Plan:
@@ -57,7 +58,7 @@ def test_alternatives_are_priced_by_solving_again():
 
 def test_what_binds():
     assert plan(2).explain(UP).binds == "none: every other placement takes longer, or as long"
-    assert "parameters per rank come before time: whole would save" in plan(8).explain(K).binds
+    assert "parameters per rank come before time: whole would save" in plan(8).explain(OUT).binds
     pinned = plan(2, pins={"*.up_proj.weight": Replicate()})
     assert pinned.explain(UP).binds == "the pin '*.up_proj.weight': Replicate() by the user"
     assert any(a.layout == "Shard(0) by 64" for a in pinned.explain(UP).alternatives)
@@ -76,8 +77,8 @@ def test_heads_that_do_not_fit_say_what_would_change_it():
 
 
 def test_explanations_are_text():
-    text = str(plan(8).explain(K))
-    assert "placement" in text and "binds: parameters per rank" in text and "would change it: kv heads 4" in text
+    text, out = str(plan(8).explain(K)), str(plan(8).explain(OUT))
+    assert "placement" in text and "binds: parameters per rank" in out and "would change it: kv heads 4" in text
 
 
 def test_a_plan_from_elsewhere_says_what_is_missing():

@@ -209,9 +209,8 @@ def branch_fails() -> bool:
     return raises(lambda: autotp.plan(Branch(4, 4), 2, example_inputs=torch.ones(2, 4)))
 
 
-def no_batching() -> bool:
-    model, ids = decoder()
-    return not hasattr(autotp.compile(model, 1, example_inputs=ids), "generate_batch")
+def no_server() -> bool:
+    return "serve" not in {each.callback.__name__ for each in app.registered_commands if each.callback}
 
 
 def decoder() -> tuple[Any, Tensor]:
@@ -239,12 +238,12 @@ GRADIENTS = f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_r
 REFUSALS = f"{INTEROP}/test_refusals.py::test_each_has_a_sentence_of_its_own"
 # A few words of each item -> whether it is still so; or the test that says so; None for amounts, and what takes a GPU.
 STILL: dict[str, Callable[[], bool] | str | None] = {
-    "no continuous batching": no_batching,
+    "runs over tp alone, and has no server yet": no_server,
     "weights or activations cannot be captured": branch_fails,
     "its times are predictions": None,
     "`torch.compile(sharded)` does not work": REFUSALS,
     "takes several times as long as torch's own": None,
-    "Continuous batching; what": no_batching,
+    "Example inputs have no cache": "tests/models/test_models.py::test_a_cache_passed_in_is_refused",
     "weights, activations or random numbers cannot": branch_fails,
     "ranks plans; it does not predict times": None,
     "`sweep` has no dp": no_dp,
@@ -255,7 +254,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,
     "that were not told which ranks share a batch": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,
-    "Continuous batching (`generate_batch`)": no_batching,
+    "of `generate()`, which drops options": f"{GENERATING}::test_a_tokenizer_is_for_generate_alone",
     "`token_healing=True`, an assistant": f"{GENERATING}::test_a_tokenizer_is_for_generate_alone",
     "Caches that move between devices": None,
     "`compare=` of a call with a cache": no_compared_cache,
