@@ -164,7 +164,9 @@ class _Explainer:
             count, kv = block.heads.count, block.heads.kv
             # Fewer key heads than ranks: each is on several ranks, whole or with the queries that read it.
             if isinstance(kv, int) and isinstance(count, int) and kv < tp and kv < count:
-                lies = "split, and all of k and v on every rank"
+                local = next(b.local for b in self.plan.blocks if self.parameter.name in b.parameters)
+                copied = local.rpartition(", ")[2]
+                lies = copied if copied.startswith("each whole") else "split, and all of k and v on every rank"
                 if self.parameter.layout == I:
                     more = alternatives[0].parameter_bytes * (1 - 1 / tp)
                     lies = f"whole on every rank, +{amount(more)}"

@@ -136,7 +136,15 @@ def test_the_debug_log_shows_the_order(caplog):
     twice = [*order.sharded, *order.sharded]  # for the plan, and for the program that runs, of what is read once
     names = [
         x.name
-        for x in (*order.exported, *order.canonical, *order.requested, *order.agreed, *order.planned, *twice, *order.rank)
+        for x in (
+            *order.exported,
+            *order.canonical,
+            *order.requested,
+            *order.agreed,
+            *order.planned,
+            *twice,
+            *order.rank,
+        )
     ]
     assert lines == [f"pass {name}" for name in names]
     assert any("counted-random: 1 changes (operators draw by counters)" in line for line in caplog.messages)

@@ -61,7 +61,12 @@ def generating(rank: int, world: int, group: Any) -> tuple[list[Tensor], list[tu
 def test_a_tokenizer_is_for_generate_alone(pool):
     wanted = tokens_of(llama())
     assert len(wanted[0][0]) < 4 + 4 and wanted[1][0, 1] == WORDS.index("cd")
-    words = ("Take sharded.generate_batch(", "token_healing=...) with dp", "prompt_lookup_num_tokens", "assistant_model")
+    words = (
+        "Take sharded.generate_batch(",
+        "token_healing=...) with dp",
+        "prompt_lookup_num_tokens",
+        "assistant_model",
+    )
     for tokens, errors in pool.run(generating, world=2):
         for own, model in zip(tokens, wanted, strict=True):
             assert torch.equal(own, model)
