@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
@@ -28,9 +28,6 @@ from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
 from .paged import RankPages, blocks_of, example, refuse_unused, sized, with_size
-
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
 
 SEED_BITS = 32
 AXES = "continuous batching runs over tp alone: this module has {axes}. Compile it without, or take generate()."
@@ -124,9 +121,9 @@ class Served:
 class Manager(engine.ContinuousBatchingManager):
     """The engine's manager over the ranks of a sharded module."""
 
-    module: ShardedModule
+    module: Any
 
-    def __init__(self, module: ShardedModule, generation: Any, options: Any, hints: Any) -> None:
+    def __init__(self, module: Any, generation: Any, options: Any, hints: Any) -> None:
         served: Any = Served(module)
         super().__init__(served, generation, options, hints)
         self.module = module

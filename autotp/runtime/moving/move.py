@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +27,6 @@ from autotp.runtime.storage import Box, ShardState
 
 from . import caches
 from .caches import States
-
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
 
 WHAT = ("weights", "optimizer", "cache")
 AXES = "source's and target's tp"  # of whom messages speak
@@ -155,8 +151,8 @@ class Move:
     """One move, step by step, in each of which all ranks fail together."""
 
     ranks: Ranks | None
-    source: ShardedModule | SimpleNamespace | None  # of a module that is replanned, what it was before
-    target: ShardedModule | None
+    source: Any
+    target: Any
     what: Sequence[str]
     optimizer: tuple[Optimizer | None, Optimizer | None]
     cache: Mapping[str, Any]
