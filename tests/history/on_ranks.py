@@ -138,9 +138,9 @@ def other_group(rank: int, group: Any, folder: str) -> Pair:
     wanted = made(Mlp)(hidden()).detach()
     right, real = relative(model(hidden()).detach(), wanted), collectives.real
 
-    def of_all(*args: Any, tp: int, group: str) -> Tensor:
+    def of_all(*args: Any, group: str, **others: Any) -> Tensor:
         everyone: Any = dist.group.WORLD
-        return real(*args, tp=tp, group=everyone.group_name)
+        return real(*args, group=everyone.group_name, **others)
 
     with patch.object(collectives, "real", of_all):
         return right, relative(model(hidden()).detach(), wanted)
