@@ -210,7 +210,24 @@ class _Dealt(Layout):
 
 
 @dataclass(frozen=True)
-class Shard(_Dealt):
+class _Sliced(_Dealt):
+    """A rank has a slice of dimension `dim`."""
+
+    partition: Partition | Copies
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self.dim
+
+    def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
+        return (*shape[: self.dim], self.partition.local(rank, tp), *shape[self.dim + 1 :])
+
+    def small(self, tp: int) -> Layout:
+        return replace(self, partition=self.partition.small(tp))
+
+
+@dataclass(frozen=True)
+class Shard(_Sliced):
     """One slice of dimension `dim`, dealt by `partition`; its gradient likewise."""
 
     partition: Partition
@@ -218,18 +235,8 @@ class Shard(_Dealt):
     distribution_kind = Partition
 
     @property
-    def sharded_dim(self) -> int | None:
-        return self.dim
-
-    @property
     def stored(self) -> Partition | None:
         return self.partition
-
-    def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
-        return (*shape[: self.dim], self.partition.local(rank, tp), *shape[self.dim + 1 :])
-
-    def small(self, tp: int) -> Layout:
-        return replace(self, partition=self.partition.small(tp))
 
     def words(self, units: bool = True) -> str:
         """`Shard(0) by 128`: dealt in units of 128; `in 3 pieces`, each of which is dealt."""
@@ -266,7 +273,7 @@ class Grouped(_Dealt):
 
 
 @dataclass(frozen=True)
-class Copied(_Dealt):
+class Copied(_Sliced):
     """A slice of dimension `dim`, which a group of ranks has alike; each rank's gradient of it is a summand."""
 
     partition: Copies
@@ -280,16 +287,6 @@ class Copied(_Dealt):
     @property
     def dual(self) -> Layout:
         return Summed(self.dim, self.partition)
-
-    @property
-    def sharded_dim(self) -> int | None:
-        return self.dim
-
-    def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
-        return (*shape[: self.dim], self.partition.local(rank, tp), *shape[self.dim + 1 :])
-
-    def small(self, tp: int) -> Layout:
-        return replace(self, partition=self.partition.small(tp))
 
     def words(self, units: bool = True) -> str:
         """`Shard(1) on 2 ranks each`."""
