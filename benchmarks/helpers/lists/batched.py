@@ -22,14 +22,14 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import autotp
-from benchmarks.helpers.build import Architecture, build
+from benchmarks.helpers.build import Architecture
 from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.measure import reason
 
 from .captured_once import captured_once
 from .doubled import doubled
 from .forked import forked
-from .generated import EXACT, SECONDS
+from .generated import EXACT, SECONDS, in_float64
 from .prompts import planned_for, prompts
 
 LENGTHS, ALIKE, SHARED, NEW = (1, 2, 5, 7, 3, 9, 4, 6), 4, 12, 5
@@ -84,9 +84,7 @@ def batched(architecture: Architecture, degrees: Sequence[int], send: Send) -> N
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS["capture"], resource.RLIM_INFINITY))
     with doubled(), torch.no_grad():
         try:
-            model: Any = build(architecture).double()
-            if hasattr(model, "set_experts_implementation"):
-                model.set_experts_implementation("batched_mm")  # the grouped product knows no float64 on the CPU
+            model = in_float64(architecture)
             inputs = prompts(model)
             model.generation_config.eos_token_id = None  # all answers are as long
             alone = [_alone(model, prompt) for prompt in requests()]

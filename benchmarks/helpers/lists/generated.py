@@ -33,6 +33,14 @@ CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementa
 SECONDS = {"capture": 1200, "rank": 900}  # of CPU time, for each process
 
 
+def in_float64(architecture: Architecture) -> Any:
+    """Build the model of an architecture, such that all of it runs in float64 on the CPU."""
+    model: Any = build(architecture).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the grouped product knows no float64 on the CPU
+    return model
+
+
 def generated(architecture: Architecture, tokens: int, degrees: Sequence[int], send: Send) -> None:
     """All ranks at each of the degrees generate what the whole model generates.
 
@@ -45,9 +53,7 @@ def generated(architecture: Architecture, tokens: int, degrees: Sequence[int], s
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS["capture"], resource.RLIM_INFINITY))
     with doubled(), torch.no_grad():
         try:
-            model: Any = build(architecture).double()
-            if hasattr(model, "set_experts_implementation"):
-                model.set_experts_implementation("batched_mm")  # the grouped product knows no float64 on the CPU
+            model = in_float64(architecture)
             inputs = prompts(model)
             wanted = {name: _run(model, inputs, tokens, more) for name, more in CACHES.items()}
         except Exception as error:
