@@ -3,8 +3,8 @@
 HiGHS solves the relaxations, each from its parent's basis. Here they are integral, or nearly so: all that makes them
 fractional is a row that weighs choices against a limit of bytes. So branching on the heaviest such choice ends after a
 few nodes (kimi_linear: 12 nodes, 0.4 s CPU), where the general solver's cuts and sub-problems took 24 s. A larger
-program has fewer nodes, and then the general solver begins from an assignment that the limits' prices gave: 48 blocks that
-all differ took 5.6 CPU s so, and 17.2 without; Swin-V2-B is proved in 25 where 60 did not do.
+program has fewer nodes, and then the general solver begins from an assignment that the limits' prices gave: 48 blocks
+that all differ took 5.6 CPU s so, and 17.2 without; Swin-V2-B is proved in 25 where 60 did not do.
 """
 
 from __future__ import annotations
