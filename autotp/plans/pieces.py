@@ -39,6 +39,11 @@ class Block(NamedTuple):
         offset = (*self.offset[around[0]], start, *self.offset[around[1]])
         return Block(offset, (*self.size[around[0]], length, *self.size[around[1]]))
 
+    def common(self, other: Block) -> Block:
+        """Return what lies in both; it has no elements where nothing does."""
+        pairs = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*self, *other, strict=True)]
+        return Block(tuple(low for low, _ in pairs), tuple(max(high - low, 0) for low, high in pairs))
+
     def chunk(self, dim: int, rank: int, ranks: int) -> Block:
         """A rank's part where whole elements of a dimension are dealt."""
         start, length = chunk(self.size[dim], rank, ranks)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 LEAST_BUCKET = 16  # bytes of the largest element
-SWEEPS = 200  # over the sets of holders, until their shares are even
-SLACK = 0.05  # of the busiest rank's bytes, by which all its shares together may be passed rather than cut a block
+PARTS = 16  # of what each rank would send by an even share: a block that several have is cut into none that are larger
 
 
 class Spread(NamedTuple):
@@ -153,7 +152,7 @@ def transfer(tensors: Mapping[str, Spread], bucket: int = BUCKET) -> Transfer:
         raise InputError(f"bucket={bucket}: it holds the largest element, so it is at least {LEAST_BUCKET} bytes.")
     table: dict[object, list[_Part]] = {}  # equal tensors of equal blocks of a model have equal parts
     local: list[Send] = []
-    lacking: dict[tuple[int, ...], list[Send]] = {}  # by those who have it; each without a source so far
+    lacking: list[tuple[Send, Sequence[int]]] = []
     gathered = 0
     for name, x in tensors.items():
         key = x.shape, _key(x.have), _key(x.need)
@@ -163,14 +162,12 @@ def transfer(tensors: Mapping[str, Spread], bucket: int = BUCKET) -> Transfer:
             if part.target in part.holders:
                 local.append(Send(name, part.block, part.target, part.target, nbytes))
             else:
-                lacking.setdefault(part.holders, []).append(Send(name, part.block, -1, part.target, nbytes))
+                lacking.append((Send(name, part.block, -1, part.target, nbytes), part.holders))
         for rank in x.need:
             own = sum(block.elements for block in x.have.get(rank, ()))
             gathered += (prod(x.shape) - own) * x.itemsize
-    order = {name: i for i, name in enumerate(tensors)}
-    sends = sorted(_sourced(lacking), key=lambda send: order[send.name])  # stable: one order on every rank
     ranks = sorted({rank for x in tensors.values() for rank in (*x.have, *x.need)})
-    return Transfer(_rounds(sends, bucket), tuple(local), gathered, bucket, ranks=tuple(ranks))
+    return Transfer(_rounds(_sourced(lacking), bucket), tuple(local), gathered, bucket, ranks=tuple(ranks))
 
 
 def between(before: Plan, after: Plan, first: int = 0, bucket: int = BUCKET) -> Transfer:
@@ -229,14 +226,11 @@ def _parts(name: str, x: Spread) -> Iterator[_Part]:
     holdings = list(dict.fromkeys(block for own in x.have.values() for block in own))
     for rank, blocks in x.need.items():
         for block in blocks:
-            if not block.elements:
-                continue
-            near = [other for other in holdings if _overlap(block, other)]
-            parts = [block]
-            for other in near:
+            parts = [block] if block.elements else []
+            for other in holdings:
                 parts = [*chain.from_iterable(_split(part, other) for part in parts)]
             for part in parts:
-                holders = [r for r, own in x.have.items() if _holds(own, part)]
+                holders = [r for r, own in x.have.items() if any(part.common(other) == part for other in own)]
                 if not holders:
                     raise InputError(
                         f"no rank has {name} at {part.offset}, of size {part.size}, which rank {rank} needs."
@@ -244,27 +238,12 @@ def _parts(name: str, x: Spread) -> Iterator[_Part]:
                 yield _Part(part, rank, tuple(sorted(holders)))
 
 
-def _overlap(one: Block, other: Block) -> bool:
-    pairs = zip(*one, *other, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in pairs)
-
-
-def _holds(own: Iterable[Block], block: Block) -> bool:
-    for other in own:
-        pairs = zip(*block, *other, strict=True)
-        if all(b <= a and a + n <= b + m for a, n, b, m in pairs):
-            return True
-    return False
-
-
 def _split(block: Block, other: Block) -> Iterator[Block]:
     """Cut a block into what lies in another one and what does not."""
-    if not _overlap(block, other):
-        yield block
-        return
-    for d in range(len(block.size)):
-        first, end = block.offset[d], block.offset[d] + block.size[d]
-        low, high = max(first, other.offset[d]), min(end, other.offset[d] + other.size[d])
+    common = block.common(other)
+    for d in range(len(block.size)) if common.elements else ():
+        first, low = block.offset[d], common.offset[d]
+        end, high = first + block.size[d], low + common.size[d]
         if first < low:
             yield block.span(d, first, low - first)
         if high < end:
@@ -276,82 +255,33 @@ def _split(block: Block, other: Block) -> Iterator[Block]:
 # ---- who sends ------------------------------------------------------------------------------------------------------
 
 
-def _quotas(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], dict[int, float]]:
-    """Share what each set of holders has to send among its members, so that the busiest sends least.
+def _sourced(lacking: Sequence[tuple[Send, Sequence[int]]]) -> list[Send]:
+    """Give every block a source among those that have it, so that the busiest of all sends as little as can be.
 
-    Each set in turn fills its members up to one level beside what they send for other sets. That ends at the smallest
-    sum of squares, of which the largest is the least possible too.
+    A block that several have goes in parts, each from the one that sends least so far. Then each part is given to
+    another rank as long as that evens the two out, which ends at the smallest sum of squares but for a part.
 
     Args:
-        demands: ranks that have the same blocks -> bytes of these that others lack.
+        lacking: blocks without a source so far, and the ranks that have each.
     """
-    shares = {holders: dict.fromkeys(holders, n / len(holders)) for holders, n in demands.items()}
-    loads = dict.fromkeys((r for holders in demands for r in holders), 0.0)
-    for own in shares.values():
-        for r, share in own.items():
-            loads[r] += share
-    for _ in range(SWEEPS):
-        change = 0.0
-        for holders, n in demands.items():
-            own = shares[holders]
-            # What they send for other sets stays as it is in this turn: filled up from the one with the least of that.
-            beside = sorted((loads[r] - own[r], r) for r in holders)
-            level, total = 0.0, float(n)
-            for i, (load, _) in enumerate(beside, 1):
-                total += load
-                level = total / i
-                if i == len(beside) or level <= beside[i][0]:
-                    break
-            # Those whose own load is above the level send nothing for this set.
-            for load, r in beside:
-                share = max(level - load, 0.0)
-                change += abs(share - own[r])
-                own[r], loads[r] = share, load + share
-        # A chain of sets, each with one member of the next, takes several sweeps; most take two.
-        if change <= 1e-4 * sum(demands.values()):
-            break
-    return shares
-
-
-def _sourced(lacking: Mapping[tuple[int, ...], Sequence[Send]]) -> Iterator[Send]:
-    """Give every block a source, cut in two where one source's share ends within it."""
-    demands = Counter[tuple[int, ...]]()
-    for holders, sends in lacking.items():
-        demands[holders] = sum(x.nbytes for x in sends)
-    shares = _quotas(demands)
-    loads: dict[int, float] = {}
-    for own in shares.values():
-        for r, share in own.items():
-            loads[r] = loads.get(r, 0.0) + share
-    slack = SLACK * max(loads.values(), default=0.0) / max(len(demands), 1)
-    for holders, sends in lacking.items():
-        remains = shares[holders]
-        for send in sends:
-            rest: Send | None = send
-            while rest is not None:
-                # The one with most to send: so all of them send from the first round on, and few blocks are cut.
-                source = max(remains, key=remains.__getitem__)
-                now, rest = _first(rest, remains[source], slack) if len(holders) > 1 else (rest, None)
-                remains[source] -= now.nbytes
-                yield now._replace(source=source)
-
-
-def _first(send: Send, nbytes: float, slack: float) -> tuple[Send, Send | None]:
-    """Cut off so many bytes of a block, where it has clearly more."""
-    size = send.block.size
-    if send.nbytes <= nbytes + slack or not size:
-        return send, None
-    # Rows of the first dimension lie together; where they are too coarse, along the longest.
-    d = 0 if send.nbytes / size[0] <= max(slack, 1) else size.index(max(size))
-    rows = round(nbytes / (send.nbytes / size[d]))
-    if not 0 < rows < size[d]:
-        return send, None
-    return _cut(send, d, 0, rows), _cut(send, d, rows, size[d] - rows)
-
-
-def _cut(send: Send, dim: int, start: int, length: int) -> Send:
-    block = send.block.span(dim, send.block.offset[dim] + start, length)
-    return send._replace(block=block, nbytes=send.nbytes // send.block.size[dim] * length)
+    loads = Counter[int]()
+    limit = sum(send.nbytes for send, _ in lacking) // (PARTS * max(len({r for _, own in lacking for r in own}), 1))
+    parts: list[tuple[Send, Sequence[int]]] = []
+    for send, holders in lacking:
+        for part in _limited(send, limit) if len(holders) > 1 else (send,):
+            source = min(holders, key=loads.__getitem__)
+            loads[source] += part.nbytes
+            parts.append((part._replace(source=source), holders))
+    moved = True
+    while moved:
+        moved = False
+        for i, (part, holders) in enumerate(parts):
+            source = min(holders, key=loads.__getitem__)
+            if loads[source] + part.nbytes < loads[part.source]:
+                loads[source] += part.nbytes
+                loads[part.source] -= part.nbytes
+                parts[i], moved = (part._replace(source=source), holders), True
+    return [part for part, _ in parts]
 
 
 # ---- rounds ---------------------------------------------------------------------------------------------------------
@@ -374,12 +304,16 @@ def _rounds(sends: Iterable[Send], bucket: int) -> tuple[tuple[Send, ...], ...]:
     return tuple(map(tuple, rounds))
 
 
-def _limited(send: Send, bucket: int) -> Iterator[Send]:
-    """Cut a send into some that each fit into a bucket."""
-    if send.nbytes <= bucket:
+def _limited(send: Send, limit: int) -> Iterator[Send]:
+    """Cut a send into some of at most so many bytes, or of single elements."""
+    offset, size = send.block
+    d = next((i for i, n in enumerate(size) if n > 1), None)
+    if send.nbytes <= limit or d is None:
         yield send
         return
-    d = next(i for i, n in enumerate(send.block.size) if n > 1)
-    rows = max(1, bucket * send.block.size[d] // send.nbytes)
-    for start in range(0, send.block.size[d], rows):
-        yield from _limited(_cut(send, d, start, min(rows, send.block.size[d] - start)), bucket)
+    row = send.nbytes // size[d]
+    rows = max(1, limit // row)
+    for start in range(0, size[d], rows):
+        length = min(rows, size[d] - start)
+        part = send._replace(block=send.block.span(d, offset[d] + start, length), nbytes=row * length)
+        yield from _limited(part, limit)
