@@ -33,6 +33,10 @@ class Block(NamedTuple):
     def elements(self) -> int:
         return prod(self.size)
 
+    def index(self, origin: Sequence[int]) -> tuple[slice, ...]:
+        """Return it as an index into a block that starts at `origin`."""
+        return tuple(slice(at - o, at - o + n) for at, o, n in zip(self.offset, origin, self.size, strict=True))
+
     def span(self, dim: int, start: int, length: int) -> Block:
         """A part of it along a dimension; `start` is counted in the whole."""
         around = slice(dim), slice(dim + 1, None)

@@ -42,9 +42,23 @@ class Box:
     tensor: Tensor
 
     @property
+    def block(self) -> Block:
+        """The block in numbers."""
+        return Block(self.offset, tuple(self.tensor.shape))
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The block as an index into the whole."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
+        return self.block.index((0,) * len(self.offset))
+
+    def within(self, block: Block) -> Box | None:
+        """Return the part of it that lies in a block, counted from where that starts; None where no element does."""
+        own = self.block
+        common = own.common(block)
+        if not common.elements:
+            return None
+        start = tuple(at - o for at, o in zip(common.offset, block.offset, strict=True))
+        return Box(start, self.tensor[common.index(own.offset)])
 
 
 class Storage(Pieces):

@@ -22,6 +22,7 @@ from autotp.runtime.storage import Box, ShardState
 
 from .digests import Entry
 
+Boxes = Mapping[str, Sequence[Box]]
 Sources = dict[str, list[str]]  # pattern of transformers' mapping -> stored names
 
 
@@ -43,6 +44,11 @@ class Archive:
         value = self.whole(name)
         for box in boxes:
             box.tensor.copy_(value[box.slices])
+
+    def fill(self, need: Boxes) -> None:
+        """Fill boxes by stored names."""
+        for name, boxes in need.items():
+            self.read(name, boxes)
 
     def whole(self, name: str) -> Tensor:
         """Return all of the stored tensor `name`."""
@@ -86,6 +92,14 @@ class Renamed(Archive):
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the stored tensor `name`."""
         self.archive.read(self.stored[name], boxes)
+
+    def below(self, need: Boxes) -> Boxes:
+        """Return boxes by the names of the archive itself."""
+        return {self.stored[name]: boxes for name, boxes in need.items()}
+
+    def fill(self, need: Boxes) -> None:
+        """Fill boxes by names here."""
+        self.archive.fill(self.below(need))
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,7 @@ def _names(shards: ShardState) -> dict[str, str]:
     return {n: shards.aliases.get(n, n) for n in buffers} | dict(state.named_tensors(shards))
 
 
-def under_own_names(shards: ShardState, archive: Archive) -> Archive:
+def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     """Return the archive in the names and forms of the running model.
 
     A Hugging Face folder may hold the model without its head, a model's body for the headless class, or another form
@@ -272,3 +286,5 @@ class Converted(Renamed):
                 box.tensor.copy_(tensor[box.slices])
         else:
             super().read(name, boxes)
+
+    fill = Archive.fill  # one by one: some are computed

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from autotp.errors import StateError
 from autotp.ir.files import MAX_NUMBER, opened, read_json
+from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box
 
 from . import folders
@@ -168,24 +168,23 @@ class Files(Archive):
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the stored tensor `name`."""
         stored: Any = self.metadata.state_dict_metadata[name]
-        targets = {b.offset: b.tensor for b in boxes}
-        chunks = [_chunk(at, t.shape) for at, t in targets.items()]
-        for item in create_read_items_for_chunk_list(name, stored, chunks):
-            at: Any = item.storage_index.offset
-            entry, data = self._part(name, item, next(c.sizes for c in stored.chunks if c.offsets == at))
-            within = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-            box = Box(tuple(item.storage_offsets), targets[tuple(item.dest_index.offset or ())][within])
-            self.digests.fill(TABLE, name, entry, box, data, at)
+        for chunk in stored.chunks:
+            block = Block(tuple(chunk.offsets), tuple(chunk.sizes))
+            parts = [part for box in boxes if (part := box.within(block)) is not None]
+            if parts:
+                entry, data = self._part(name, block)
+                for part in parts:
+                    self.digests.fill(TABLE, name, entry, part, data, block.offset)
 
-    def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, View]:
+    def _part(self, name: str, block: Block) -> tuple[Entry, View]:
         """Return a stored part of a tensor: where it lies, and its bytes."""
-        record, dtype = self.reader.storage_data[item.storage_index], self.entries[name].dtype
-        file = self.folder / record.relative_path
+        record = self.reader.storage_data[MetadataIndex(name, torch.Size(block.offset))]
+        file, dtype = self.folder / record.relative_path, self.entries[name].dtype
         try:
-            part = self.reader.part(item)
-            if (part.shape, part.dtype) != (shape, dtype):
-                raise ValueError(f"{part.dtype} {list(part.shape)} is stored there, not {dtype} {list(shape)}")
-            entry = Entry(tuple(shape), dtype, file, record.offset, record.offset + record.length)
+            part = self.reader.part(record)
+            if (part.shape, part.dtype) != (block.size, dtype):
+                raise ValueError(f"{part.dtype} {list(part.shape)} is stored there, not {dtype} {list(block.size)}")
+            entry = Entry(block.size, dtype, file, record.offset, record.offset + record.length)
             return entry, bytes_view(as_bytes(part))
         except Exception as error:  # whatever a damaged file makes of itself
             raise StateError(f"{file}: {name} cannot be read: {error}") from error
@@ -208,12 +207,12 @@ class Reader(FileSystemReader):
             raise StateError(f"{file} holds a {type(records).__name__} and no DCP metadata.")
         return records
 
-    def part(self, item: ReadItem) -> Tensor:
-        """Return what is stored of a tensor where an item begins, whole."""
-        record = self.storage_data[item.storage_index]
+    def part(self, record: Any) -> Tensor:
+        """Return what is stored of a tensor by a record, whole."""
+        unread: Any = None  # which box it is for: no transform asks
         with self.fs.create_stream(self.fs.concat_path(self.path, record.relative_path), "rb") as file:
             view: Any = self._slice_file(file, record)
-            stream = self.transforms.transform_load_stream(item, record.transform_descriptors or (), view)
+            stream = self.transforms.transform_load_stream(unread, record.transform_descriptors or (), view)
             stream = stream if stream.seekable() else io.BytesIO(stream.read())
             return torch.load(stream, map_location="cpu", weights_only=True)
 

@@ -30,6 +30,7 @@ from .tensorfiles import INDEX, TensorFiles
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
 UNCHANGED = "The optimizer has the state that it had."
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+Memory = dict[Tensor, Tensor]  # a tensor on the meta device -> what is to stand in its place
 NOTES = 200  # characters of what was saved beside weights that ranks compare
 
 
@@ -85,11 +86,9 @@ def load(
     agree(ranks, "the checkpoint", {"names, shapes and types": _digest(stored), **facts})
     shards.show_own()
     together(ranks, "checking the checkpoint", lambda: _check(shards, archive, matches, check_finite))
-    replacements = together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
-    if replacements:
-        state.install(shards, replacements)
+    replacements = together(ranks, "reading the tensors", lambda: _read(shards, archive, matches, tensors))
     if weights:
-        shards.loaded()
+        settle(shards, replacements)
     # The weights first: where the states cannot be read, the error says that the optimizer has what it had.
     if optimizer is not None:
         into = partial(_leaving, UNCHANGED, partial(optimizers.load, shards, optimizer, stored, states))
@@ -199,30 +198,53 @@ def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tensor, Tensor]:
-    """Read every tensor; for those that are on the meta device, what is to stand in their places."""
-    replacements: dict[Any, Tensor] = {}
-    in_place = False
-    for first, keys in matches.stored.items():
-        tensors = state.pieces(shards, first)
-        now = memory_of(shards, tensors, replacements)
-        in_place |= any(not old.is_meta for old in tensors)
-        value = archive.tensors[keys[0]] if isinstance(archive, TensorArchive) else None
+def _read(shards: ShardState, archive: Archive, matches: NameMatch, tensors: Mapping[str, Any]) -> Memory:
+    """Read every tensor; for those that are on the meta device, what is to stand in their places.
+
+    Args:
+        shards: of the module. archive, matches: what is stored. tensors: of a state dict, by name.
+    """
+    replacements: Memory = {}
+    in_place = any(not old.is_meta for first in matches.stored for old in state.pieces(shards, first))
+    need = boxes_of(shards, matches, replacements)
+    for first, (key, *_) in matches.stored.items():
+        value, now = tensors.get(key), memory_of(shards, state.pieces(shards, first), replacements)
         if isinstance(value, DTensor) and len(now) == 1 and now[0].shape == value.shape and same_layout(now[0], value):
             now[0].copy_(value)  # nothing is gathered
-            continue
-        own = shards.storage_of(first).boxes(now)
-        _leaving(PARTLY if in_place else "Nothing was loaded.", partial(archive.read, keys[0], own))
+            del need[key]
+    _leaving(PARTLY if in_place else "Nothing was loaded.", partial(archive.fill, need))
     return replacements
 
 
-def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: dict[Any, Tensor]) -> list[Any]:
+def boxes_of(shards: ShardState, matches: NameMatch, replacements: Memory) -> dict[str, list[Box]]:
+    """Return this rank's boxes of the model's tensors, by the name that each is stored under.
+
+    Args:
+        shards: of the module. matches: the stored names. replacements: see `memory_of`.
+    """
+    need = {}
+    for first, (key, *_) in matches.stored.items():
+        tensors = memory_of(shards, state.pieces(shards, first), replacements)
+        need[key] = shards.storage_of(first).boxes(tensors)
+    return need
+
+
+def settle(shards: ShardState, replacements: Memory) -> None:
+    """Put memory that is filled in the place of what had none, and note that all ranks have the same weights."""
+    if replacements:
+        state.install(shards, replacements)
+    shards.loaded()
+
+
+def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: Memory) -> list[Any]:
     """Return the tensors to write to: those that hold a parameter, or memory in the place of what has none.
 
     Args:
         shards: of the module. tensors: that hold it. replacements: meta tensor -> memory; grows.
     """
-    replacements |= {old: materialise(old, shards.device) for old in tensors if old.is_meta}
+    for old in tensors:
+        if old.is_meta and old not in replacements:
+            replacements[old] = materialise(old, shards.device)
     return [replacements.get(old, old) for old in tensors]
 
 

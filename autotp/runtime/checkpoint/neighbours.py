@@ -1,23 +1,18 @@
-"""Second copies of what ranks keep, on other nodes: which rank has whose, and files sent from node to node."""
+"""Second copies of what ranks keep, on other nodes: which rank has whose, and files sent there."""
 
 from __future__ import annotations
 
 import os
 import struct
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from pathlib import Path
 from socket import socket
-
-import torch
 
 from autotp.comm.ranks import Ranks
 from autotp.comm.sockets import Peers, connected
 from autotp.errors import RankError, StateError
 
-from .digests import Entry
 from .shared_memory import Slot
-from .tensorfiles import mapped
 
 HEAD = struct.Struct("!QQ")  # bytes of the record, and of the file
 SECONDS = 600.0  # that a connection may be silent: as good as never
@@ -81,32 +76,3 @@ def _take(peer: socket, into: memoryview) -> memoryview:
             raise StateError("the rank whose copy this one holds has ended.")
         at += count
     return into
-
-
-def fetch(
-    ranks: Ranks, places: Sequence[Hashable], has: Sequence[set[str]], lacks: Sequence[set[str]], folder: Path
-) -> None:
-    """Bring files to the nodes that lack them, each once. A collective call.
-
-    Args:
-        ranks: of all nodes. places: of each, the memory that it is in. has: which files are there by its count.
-        lacks: which of them it needs and does not see. folder: of this node.
-    """
-    todo = {(name, places[rank]): rank for rank in reversed(range(ranks.tp)) for name in lacks[rank]}
-    if not todo:
-        return
-    peers = connect(ranks)
-    try:
-        # All go through the same list, so nobody waits for one who waits too.
-        for number, (name, to) in enumerate(sorted((name, rank) for (name, _), rank in todo.items())):
-            holders = [rank for rank in range(ranks.tp) if name in has[rank]]
-            sender = holders[number % len(holders)]
-            if ranks.rank == sender:
-                size = (folder / f"{name}.data").stat().st_size
-                data = mapped(Entry((size,), torch.uint8, folder / f"{name}.data", 0, size), 0, size)
-                send(peers[to], (folder / f"{name}.json").read_text(encoding="utf-8"), memoryview(data.numpy().data))
-            elif ranks.rank == to:
-                receive(peers[sender], partial(Slot, folder / name))
-    finally:
-        for peer in peers.values():
-            peer.close()

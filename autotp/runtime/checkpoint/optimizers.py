@@ -133,8 +133,7 @@ def load(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any)
         StateError: one cannot be read.
     """
     boxes, give = begin(shards, optimizer, saved)
-    for name, own in boxes.items():
-        archive.read(name, own)
+    archive.fill(boxes)
     give()
 
 

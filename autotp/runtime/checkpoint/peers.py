@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,90 +13,85 @@ from torch import Tensor
 from autotp.comm.lockstep import lost, meet
 from autotp.comm.ranks import Ranks, from_all
 from autotp.errors import StateError
-from autotp.plans.pieces import Block
+from autotp.plans.pieces import BUCKET, Block
 from autotp.plans.transfers import Send, Spread, transfer
 from autotp.runtime.storage import Box
 
-from .archives import Archive
+from .archives import Archive, Boxes
 from .dcpfiles import Tensors
 from .digests import Entry
 
-Boxes = Mapping[str, Sequence[Box]]
-Holdings = dict[str, tuple[tuple[int, ...], Any, list[Block]]]  # name -> the whole's shape, type, this rank's blocks
+Holdings = Mapping[str, tuple[tuple[int, ...], Any, Sequence[Block]]]  # name -> the whole's shape, type, blocks
 
 
 class Peers(Archive):
-    """Tensors that ranks hold, as an archive of which names, shapes and types are known; `receive` brings the values.
+    """Tensors that ranks hold, as an archive of which names, shapes and types are known; `fill` brings the values.
 
     Args:
-        holdings: of every rank. extra: notes beside them, as of a checkpoint.
+        ranks: that move; None for one process alone. have: this rank's boxes. holdings: of every rank, in numbers.
+        extra: notes beside them, as of a checkpoint. bucket: bytes of messages that a rank holds at once.
+        path: their name in messages.
     """
 
     shared = True  # an optimizer's states and caches come beside the model
 
-    def __init__(self, holdings: Sequence[Holdings], extra: dict[str, Any]) -> None:
-        super().__init__("the source")
-        self.holdings, self.extra = holdings, extra
+    def __init__(
+        self, ranks: Ranks | None, have: Boxes, holdings: Sequence[Holdings], extra: dict[str, Any],
+        bucket: int = BUCKET, path: Path | str = "the source",
+    ) -> None:  # fmt: skip
+        super().__init__(path)
+        self.ranks, self.have, self.holdings, self.extra, self.bucket = ranks, have, holdings, extra, bucket
         for own in holdings:
             for name, (shape, dtype, _) in own.items():
-                self.entries.setdefault(name, Entry(shape, dtype, Path(self.path)))
+                self.entries.setdefault(name, Entry(shape, dtype, Path(path)))
+
+    @staticmethod
+    def of(ranks: Ranks | None, tensors: Tensors, extra: dict[str, Any], bucket: int = BUCKET) -> Peers:
+        """Tell all ranks what this one holds. A collective call.
+
+        Args:
+            ranks, extra, bucket: see the class. tensors: this rank's.
+        """
+        have = {name: boxes for name, (_, boxes) in tensors.items() if boxes}
+        own = {}
+        for name, boxes in have.items():
+            own[name] = tensors[name][0], boxes[0].tensor.dtype, [box.block for box in boxes]
+        return Peers(ranks, have, from_all(ranks, own, "which rank has which blocks"), extra, bucket)
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Refuse: what other ranks hold comes for all ranks together."""
         raise StateError(f"{name} is held by other ranks, and cannot be read by this one alone.")
 
+    def fill(self, need: Boxes) -> None:
+        """Fill this rank's boxes from what all ranks hold. A collective call.
 
-def holdings_of(tensors: Tensors) -> Holdings:
-    """Return what this rank holds of tensors in numbers, without those of which it holds nothing."""
-    out: Holdings = {}
-    for name, (shape, boxes) in tensors.items():
-        if boxes:
-            out[name] = shape, boxes[0].tensor.dtype, blocks_of(boxes)
-    return out
-
-
-def blocks_of(boxes: Iterable[Box]) -> list[Block]:
-    """Return the boxes in numbers."""
-    return [Block(box.offset, tuple(box.tensor.shape)) for box in boxes]
-
-
-def receive(peers: Peers, have: Boxes, need: Boxes, ranks: Ranks | None, bucket: int) -> None:
-    """Fill this rank's boxes from what all ranks hold. A collective call.
-
-    Args:
-        peers: what ranks hold, in numbers. have: this rank's of these. need: to fill, by the same names.
-        ranks: that move; None for one process alone. bucket: bytes of messages that a rank holds at once.
-
-    Raises:
-        RankError: a rank has ended, or left.
-    """
-    everyone = from_all(ranks, {name: blocks_of(boxes) for name, boxes in need.items()}, "the blocks of a move")
-    spreads = {}
-    for name, entry in peers.entries.items():
-        needs = {rank: own[name] for rank, own in enumerate(everyone) if name in own}
-        if needs:
-            haves = {rank: own[name][2] for rank, own in enumerate(peers.holdings) if name in own}
-            assert isinstance(entry.dtype, torch.dtype)
-            spreads[name] = Spread(entry.shape, entry.dtype.itemsize, haves, needs)
-    way, rank = transfer(spreads, bucket), ranks.rank if ranks is not None else 0
-    for send in way.local:
-        if send.target == rank:
-            _within(need, send).copy_(_within(have, send))
-    for i, sends in enumerate(way.rounds, 1):
-        assert ranks is not None
-        # Who has ended or left is heard of here: in a round each rank waits for those alone that it exchanges with.
-        meet(ranks.channel, f"round {i} of {len(way.rounds)} of a move")
-        _round([x for x in sends if rank in (x.source, x.target)], have, need, ranks)
+        Raises:
+            RankError: a rank has ended, or left.
+        """
+        ranks, spreads = self.ranks, {}
+        own = {name: [box.block for box in boxes] for name, boxes in need.items()}
+        everyone = from_all(ranks, own, "the blocks of a move")
+        for name, entry in self.entries.items():
+            needs = {rank: own[name] for rank, own in enumerate(everyone) if name in own}
+            if needs:
+                haves = {rank: own[name][2] for rank, own in enumerate(self.holdings) if name in own}
+                assert isinstance(entry.dtype, torch.dtype)
+                spreads[name] = Spread(entry.shape, entry.dtype.itemsize, haves, needs)
+        way, rank = transfer(spreads, self.bucket), ranks.rank if ranks is not None else 0
+        for send in way.local:
+            if send.target == rank:
+                _within(need, send).copy_(_within(self.have, send))
+        for i, sends in enumerate(way.rounds, 1):
+            assert ranks is not None
+            # Who has ended or left is heard of here: in a round each rank waits for those alone that it exchanges with.
+            meet(ranks.channel, f"round {i} of {len(way.rounds)} of a move")
+            _round([x for x in sends if rank in (x.source, x.target)], self.have, need, ranks)
 
 
 def _within(boxes: Boxes, send: Send) -> Tensor:
     """The memory of a block, in the box that holds it."""
-    for box in boxes[send.name]:
-        pairs = zip(*send.block, box.offset, box.tensor.shape, strict=True)
-        if all(at <= start and start + n <= at + length for start, n, at, length in pairs):
-            starts = [start - at for start, at in zip(send.block.offset, box.offset, strict=True)]
-            return box.tensor[tuple(slice(a, a + n) for a, n in zip(starts, send.block.size, strict=True))]
-    raise AssertionError(f"no box of {send.name} has {send.block}")
+    parts = (box.within(send.block) for box in boxes[send.name])
+    return next(x.tensor for x in parts if x is not None and x.tensor.numel() == send.block.elements)
 
 
 def _round(sends: Sequence[Send], have: Boxes, need: Boxes, ranks: Ranks) -> None:

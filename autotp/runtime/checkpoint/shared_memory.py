@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
+from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box, ShardState
 
-from .archives import Archive
 from .dcpfiles import Tensors
 from .digests import BLOCK, IN_ORDER, PAGE, PAGES, Entry, as_bytes, as_text, measured, of_pages, words
+from .peers import Peers
 from .tensorfiles import mapped
 
 FOLDER, SHARED = "AUTOTP_MEMORY", "/dev/shm"  # names the folder of shared memory; where that is by default
@@ -184,9 +186,9 @@ class Record:
         except StateError:
             return False
 
-    def boxes(self, name: str) -> dict[tuple[Any, ...], int]:
-        """Offset and shape of each box of a tensor -> its first byte."""
-        return {(tuple(at), tuple(shape)): start for at, shape, start in self.table[name][2]}
+    def blocks(self, name: str) -> dict[Block, int]:
+        """Blocks of a tensor that the file has, each with its first byte."""
+        return {Block(tuple(at), tuple(shape)): start for at, shape, start in self.table[name][2]}
 
 
 class Slot:
@@ -306,53 +308,50 @@ def latest(records: Sequence[tuple[Record, bool]]) -> list[Record]:
 
 
 def _whole(records: Sequence[Record]) -> bool:
-    """Return whether the boxes of these records, which are equal or apart, make up every tensor."""
+    """Return whether the blocks of these records, which are equal or apart, make up every tensor."""
     for name, (shape, _, _) in records[0].table.items():
-        boxes = {box for record in records for box in record.boxes(name)}
-        if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        blocks = {block for record in records for block in record.blocks(name)}
+        if sum(block.elements for block in blocks) != math.prod(shape):
             return False
     return True
 
 
-class KeptStep(Archive):
-    """A step that memory holds, read box by box from the files of this node.
+class KeptStep(Peers):
+    """A step that memory of the nodes holds: each rank has what lies in the files of its node.
 
     Attributes:
-        records: of all its files, also those of other nodes. boxes: stored name -> box -> its record and first byte.
+        records: of all its files, also those of other nodes.
     """
 
-    shared = True  # an optimizer's states lie beside the weights
+    def __init__(
+        self, ranks: Ranks | None, folder: Path, records: Sequence[Record], here: Sequence[Sequence[Record]]
+    ) -> None:
+        """Map the files of this node.
 
-    def __init__(self, folder: Path, records: Sequence[Record], here: Collection[str]) -> None:
-        super().__init__(folder)
-        self.records, self.extra = (
-            [replace(record, file=folder / record.file.name) for record in records],
-            records[0].notes,
-        )
-        self.boxes: dict[str, dict[tuple[Any, ...], tuple[Record, int]]] = {}
-        for name, (shape, _, _) in records[0].table.items():
-            dtypes = {record.table[name][1] for record in records if record.table[name][2]}
-            self.entries[name] = Entry(tuple(shape), getattr(torch, dtypes.pop()), folder / name)
-            for record in sorted(self.records, key=lambda record: record.file.name in here):  # those that are here last
-                self.boxes.setdefault(name, {}).update({b: (record, start) for b, start in record.boxes(name).items()})
+        Args:
+            ranks: of all nodes. folder: of this node. records: see the class. here: those of each rank's node.
+        """
+        self.records = records
+        every = [_places(own) for own in here]
+        files, have = dict[str, Tensor](), dict[str, list[Box]]()
+        for name, (_, dtype, places) in every[ranks.rank if ranks is not None else 0].items():
+            have[name] = []
+            for block, (record, start) in places.items():
+                file = record.file.name
+                if file not in files:
+                    files[file] = mapped(replace(record, file=folder / file).entry, 0, record.size)
+                values = files[file][start : start + block.elements * dtype.itemsize]
+                have[name].append(Box(block.offset, values.view(dtype).view(block.size)))
+        holdings = [{name: (shape, dtype, [*places]) for name, (shape, dtype, places) in x.items()} for x in every]
+        super().__init__(ranks, have, holdings, records[0].notes, path=folder)
 
-    def overlaps(self, name: str, box: Box) -> Iterator[tuple[Record, Entry, list[Any], list[Any]]]:
-        """Iterate over the blocks that a box has a part of: record, bytes, and the part in the block and in the box."""
-        dtype: Any = self.entries[name].dtype
-        for (at, size), (record, start) in self.boxes[name].items():
-            there, here = list[slice](), list[slice]()
-            for a, n, b, m in zip(at, size, box.offset, box.tensor.shape, strict=True):
-                low, high = max(a, b), min(a + n, b + m)
-                there.append(slice(low - a, high - a))
-                here.append(slice(low - b, high - b))
-            if math.prod(max(0, part.stop - part.start) for part in here):
-                stop = start + math.prod(size) * dtype.itemsize
-                yield record, Entry(size, dtype, record.entry.file, start, stop), there, here
 
-    def read(self, name: str, boxes: Sequence[Box]) -> None:
-        """Fill the boxes from the kept tensor `name`."""
-        for box in boxes:
-            for _, entry, there, here in self.overlaps(name, box):
-                assert isinstance(entry.dtype, torch.dtype)
-                block = mapped(entry, 0, entry.stop - entry.start).view(entry.dtype).view(entry.shape)
-                box.tensor[tuple(here)].copy_(block[tuple(there)])
+def _places(records: Iterable[Record]) -> dict[str, tuple[tuple[int, ...], torch.dtype, dict[Block, Any]]]:
+    """Return of each tensor in files the whole's shape, its type, and of each block the record and first byte."""
+    out: dict[str, tuple[tuple[int, ...], torch.dtype, dict[Block, Any]]] = {}
+    for record in records:
+        for name, (shape, dtype, _) in record.table.items():
+            for block, start in record.blocks(name).items():
+                _, _, places = out.setdefault(name, (tuple(shape), getattr(torch, dtype), {}))
+                places[block] = record, start
+    return out

@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -90,28 +90,18 @@ def resume(shards: ShardState) -> KeptStep | None:
     each = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
     records = shared_memory.latest([pair for own in each for pair in own])
     names = {record.file.name for record in records}
-    has = []
-    for own in each:
-        has.append({record.file.name for record, holds in own if holds} & names)
-    here = {name for other in local for name in has[other]}
-    archive = KeptStep(folder, records, here) if records else None
-    if archive is not None:
-        lacks = together(ranks, "finding what this node lacks", lambda: _lacking(shards, archive) - here)
-        if ranks is not None:
-            neighbours.fetch(ranks, places, has, from_all(ranks, lacks, "what nodes lack"), folder)
-        load(shards, archive)
     if rank == local[0]:  # what was cut off, and the step before
         shared_memory.drop(folder, lambda name: name not in names)
+    if not records:
+        return None
+    held: dict[Hashable, list[Record]] = {place: [] for place in places}
+    for place, own in zip(places, each, strict=True):
+        held[place] += [record for record, holds in own if holds and record.file.name in names]
+    archive = together(
+        ranks, "opening what is kept", lambda: KeptStep(ranks, folder, records, [held[place] for place in places])
+    )
+    load(shards, archive)
     return archive
-
-
-def _lacking(shards: ShardState, archive: KeptStep) -> set[str]:
-    """Return the files that this rank's part of the weights lies in, and so its states."""
-    out = set[str]()
-    for first in first_names(shards):
-        for box in state.boxes(shards, first):
-            out.update(record.file.name for record, *_ in archive.overlaps(f"model.{first}", box))
-    return out
 
 
 class Snapshots:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks, agree, from_all, together
+from autotp.comm.ranks import Ranks, agree, together
 from autotp.errors import InputError
 from autotp.plans.pieces import BUCKET
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 
 from .archives import reverted
-from .peers import Peers, holdings_of, receive
+from .peers import Peers
 
 NAMES = ("huggingface", "original")
 
@@ -29,11 +29,10 @@ class Wholes:
     """
 
     def __init__(self, shards: ShardState, ranks: Ranks | None) -> None:
-        self.shards, self.ranks = shards, ranks
+        self.shards = shards
         firsts = dict.fromkeys(first for _, first in state.named_tensors(shards))
         tensors = {first: (shards.storage_of(first).shape, state.boxes(shards, first)) for first in firsts}
-        self.boxes = {first: boxes for first, (_, boxes) in tensors.items()}
-        self.peers = Peers(from_all(ranks, holdings_of(tensors), "which rank has which weights"), {})
+        self.peers = Peers.of(ranks, tensors, {})
 
     def nbytes(self, first: str) -> int:
         """Return the bytes of a tensor."""
@@ -46,8 +45,7 @@ class Wholes:
         for first in firsts if here else ():
             entry: Any = self.peers.entries[first]
             wholes[first] = torch.empty(entry.shape, dtype=entry.dtype, device=self.shards.place)
-        need = {first: [Box((0,) * x.ndim, x)] for first, x in wholes.items()}
-        receive(self.peers, self.boxes, need, self.ranks, BUCKET)
+        self.peers.fill({first: [Box((0,) * x.ndim, x)] for first, x in wholes.items()})
         return wholes
 
 

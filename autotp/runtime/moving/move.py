@@ -20,38 +20,16 @@ from autotp.runtime import state
 from autotp.runtime.checkpoint import optimizers
 from autotp.runtime.checkpoint.archives import match, under_own_names
 from autotp.runtime.checkpoint.dcpfiles import Tensors
-from autotp.runtime.checkpoint.loading import memory_of
-from autotp.runtime.checkpoint.peers import Holdings, Peers, holdings_of, receive
+from autotp.runtime.checkpoint.loading import boxes_of, settle
+from autotp.runtime.checkpoint.peers import Peers
 from autotp.runtime.checkpoint.saving import collect, first_names
-from autotp.runtime.storage import Box, ShardState
+from autotp.runtime.storage import ShardState
 
 from . import caches
 from .caches import States
 
 WHAT = ("weights", "optimizer", "cache")
 AXES = "source's and target's tp"  # of whom messages speak
-
-
-@dataclass
-class Offer:
-    """Tensors that a rank of the source gives: in numbers for all ranks, and its own memory.
-
-    Attributes:
-        holdings: in numbers. notes: of its optimizer. states: of its caches. boxes: its tensors, which are not sent.
-    """
-
-    holdings: Holdings = field(default_factory=dict)
-    notes: Any = None
-    states: States = field(default_factory=States)
-    boxes: dict[str, list[Box]] = field(default_factory=dict)
-
-    def add(self, tensors: Tensors) -> None:
-        """Add tensors by name: the whole's shape, and this rank's boxes."""
-        self.holdings |= holdings_of(tensors)
-        self.boxes |= {name: boxes for name, (_, boxes) in tensors.items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "boxes": {}}
 
 
 def move(
@@ -93,7 +71,7 @@ def move(
         agree(ranks, "the options of a move", {"what": ", ".join(what), "bucket": str(bucket)})
         _meet_sides(ranks, [module and module._shards for module in modules])
         with torch.no_grad():
-            return Move(ranks, *modules, what, optimizer or (None, None), cache or {})(bucket)
+            return carry(ranks, Sides(*modules, what, optimizer or (None, None), cache or {}), bucket)
 
 
 def _check(what: Sequence[str], modules: Sequence[Any]) -> None:
@@ -146,90 +124,74 @@ def _meet_sides(ranks: Ranks | None, shards: Sequence[ShardState | None]) -> Non
             raise InputError(f"autotp.move(): of the {name} {lack}. Nothing was moved.")
 
 
-@dataclass
-class Move:
-    """One move, step by step, in each of which all ranks fail together."""
+@dataclass(frozen=True)
+class Sides:
+    """The two sides of a move on this rank, and what is moved between them.
 
-    ranks: Ranks | None
-    source: Any
-    target: Any
-    what: Sequence[str]
-    optimizer: tuple[Optimizer | None, Optimizer | None]
-    cache: Mapping[str, Any]
+    Attributes:
+        source, target: sharded modules; None where this rank has no part of the one or the other.
+        what: is moved of that which is given. optimizers: the source's and the target's. cache: objects of the source.
+    """
 
-    def __call__(self, bucket: int) -> dict[str, Any]:
-        """Do it."""
-        ranks = self.ranks
-        for module in (self.source, self.target):
-            if module is not None:
-                module._shards.show_own()
-        if self.source is not None:
-            self.source._shards.agree_on_writes("a move")
-        own = together(ranks, "reading the source", self._offer)
-        everyone = from_all(ranks, own, "what the source has")
-        peers, states = self._peers(everyone)
-        need, finish, objects = together(ranks, "reading the target", lambda: self._request(peers, states))
-        receive(peers, own.boxes, need, ranks, bucket)
-        together(ranks, "the end of a move", finish)
-        return objects
+    source: Any = None
+    target: Any = None
+    what: Sequence[str] = WHAT
+    optimizers: tuple[Optimizer | None, Optimizer | None] = (None, None)
+    cache: Mapping[str, Any] = field(default_factory=dict)
 
-    def _offer(self) -> Offer:
-        out, module = Offer(), self.source
-        if module is None:
-            return out
-        shards: ShardState = module._shards
+    def offer(self) -> tuple[Tensors, Any, States]:
+        """The tensors of the source, notes of its optimizer, and what there is to say of its caches."""
+        if self.source is None:
+            return {}, None, States()
+        shards = self.source._shards
         state.refuse_meta(shards)
-        optimizer = self.optimizer[0] if "optimizer" in self.what else None
-        names = first_names(shards) if "weights" in self.what else ()
-        tensors, notes = collect(shards, optimizer, None, names)
-        out.add(tensors)
-        out.notes = notes.get("optimizer")
+        optimizer = self.optimizers[0] if "optimizer" in self.what else None
+        tensors, notes = collect(shards, optimizer, None, first_names(shards) if "weights" in self.what else ())
+        states = States()
         if "cache" in self.what:
-            tensors, out.states = caches.collect(module, self.cache)
-            out.add(tensors)
-        return out
+            own, states = caches.collect(self.source, self.cache)
+            tensors |= own
+        return tensors, notes.get("optimizer"), states
 
-    def _peers(self, everyone: Sequence[Offer]) -> tuple[Peers, States]:
-        """All that the source's ranks give, as of one."""
-        notes = optimizers.joined([x.notes for x in everyone if x.holdings])
-        states = next((x.states for x in everyone if x.states.objects), States())
-        return Peers([x.holdings for x in everyone], {"optimizer": notes}), states
-
-    def _request(self, peers: Peers, states: States) -> tuple[dict[str, list[Box]], Callable[[], None], dict[str, Any]]:
-        """This rank's boxes to fill, what is to be done when they are, and the objects of its caches."""
-        module, optimizer = self.target, self.optimizer[1] if "optimizer" in self.what else None
+    def request(self, peers: Peers, states: States) -> tuple[dict[str, Any], list[Callable[[], None]], dict[str, Any]]:
+        """The target's boxes to fill, what is to be done when they are, and the objects of its caches."""
+        module, optimizer = self.target, self.optimizers[1] if "optimizer" in self.what else None
         if module is None:
-            return {}, lambda: None, {}
+            return {}, [], {}
         if (optimizer is None) != (peers.extra["optimizer"] is None):
             raise InputError("the states of an optimizer are moved where both sides have one: optimizer=(its, its).")
-        shards: ShardState = module._shards
-        need, finish = self._weights(shards, peers) if "weights" in self.what else ({}, lambda: None)
-        ends = [finish]
+        shards, need, ends = module._shards, dict[str, Any](), list[Callable[[], None]]()
+        if "weights" in self.what:
+            archive, memory = under_own_names(shards, peers), dict[Tensor, Tensor]()
+            need |= archive.below(boxes_of(shards, match(shards, archive, strict=True, cast=False), memory))
+            ends.append(lambda: settle(shards, memory))
         if optimizer is not None:
             boxes, give = optimizers.begin(shards, optimizer, optimizers.matching(shards, optimizer, peers))
             need |= boxes
             ends.append(give)
         objects, boxes, learn = caches.begin(module, states, peers.entries)
-        ends.append(learn)
+        return need | boxes, [*ends, learn], objects
 
-        def finish_all() -> None:
-            for end in ends:
-                end()
 
-        return need | boxes, finish_all, objects
+def carry(ranks: Ranks | None, sides: Sides, bucket: int) -> dict[str, Any]:
+    """Do a move, step by step, in each of which all ranks fail together. A collective call.
 
-    def _weights(self, shards: ShardState, peers: Peers) -> tuple[dict[str, list[Box]], Callable[[], None]]:
-        """The boxes of the target's weights by the source's names, and what is to be done when they are filled."""
-        archive: Any = under_own_names(shards, peers)
-        need: dict[str, list[Box]] = {}
-        replacements: dict[Tensor, Tensor] = {}
-        for first, names in match(shards, archive, strict=True, cast=False).stored.items():
-            tensors = memory_of(shards, state.pieces(shards, first), replacements)
-            need[archive.stored[names[0]]] = shards.storage_of(first).boxes(tensors)
+    Args:
+        ranks: that move. sides: this rank's part of both. bucket: bytes of messages that a rank holds at once.
 
-        def finish() -> None:
-            if replacements:
-                state.install(shards, replacements)
-            shards.loaded()
-
-        return need, finish
+    Returns: the objects of the caches of the target.
+    """
+    for module in (sides.source, sides.target):
+        if module is not None:
+            module._shards.show_own()
+    if sides.source is not None:
+        sides.source._shards.agree_on_writes("a move")
+    tensors, *words = together(ranks, "reading the source", sides.offer)
+    everyone: list[Any] = from_all(ranks, (bool(tensors), *words), "what the source has")
+    notes = optimizers.joined([notes for there, notes, _ in everyone if there])
+    states = next((states for *_, states in everyone if states.objects), States())
+    peers = Peers.of(ranks, tensors, {"optimizer": notes}, bucket)
+    need, ends, objects = together(ranks, "reading the target", lambda: sides.request(peers, states))
+    peers.fill(need)
+    together(ranks, "the end of a move", lambda: [end() for end in ends] and None)
+    return objects

@@ -26,7 +26,7 @@ from autotp.runtime.part import whole_class
 from autotp.runtime.storage import ShardState
 from autotp.text import counts
 
-from .move import Move
+from .move import Sides, carry
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -155,8 +155,8 @@ def _fill(module: Any, old: _Old, ranks: Any, optimizer: Optimizer | None, bucke
     state.install(shards, replacements)
     before, after = _pieces(old.shards), _pieces(shards)
     twin = _twin(optimizer, before, after) if optimizer is not None else None
-    source = SimpleNamespace(_shards=old.shards, _carriers=old.attributes["_carriers"])
-    Move(ranks, source, module, ("weights", "optimizer"), (optimizer, twin), {})(bucket)
+    source: Any = SimpleNamespace(_shards=old.shards)
+    carry(ranks, Sides(source, module, ("weights", "optimizer"), (optimizer, twin)), bucket)
     # From here on nothing waits for another rank: all has come, and the old parts are let go of.
     stand = _identities(before, after)
     for part in module.modules():
