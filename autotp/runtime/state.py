@@ -110,12 +110,9 @@ def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mappin
     return _cut(shards, shards.tables[first], whole)[0]
 
 
-def _cut(shards: ShardState, storage: Storage, full: Tensor) -> Sequence[Tensor]:
-    """Return this rank's shards of a whole parameter; in one plain process the whole pieces."""
-    device, ranks = torch.device("meta") if full.is_meta else shards.device, shards.ranks
-    if ranks is None:
-        return [t.to(device, copy=True).contiguous() for t in storage.cut(full.detach())]
-    return storage.shard(full, ranks.mesh, ranks.rank, device)
+def _cut(shards: ShardState, storage: Storage, full: Tensor) -> list[Tensor]:
+    """Return this rank's shards of a whole parameter."""
+    return storage.shard(full, shards.ranks, torch.device("meta") if full.is_meta else shards.device)
 
 
 def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
@@ -128,8 +125,8 @@ def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
 
 def pieces(shards: ShardState, name: str) -> list[Any]:
     """Return the tensors that hold the original's parameter or buffer `name`."""
-    owner, _, leaf = name.rpartition(".")
-    return [getattr(shards.parts[owner], n) for n in shards.storage_of(name).names(leaf)]
+    part, leaves = shards.held(name)
+    return [getattr(part, leaf) for leaf in leaves]
 
 
 def whole(shards: ShardState, name: str, live: bool = False) -> Tensor:

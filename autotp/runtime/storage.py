@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as Summand
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
@@ -64,16 +64,8 @@ class Box:
 class Storage(Pieces):
     """The tensors that hold one parameter, and what is made of them."""
 
-    def cut(self, full: Tensor) -> list[Tensor]:
-        """Return the whole pieces of a whole parameter, as views."""
-        d = self.layout.sharded_dim
-        if d is None or not self.split:
-            return [full]
-        run = full.unflatten(d, (self._run[1], -1))
-        return [run.narrow(d + 1, x.offset, x.length).reshape(x.shape) for x in self.pieces]
-
     def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the whole parameter: the inverse of `cut`."""
+        """Return the whole parameter of whole pieces."""
         return pieces[0] if self._plain else self.local(pieces).reshape(self.shape)
 
     def local(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -97,23 +89,32 @@ class Storage(Pieces):
         whole, mine = INVARIANT, self.layout.to_runtime()
         return function_for(whole, mine)(pieces[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
-    def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
-        """Return this rank's DTensors of a whole parameter; only the rank's slice is moved to `device`.
+    def shard(self, full: Tensor, ranks: Ranks | None, device: torch.device) -> list[Tensor]:
+        """Return this rank's DTensors of a whole parameter, in memory of their own; in one plain process whole pieces.
 
         Args:
-            full: the parameter. mesh: of the tp ranks. rank: this one's number among them. device: of the result.
+            full: the parameter. ranks: of tp. device: of the result, to which the rank's slice alone is moved.
         """
-        out = []
-        for whole, x in zip(self.cut(full.detach()), self.pieces, strict=True):
-            block = x.share(rank, self.tp)
-            part = whole if x.dim is None else whole.narrow(x.dim, block.offset[x.dim], block.size[x.dim])
-            local, cut = part.to(device, copy=True), Whole() if x.dim is None else Split(x.dim)
-            local = local if x.dim is None else local.contiguous()
-            stride = local.stride() if x.dim is None else strides(x.shape)
-            out.append(
-                DTensor.from_local(local, mesh, [cut], run_check=False, shape=torch.Size(x.shape), stride=stride)
-            )
-        return out
+        out = list[Tensor]()
+        for x in self.pieces:
+            # What is whole keeps the original's strides, such as those of channels that come last.
+            local = torch.empty_like(full.detach(), device=device)
+            if x.dim is not None:
+                size = x.share(ranks.rank, self.tp).size if ranks is not None else x.shape
+                local = torch.empty(size, dtype=full.dtype, device=device)
+            if ranks is not None:
+                cut, stride = (Whole(), local.stride()) if x.dim is None else (Split(x.dim), strides(x.shape))
+                shape = torch.Size(x.shape)
+                local = DTensor.from_local(local, ranks.mesh, [cut], run_check=False, shape=shape, stride=stride)
+            out.append(local)
+        return self.write(out, full.detach())
+
+    def write(self, pieces: list[Tensor], value: Tensor) -> list[Tensor]:
+        """Write a whole parameter to what the pieces hold of it, and return these."""
+        for box in self.boxes(pieces):
+            if box.tensor.numel():
+                box.tensor.copy_(value[box.slices])
+        return pieces
 
     def full(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the whole parameter on every rank (collective), from its DTensors; tensors that are whole pass."""
@@ -128,8 +129,7 @@ class Storage(Pieces):
             if len(pieces) == 1 and value.shape == pieces[0].shape and same_layout(pieces[0], value):
                 return [value]
             value = value.full_tensor()
-        cut = self.cut(value.to(pieces[0].dtype))
-        return [_laid_like(old, new) for old, new in zip(pieces, cut, strict=True)]
+        return self.write([torch.empty_like(piece) for piece in pieces], value)
 
     def boxes(self, pieces: Sequence[Tensor]) -> list[Box]:
         """Return the blocks of the original parameter that `pieces`, this rank's pieces of it, are.
@@ -185,13 +185,6 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 def same_layout(old: Tensor, new: DTensor) -> bool:
     """Return whether what is held lies over the ranks as the other does."""
     return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
-
-
-def _laid_like(old: Tensor, whole: Tensor) -> Tensor:
-    """Return a whole piece as the one that is there lies (over further mesh dimensions too, once FSDP has them)."""
-    if not isinstance(old, DTensor):
-        return whole
-    return distribute_tensor(whole.to(old.device), old.device_mesh, old.placements, src_data_rank=None)
 
 
 class Unwrap(torch.autograd.Function):
@@ -353,21 +346,25 @@ class ShardState:
         owner, _, leaf = first.rpartition(".")
         return self.storage(getattr(self.parts[owner], leaf).shape, I)
 
+    def held(self, first: str) -> tuple[nn.Module, list[str]]:
+        """Return the part that holds a parameter or buffer, and the names of its pieces there."""
+        owner, _, leaf = first.rpartition(".")
+        return self.parts[owner], self.storage_of(first).names(leaf)
+
     def pieces(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
         """Iterate over the parameters that the parts have now: the original's name, and whether it is whole on every tp
         rank."""
         for name, storage in self.storages.items():
-            owner, _, leaf = name.rpartition(".")
-            for n in storage.names(leaf):
-                piece = self.parts[owner]._parameters.get(n)
+            part, leaves = self.held(name)
+            for piece in map(part._parameters.get, leaves):
                 if piece is not None:
                     yield name, piece, not isinstance(storage.layout, Shard)
 
     def taken_away(self) -> str:
         """Return the name of a parameter that a part does not have any more; "" where all are there."""
-        for name, storage in self.storages.items():
-            owner, _, leaf = name.rpartition(".")
-            if any(self.parts[owner]._parameters.get(n) is None for n in storage.names(leaf)):
+        for name in self.storages:
+            part, leaves = self.held(name)
+            if any(piece is None for piece in map(part._parameters.get, leaves)):
                 return name
         return ""
 

@@ -123,9 +123,8 @@ def _switches(optimizer: Optimizer, name: str) -> str:
 def _in_pieces(optimizer: Optimizer, shards: ShardState) -> str:
     """A parameter of the optimizer's that is held in several pieces; "" where there is none."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, storage in shards.storages.items():
-        owner, _, leaf = name.rpartition(".")
-        pieces = storage.names(leaf)
-        if len(pieces) > 1 and any(id(shards.parts[owner]._parameters.get(piece)) in own for piece in pieces):
+    for name in shards.storages:
+        part, leaves = shards.held(name)
+        if len(leaves) > 1 and any(id(part._parameters.get(leaf)) in own for leaf in leaves):
             return name
     return ""

@@ -113,6 +113,4 @@ def _holdings(owner: Any, table: Mapping[str, Any]) -> Iterator[tuple[str, Stora
 def _keep(owner: Any, table: Mapping[str, Any]) -> None:
     """Write what a module's whole parameters are now to the pieces that `table` has."""
     for leaf, storage, pieces in _holdings(owner, table):
-        laid = storage.laid(owner._parameters[leaf].detach(), pieces)
-        for old, new in zip(pieces, laid, strict=True):
-            old.copy_(new)
+        storage.write(pieces, owner._parameters[leaf].detach())
