@@ -45,8 +45,11 @@ class Block(NamedTuple):
 
     def common(self, other: Block) -> Block:
         """Return what lies in both; it has no elements where nothing does."""
-        pairs = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*self, *other, strict=True)]
-        return Block(tuple(low for low, _ in pairs), tuple(max(high - low, 0) for low, high in pairs))
+        offset, size = list[int](), list[int]()
+        for a, n, b, m in zip(*self, *other, strict=True):
+            offset.append(max(a, b))
+            size.append(max(min(a + n, b + m) - offset[-1], 0))
+        return Block(tuple(offset), tuple(size))
 
     def chunk(self, dim: int, rank: int, ranks: int) -> Block:
         """A rank's part where whole elements of a dimension are dealt."""

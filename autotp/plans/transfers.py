@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -40,8 +40,8 @@ class Spread(NamedTuple):
 
     shape: tuple[int, ...]
     itemsize: int
-    have: Mapping[int, Sequence[Block]]
-    need: Mapping[int, Sequence[Block]]
+    have: Mapping[int, Collection[Block]]
+    need: Mapping[int, Collection[Block]]
 
 
 class Send(NamedTuple):
@@ -217,7 +217,7 @@ def _words(plan: Plan, first: int) -> str:
     return f"{beside}tp={plan.tp}{spread} on rank{f's {first}-{last}' if last > first else f' {first}'}"
 
 
-def _key(blocks: Mapping[int, Sequence[Block]]) -> object:
+def _key(blocks: Mapping[int, Collection[Block]]) -> object:
     return tuple((rank, *own) for rank, own in blocks.items())
 
 
@@ -230,12 +230,16 @@ def _parts(name: str, x: Spread) -> Iterator[_Part]:
             for other in holdings:
                 parts = [*chain.from_iterable(_split(part, other) for part in parts)]
             for part in parts:
-                holders = [r for r, own in x.have.items() if any(part.common(other) == part for other in own)]
+                holders = [r for r, own in x.have.items() if _holds(own, part)]
                 if not holders:
                     raise InputError(
                         f"no rank has {name} at {part.offset}, of size {part.size}, which rank {rank} needs."
                     )
                 yield _Part(part, rank, tuple(sorted(holders)))
+
+
+def _holds(own: Iterable[Block], block: Block) -> bool:
+    return any(block.common(other) == block for other in own)
 
 
 def _split(block: Block, other: Block) -> Iterator[Block]:
@@ -264,24 +268,24 @@ def _sourced(lacking: Sequence[tuple[Send, Sequence[int]]]) -> list[Send]:
     Args:
         lacking: blocks without a source so far, and the ranks that have each.
     """
-    loads = Counter[int]()
-    limit = sum(send.nbytes for send, _ in lacking) // (PARTS * max(len({r for _, own in lacking for r in own}), 1))
+    loads, sources = Counter[int](), set[int]().union(*(holders for _, holders in lacking))
+    limit = sum(send.nbytes for send, _ in lacking) // (PARTS * max(len(sources), 1))
     parts: list[tuple[Send, Sequence[int]]] = []
     for send, holders in lacking:
         for part in _limited(send, limit) if len(holders) > 1 else (send,):
             source = min(holders, key=loads.__getitem__)
             loads[source] += part.nbytes
             parts.append((part._replace(source=source), holders))
-    moved = True
-    while moved:
-        moved = False
+    while True:
+        changes = 0
         for i, (part, holders) in enumerate(parts):
             source = min(holders, key=loads.__getitem__)
             if loads[source] + part.nbytes < loads[part.source]:
                 loads[source] += part.nbytes
                 loads[part.source] -= part.nbytes
-                parts[i], moved = (part._replace(source=source), holders), True
-    return [part for part, _ in parts]
+                parts[i], changes = (part._replace(source=source), holders), changes + 1
+        if not changes:
+            return [part for part, _ in parts]
 
 
 # ---- rounds ---------------------------------------------------------------------------------------------------------

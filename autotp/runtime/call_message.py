@@ -34,6 +34,8 @@ RELATIVE_TOLERANCE = 1e-2  # of the largest sample
 SAMPLE_BYTES = 2**16
 SHORT_ELEMENTS = 64  # elements that are cheaper to read one by one, as the token of a step is
 Sample = tuple[int, Sequence[float]]
+SAMPLED = "(a sum of whole numbers, and some others)"
+UNCHECKED = "With check=False values are not looked at."
 NOTHING: Sample = (0, [0.0] * SAMPLES)
 
 
@@ -91,11 +93,6 @@ def _spread(x: Tensor, count: int) -> list[float]:
     line = _line(x, SAMPLE_BYTES)
     elements = line[:: max(1, line.numel() // count)][:count].tolist()
     return elements + [0.0] * (count - len(elements))
-
-
-def leading(near: Sequence[float]) -> str:
-    """The first of the floating values as text."""
-    return ", ".join(f"{x:g}" for x in near[:4])
 
 
 def alike(samples: Sequence[Sample]) -> bool:
@@ -230,18 +227,20 @@ def parted(everyone: Sequence[CallMessage], groups: Groups) -> str:
     return "trained" if differ(flags, groups.places) else ""
 
 
-def written_apart(everyone: Sequence[CallMessage], groups: Groups) -> str:
-    """Say how often ranks have written weights, where not all have as often that have the same."""
-    counts = [message.writes for message in everyone]
-    texts = [f"weights written {n} times" for n in counts]
-    return by_value(texts) if differ(counts, groups.places) else ""
+def refuse_samples(samples: Sequence[Sample], head: str, advice: str = CAUSES) -> None:
+    """Refuse samples of the same values that differ.
 
+    Args:
+        samples: by rank. head, advice: what stands before and after how they differ.
 
-def samples_apart(samples: Sequence[Sample]) -> str:
-    """Say how samples of the same values differ; "" where they do not."""
-    if alike(samples):
-        return ""
-    return by_value([f"{exact:08x} {leading(near)}" for exact, near in samples])
+    Raises:
+        RankError: with what differs.
+    """
+    if not alike(samples):
+        texts = []
+        for exact, near in samples:
+            texts.append(", ".join([f"{exact:08x}", *(f"{x:g}" for x in near[:4])]))
+        raise RankError(f"{head}: {by_value(texts)}.\n{advice}")
 
 
 def refuse_generators(states: Sequence[bytes], what: str) -> None:
@@ -273,19 +272,17 @@ def compare(everyone: Sequence[CallMessage], groups: Groups, what: str) -> None:
         kinds = {WHOLE: "whole sequences", 0: "a part of them"}
         differences = by_value([kinds[message.flags & WHOLE] for message in everyone])
         raise RankError(f"The ranks do not agree on the inputs of {what}: {differences}. {SEQUENCES}")
-    if differences := written_apart(everyone, groups):
-        raise RankError(f"Since the call before {what} the ranks have parted: {differences}.\n{CAUSES}")
+    if differ([message.writes for message in everyone], groups.places):
+        texts = [f"weights written {message.writes} times" for message in everyone]
+        raise RankError(f"Since the call before {what} the ranks have parted: {by_value(texts)}.\n{CAUSES}")
     whole = bool(everyone[0].flags & WHOLE)
     for each in groups.lanes if whole else groups.slices:
         own = [everyone[r] for r in each]
         refuse_generators([m.state for m in own], what)
-        if differences := samples_apart([(m.exact, m.near) for m in own]):
-            axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
-            axes = axes if len(groups.places) == 1 else f"pp and {axes}"
-            raise RankError(
-                f"The {axes} ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and "
-                f"some others): {differences}.\n{advice} With check=False values of inputs are not looked at."
-            )
+        axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
+        axes = axes if len(groups.places) == 1 else f"pp and {axes}"
+        head = f"The {axes} ranks do not agree on the values of the inputs of {what} {SAMPLED}"
+        refuse_samples([(m.exact, m.near) for m in own], head, f"{advice} {UNCHECKED}")
 
 
 @dataclass
@@ -321,11 +318,8 @@ class Ticket:
     def _compare(self, what: str, messages: Sequence[tuple[Any, ...]]) -> bool:
         """Return whether some rank has hooks; other gradients on the ranks of a slice of the batch are refused."""
         for ranks in self.groups.slices if self.groups is not None else ():
-            samples = [messages[r][1:] for r in ranks]
-            if not alike([(0, values) for values in samples]):
+            samples = [(0, messages[r][1:]) for r in ranks]
+            if not alike(samples):
                 self.channel.leave()
-                texts = [leading(values) for values in samples]
-                raise RankError(
-                    f"The tp ranks do not agree on the gradients for the {what}: {by_value(texts)}.\n{CAUSES}"
-                )
+                refuse_samples(samples, f"The tp ranks do not agree on the gradients for the {what} {SAMPLED}")
         return any(hooks for hooks, *_ in messages)

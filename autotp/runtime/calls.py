@@ -36,18 +36,19 @@ from .call_message import (
     HOOKED,
     NEW,
     NOTHING,
+    SAMPLED,
     SEQUENCES,
     WHOLE,
     CallMessage,
     Groups,
     Ticket,
-    alike,
     compare,
     differ,
     kind_of,
     mode_of,
     parted,
     refuse_generators,
+    refuse_samples,
     sampled,
 )
 from .changes import Changes
@@ -228,8 +229,8 @@ class Calls:
         if ranks is not None and self.values:
             samples = from_all(ranks.planners, sampled(sequences, anywhere=True), "comparison of sequences")
             for lane in self.groups.lanes:
-                if not alike([samples[r] for r in lane]):
-                    raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
+                head = f"The ranks do not have the same sequences in {self.what} {SAMPLED}"
+                refuse_samples([samples[r] for r in lane], head, SEQUENCES)
 
     def count(self) -> int:
         """Count writes to weights by now; with dp to those that the rank keeps, not to what is gathered of them."""

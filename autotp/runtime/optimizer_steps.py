@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp import compat
-from autotp.comm.channel import Channel, by_value
+from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import agree
 from autotp.comm.turn import Turn
@@ -28,10 +28,14 @@ from autotp.errors import RankError
 from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_sums, refuse_unknown
 from autotp.runtime.interop.ownership import begin_step, end_step, outside_of_steps
 
-from .call_message import NOTHING, SAMPLES, alike, differ, sampled
+from .call_message import NOTHING, SAMPLES, differ, refuse_samples, sampled
 from .calls import Calls
 
 BODY = struct.Struct(f"!II{SAMPLES}d")
+UNCHANGED = (
+    "Nothing was changed. Usual causes: zero_grad() that is left out, a loss that is scaled, or gradients that are "
+    "changed, on one rank only."
+)
 MAX_GRADIENTS = SAMPLES  # of which values are read
 
 _calls_by_id: weakref.WeakValueDictionary[int, Calls] = (
@@ -137,17 +141,8 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
         agree(ranks and ranks.planners, f"the options of the {what}", options)
         raise RankError(f"The ranks do not agree on the options of the {what}.\n{CAUSES}")
     for i in range(0, len(everyone), tp):
-        own = everyone[i : i + tp]
-        if not alike([(one[1], one[2:]) for one in own]):
-            texts = []
-            for one in own:
-                norms = ", ".join(f"{x:g}" for x in one[2:6])
-                texts.append(f"{one[1]:08x} {norms}")
-            raise RankError(
-                f"The tp ranks do not agree on the gradients of the {what} (which parameters have one, and some of its "
-                f"values): {by_value(texts)}. Nothing was changed. Usual causes: zero_grad() that is left out, a loss "
-                "that is scaled, or gradients that are changed, on one rank only."
-            )
+        head = f"The tp ranks do not agree on the gradients of the {what} (which parameters have one, and some values)"
+        refuse_samples([(one[1], one[2:]) for one in everyone[i : i + tp]], head, UNCHANGED)
 
 
 def _options(optimizer: Optimizer) -> dict[str, str]:

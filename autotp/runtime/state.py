@@ -125,7 +125,7 @@ def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
 
 def pieces(shards: ShardState, name: str) -> list[Any]:
     """Return the tensors that hold the original's parameter or buffer `name`."""
-    part, leaves = shards.held(name)
+    part, leaves = shards.place_of(name)
     return [getattr(part, leaf) for leaf in leaves]
 
 

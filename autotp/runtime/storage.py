@@ -346,7 +346,7 @@ class ShardState:
         owner, _, leaf = first.rpartition(".")
         return self.storage(getattr(self.parts[owner], leaf).shape, I)
 
-    def held(self, first: str) -> tuple[nn.Module, list[str]]:
+    def place_of(self, first: str) -> tuple[nn.Module, list[str]]:
         """Return the part that holds a parameter or buffer, and the names of its pieces there."""
         owner, _, leaf = first.rpartition(".")
         return self.parts[owner], self.storage_of(first).names(leaf)
@@ -355,7 +355,7 @@ class ShardState:
         """Iterate over the parameters that the parts have now: the original's name, and whether it is whole on every tp
         rank."""
         for name, storage in self.storages.items():
-            part, leaves = self.held(name)
+            part, leaves = self.place_of(name)
             for piece in map(part._parameters.get, leaves):
                 if piece is not None:
                     yield name, piece, not isinstance(storage.layout, Shard)
@@ -363,7 +363,7 @@ class ShardState:
     def taken_away(self) -> str:
         """Return the name of a parameter that a part does not have any more; "" where all are there."""
         for name in self.storages:
-            part, leaves = self.held(name)
+            part, leaves = self.place_of(name)
             if any(piece is None for piece in map(part._parameters.get, leaves)):
                 return name
         return ""

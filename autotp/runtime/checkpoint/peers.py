@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .archives import Archive, Boxes
 from .dcpfiles import Tensors
 from .digests import Entry
 
-Holdings = Mapping[str, tuple[tuple[int, ...], Any, Sequence[Block]]]  # name -> the whole's shape, type, blocks
+Holdings = Mapping[str, tuple[tuple[int, ...], Any, Collection[Block]]]  # name -> the whole's shape, type, blocks
 
 
 class Peers(Archive):
@@ -55,7 +55,7 @@ class Peers(Archive):
         have = {name: boxes for name, (_, boxes) in tensors.items() if boxes}
         own = {}
         for name, boxes in have.items():
-            own[name] = tensors[name][0], boxes[0].tensor.dtype, [box.block for box in boxes]
+            own[name] = tensors[name][0], boxes[0].tensor.dtype, _blocks(boxes)
         return Peers(ranks, have, from_all(ranks, own, "which rank has which blocks"), extra, bucket)
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
@@ -69,8 +69,7 @@ class Peers(Archive):
             RankError: a rank has ended, or left.
         """
         ranks, spreads = self.ranks, {}
-        own = {name: [box.block for box in boxes] for name, boxes in need.items()}
-        everyone = from_all(ranks, own, "the blocks of a move")
+        everyone = from_all(ranks, {name: _blocks(boxes) for name, boxes in need.items()}, "the blocks of a move")
         for name, entry in self.entries.items():
             needs = {rank: own[name] for rank, own in enumerate(everyone) if name in own}
             if needs:
@@ -86,6 +85,10 @@ class Peers(Archive):
             # Who has ended or left is heard of here: in a round each rank waits for those alone that it exchanges with.
             meet(ranks.channel, f"round {i} of {len(way.rounds)} of a move")
             _round([x for x in sends if rank in (x.source, x.target)], self.have, need, ranks)
+
+
+def _blocks(boxes: Sequence[Box]) -> list[Block]:
+    return [box.block for box in boxes]
 
 
 def _within(boxes: Boxes, send: Send) -> Tensor:

@@ -342,8 +342,7 @@ class KeptStep(Peers):
                     files[file] = mapped(replace(record, file=folder / file).entry, 0, record.size)
                 values = files[file][start : start + block.elements * dtype.itemsize]
                 have[name].append(Box(block.offset, values.view(dtype).view(block.size)))
-        holdings = [{name: (shape, dtype, [*places]) for name, (shape, dtype, places) in x.items()} for x in every]
-        super().__init__(ranks, have, holdings, records[0].notes, path=folder)
+        super().__init__(ranks, have, every, records[0].notes, path=folder)
 
 
 def _places(records: Iterable[Record]) -> dict[str, tuple[tuple[int, ...], torch.dtype, dict[Block, Any]]]:

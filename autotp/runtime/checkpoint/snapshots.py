@@ -94,11 +94,11 @@ def resume(shards: ShardState) -> KeptStep | None:
         shared_memory.drop(folder, lambda name: name not in names)
     if not records:
         return None
-    held: dict[Hashable, list[Record]] = {place: [] for place in places}
+    on_node: dict[Hashable, list[Record]] = {place: [] for place in places}
     for place, own in zip(places, each, strict=True):
-        held[place] += [record for record, holds in own if holds and record.file.name in names]
+        on_node[place] += [record for record, holds in own if holds and record.file.name in names]
     archive = together(
-        ranks, "opening what is kept", lambda: KeptStep(ranks, folder, records, [held[place] for place in places])
+        ranks, "opening what is kept", lambda: KeptStep(ranks, folder, records, [on_node[place] for place in places])
     )
     load(shards, archive)
     return archive

@@ -124,7 +124,7 @@ def _in_pieces(optimizer: Optimizer, shards: ShardState) -> str:
     """A parameter of the optimizer's that is held in several pieces; "" where there is none."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name in shards.storages:
-        part, leaves = shards.held(name)
+        part, leaves = shards.place_of(name)
         if len(leaves) > 1 and any(id(part._parameters.get(leaf)) in own for leaf in leaves):
             return name
     return ""

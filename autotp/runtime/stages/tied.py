@@ -19,7 +19,16 @@ from autotp.comm.channel import by_value
 from autotp.comm.lockstep import CAUSES
 from autotp.errors import RankError
 from autotp.runtime import state
-from autotp.runtime.call_message import NOTHING, SAMPLES, differ, few, sampled, samples_apart
+from autotp.runtime.call_message import (
+    NOTHING,
+    SAMPLED,
+    SAMPLES,
+    UNCHECKED,
+    differ,
+    few,
+    refuse_samples,
+    sampled,
+)
 from autotp.runtime.storage import ShardState
 
 TARGET, NUMBER = struct.Struct(f"!?I{SAMPLES}d"), struct.Struct("!I")
@@ -78,8 +87,5 @@ class Tied:
         targets = [TARGET.unpack_from(one) for one in everyone]
         for own in slices:
             ranks = [r for r in own if targets[r][0]]
-            if differences := samples_apart([(targets[r][1], targets[r][2:]) for r in ranks]):
-                raise RankError(
-                    f"The ranks do not agree on the values of the target of {what} (a sum of whole numbers, and "
-                    f"some others): {differences}.\n{CAUSES} With check=False values are not looked at."
-                )
+            head = f"The ranks do not agree on the values of the target of {what} {SAMPLED}"
+            refuse_samples([(targets[r][1], targets[r][2:]) for r in ranks], head, f"{CAUSES} {UNCHECKED}")
