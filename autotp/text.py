@@ -64,6 +64,11 @@ def number(x: float) -> str:
     return f"{x:.0f}"
 
 
+def indented(lines: Iterable[str]) -> str:
+    """Lines of a message below its first, each indented."""
+    return "".join(f"  {line}\n" for line in lines)
+
+
 def counted(count: object, noun: str) -> str:
     """`1 head`, `8 heads`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -332,9 +332,14 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
     return box[0]
 
 
+def own_place(ranks: Ranks | None) -> int:
+    """Return this process's place among ranks; 0 where it is alone."""
+    return ranks.rank if ranks is not None else 0
+
+
 def leads(ranks: Ranks | None) -> bool:
     """Say whether this process does what one does for all: rank 0, or the only one."""
-    return ranks is None or ranks.rank == 0
+    return own_place(ranks) == 0
 
 
 def from_all(ranks: Ranks | None, obj: T, what: str) -> list[T]:

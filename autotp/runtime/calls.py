@@ -225,10 +225,9 @@ class Calls:
 
         Before a call of a new kind alone: reading what is on a device waits for it.
         """
-        ranks = self.shards.ranks
-        if ranks is not None and self.values:
-            samples = from_all(ranks.planners, sampled(sequences, anywhere=True), "comparison of sequences")
-            for lane in self.groups.lanes:
+        if self.values:
+            samples = from_all(self.shards.planners, sampled(sequences, anywhere=True), "comparison of sequences")
+            for lane in self.groups.lanes if len(samples) > 1 else ():
                 head = f"The ranks do not have the same sequences in {self.what} {SAMPLED}"
                 refuse_samples([samples[r] for r in lane], head, SEQUENCES)
 
@@ -315,9 +314,8 @@ class Calls:
         Args:
             own: whether it is on this one. what: the turn in words.
         """
-        ranks = self.shards.ranks
         if self.channel is None:
-            return own if ranks is None else any(from_all(ranks.planners, own, what))
+            return any(from_all(self.shards.planners, own, what))
         return any(meet(self.channel, f"{what} of {self.copy}{self.name}", b"1" if own else b""))
 
     def lost(self, error: Exception) -> None:
@@ -387,6 +385,5 @@ class Calls:
             facts |= {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
             facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
             facts |= kind_of(flat) if how == "kind" else {}
-        ranks = self.shards.ranks
-        agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", facts)
+        agree(self.shards.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")

@@ -135,10 +135,10 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
     near = sampled(grads[:MAX_GRADIENTS])[1] if calls.values else NOTHING[1]
     mine = BODY.pack(zlib.crc32(repr(options).encode()), zlib.crc32(absent), *near)
     everyone = [BODY.unpack(one) for one in meet(channel, what, mine)]
-    ranks, tp = calls.shards.ranks, calls.shards.tp
+    tp = calls.shards.tp
     # A stage may have groups of its own.
     if differ([one[0] for one in everyone], calls.groups.places):
-        agree(ranks and ranks.planners, f"the options of the {what}", options)
+        agree(calls.shards.planners, f"the options of the {what}", options)
         raise RankError(f"The ranks do not agree on the options of the {what}.\n{CAUSES}")
     for i in range(0, len(everyone), tp):
         head = f"The tp ranks do not agree on the gradients of the {what} (which parameters have one, and some values)"

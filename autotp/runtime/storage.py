@@ -335,6 +335,11 @@ class ShardState:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
+    def planners(self) -> Ranks | None:
+        """The ranks of all axes; None in one plain process."""
+        return self.ranks and self.ranks.planners
+
+    @property
     def root(self) -> nn.Module:
         """The sharded module."""
         return self.parts[""]

@@ -19,6 +19,7 @@ from autotp.errors import StateError
 from autotp.runtime import state
 from autotp.runtime.interop.ownership import INSTEAD, of_another_rank
 from autotp.runtime.storage import Box, ShardState
+from autotp.text import indented
 
 from .digests import Entry
 
@@ -189,12 +190,13 @@ def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool)
 
 
 def _faults_text(archive: Archive, missing: list[str], unexpected: list[str], wrong: list[str], cast: bool) -> str:
-    lines = [f"{archive.path} does not fit the model, and nothing was loaded."]
-    lines += [f"  missing: {name}" for name in missing]
-    lines += [f"  unknown: {archive.entries[name].file.name}: {name}" for name in unexpected]
-    lines += [f"  {text}" for text in wrong]
+    lines = [f"missing: {name}" for name in missing]
+    lines += [f"unknown: {archive.entries[name].file.name}: {name}" for name in unexpected]
     kinds = "" if cast else " Types are changed where cast=True says so."
-    return "\n".join(lines) + f"\nstrict=False allows missing and unknown names.{kinds}"
+    return (
+        f"{archive.path} does not fit the model, and nothing was loaded.\n{indented([*lines, *wrong])}"
+        f"strict=False allows missing and unknown names.{kinds}"
+    )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -28,6 +28,7 @@ from autotp.errors import StateError
 from autotp.ir.files import MAX_NUMBER, opened, read_json
 from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box
+from autotp.text import indented
 
 from . import folders
 from .archives import Archive
@@ -127,8 +128,7 @@ class Files(Archive):
 
     def _refuse(self, faults: Sequence[str]) -> None:
         if faults:
-            lines = "".join(f"  {fault}\n" for fault in faults)
-            raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{lines}")
+            raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{indented(faults)}")
 
     def _add(self, name: str) -> Iterator[str]:
         """Add the entry of a tensor of the table, and give what is wrong with the places of its chunks.

@@ -23,7 +23,7 @@ from autotp.runtime.storage import ShardState
 from . import folders
 from .archives import reverted
 from .tensorfiles import INDEX, record
-from .wholes import Wholes, stored_names
+from .wholes import Wholes, grouped, stored_names
 
 ADAPTERS = "adapter_model.safetensors"
 
@@ -93,15 +93,7 @@ def _files(wholes: Wholes, max_file: int) -> dict[str, dict[str, str]]:
     bare: Any = shards.bare
     if getattr(bare, "peft_config", None) and hasattr(bare, "save_pretrained"):
         return {ADAPTERS: _adapters(bare, dict(state.named_tensors(shards, everywhere=True)))}
-    groups: list[dict[str, str]] = [{}]
-    size = 0
-    for name, first in stored_names(shards).items():
-        own = wholes.nbytes(first)
-        if groups[-1] and size + own > max_file:
-            groups.append({})
-            size = 0
-        groups[-1][name] = first
-        size += own
+    groups = [*grouped(wholes, stored_names(shards), max_file)]
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}

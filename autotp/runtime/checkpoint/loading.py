@@ -22,6 +22,7 @@ from autotp.ir.files import opened
 from autotp.runtime import state
 from autotp.runtime.call_message import few
 from autotp.runtime.storage import Box, ShardState, as_dtensor, same_layout
+from autotp.text import indented
 
 from . import dcpfiles, folders, optimizers
 from .archives import Archive, NameMatch, TensorArchive, match, under_own_names
@@ -68,7 +69,7 @@ def load(
         weights: False loads the optimizer alone.
         renamed: follow prefixes and transformers' mapping where the names are others than the model's.
     """
-    ranks = shards.ranks.planners if shards.ranks is not None else None
+    ranks = shards.planners
 
     def prepare() -> tuple[Archive, Archive, NameMatch, Any]:
         stored = open_archive(source, trusted)
@@ -172,7 +173,7 @@ def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finit
             bad = [k for k, values in pairs if not all(map(_finite, values))]
             faults += [f"{archive.entries[k].file.name}: {k} holds NaN or an infinity" for k in bad]
     if faults:
-        raise StateError(f"{archive.path} was not loaded:\n" + "".join(f"  {fault}\n" for fault in faults))
+        raise StateError(f"{archive.path} was not loaded:\n{indented(faults)}")
 
 
 def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list[Tensor]:

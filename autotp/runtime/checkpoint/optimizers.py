@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from autotp.errors import StateError
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
+from autotp.text import indented
 
 from .archives import Archive
 from .dcpfiles import Tensors
@@ -199,7 +200,7 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
             "without optimizer=, or save again."
         ) from error
     if faults:
-        raise StateError(f"{archive.path} does not fit the optimizer:\n" + "".join(f"  {f}\n" for f in faults))
+        raise StateError(f"{archive.path} does not fit the optimizer:\n{indented(faults)}")
     return saved
 
 

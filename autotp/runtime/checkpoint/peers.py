@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.comm.lockstep import lost, meet
-from autotp.comm.ranks import Ranks, from_all
+from autotp.comm.ranks import Ranks, from_all, own_place
 from autotp.errors import StateError
 from autotp.plans.pieces import BUCKET, Block
 from autotp.plans.transfers import Send, Spread, transfer
@@ -76,7 +76,7 @@ class Peers(Archive):
                 haves = {rank: own[name][2] for rank, own in enumerate(self.holdings) if name in own}
                 assert isinstance(entry.dtype, torch.dtype)
                 spreads[name] = Spread(entry.shape, entry.dtype.itemsize, haves, needs)
-        way, rank = transfer(spreads, self.bucket), ranks.rank if ranks is not None else 0
+        way, rank = transfer(spreads, self.bucket), own_place(ranks)
         for send in way.local:
             if send.target == rank:
                 _within(need, send).copy_(_within(self.have, send))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 
 from autotp._version import __version__
-from autotp.comm.ranks import Ranks, agree, from_all, leads, together
+from autotp.comm.ranks import Ranks, agree, from_all, leads, own_place, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
@@ -53,7 +53,7 @@ def save(
         weights: False saves the optimizer alone (DCP only), beside weights that are saved elsewhere.
     """
     place = Path(os.path.abspath(path))
-    ranks = shards.ranks.planners if shards.ranks is not None else None
+    ranks = shards.planners
 
     def look() -> None:
         _refuse(format, optimizer, extra, background)
@@ -164,7 +164,7 @@ class Pending:
         # Of the plans of all ranks each makes the same whole: what several have is written by one of them.
         plans = from_all(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
         plans, self.metadata = self.planner.create_global_plan(plans)
-        own = self.writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0]
+        own = self.writer.prepare_global_plan(plans)[own_place(ranks)]
         self.mine = self.planner.finish_plan(own)
 
     def _plan(self) -> SavePlan:
@@ -219,7 +219,7 @@ def save_into(
         shards: of the module. folder: to write into. max_file: bytes, or a text as "5GB".
         options: others of transformers', refused where they ask for what is not written.
     """
-    ranks = shards.ranks.planners if shards.ranks is not None else None
+    ranks = shards.planners
     size = together(ranks, "reading the options", lambda: _size(max_file, options))
     into = Path(os.path.abspath(folder))
     draft = into / ".weights"

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import Ranks, own_place
 from autotp.errors import StateError
 from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box, ShardState
@@ -334,7 +334,7 @@ class KeptStep(Peers):
         self.records = records
         every = [_places(own) for own in here]
         files, have = dict[str, Tensor](), dict[str, list[Box]]()
-        for name, (_, dtype, places) in every[ranks.rank if ranks is not None else 0].items():
+        for name, (_, dtype, places) in every[own_place(ranks)].items():
             have[name] = []
             for block, (record, start) in places.items():
                 file = record.file.name

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autotp.comm.ranks import agree, from_all, together
+from autotp.comm.ranks import agree, from_all, own_place, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.log import log
@@ -77,11 +77,11 @@ def resume(shards: ShardState) -> KeptStep | None:
         StateError: the run has no name, or what was kept is gone in part.
         RankError: that is so on another rank.
     """
-    ranks = shards.ranks and shards.ranks.planners
+    ranks = shards.planners
     owner = together(ranks, "reading what the run is called", lambda: Owner.of(shards))
     folder = together(ranks, "opening memory of the node", owner.open)
     places = from_all(ranks, neighbours.place_of(folder), "the nodes' memory")
-    rank = ranks.rank if ranks is not None else 0
+    rank = own_place(ranks)
     local = [other for other, place in enumerate(places) if place == places[rank]]
 
     def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
@@ -119,9 +119,7 @@ class Snapshots:
         extra: Callable[[], dict[str, Any]] | None,
     ) -> None:  # fmt: skip
         self._shards, self._optimizer, self._every, self._give = shards, optimizer, every, extra
-        self._ranks, self._rank = shards.ranks and shards.ranks.planners, 0
-        if self._ranks is not None:
-            self._rank = self._ranks.rank
+        self._ranks, self._rank = shards.planners, own_place(shards.planners)
         together(self._ranks, "reading the options", lambda: _refuse(shards, every, redundancy))
         agree(self._ranks, "what is kept", {"every": str(every), "redundancy": str(redundancy)})
         self._owner = together(self._ranks, "opening memory of the node", lambda: _opened(shards))

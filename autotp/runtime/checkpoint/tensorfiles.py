@@ -16,6 +16,7 @@ from torch import Tensor
 from autotp.errors import StateError
 from autotp.ir.files import opened, read_json
 from autotp.runtime.storage import Box
+from autotp.text import indented
 
 from .archives import Archive
 from .digests import Digests, Entry, measured, position, write
@@ -45,9 +46,8 @@ class TensorFiles(Archive):
         faults += self.digests.faults(*dict.fromkeys(entry.file for entry in self.entries.values()))
         if faults:
             raise StateError(
-                f"{path} cannot be loaded, and nothing was:\n"
-                + "".join(f"  {fault}\n" for fault in faults)
-                + "The files are damaged, or not complete: download or save them again."
+                f"{path} cannot be loaded, and nothing was:\n{indented(faults)}The files are damaged, or not complete: "
+                "download or save them again."
             )
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -79,7 +79,7 @@ def named_tensors(module: Any, names: str = "huggingface", bucket: int = BUCKET)
         RankError: that is so on another rank.
     """
     shards: ShardState = module._shards
-    ranks = shards.ranks.planners if shards.ranks is not None else None
+    ranks = shards.planners
     with module._calls.turn("named_tensors()"):
         together(ranks, "looking at the module", lambda: _check(shards, names))
         agree(ranks, "the options of named_tensors()", {"names": names, "bucket": str(bucket)})
@@ -109,12 +109,22 @@ def _groups(wholes: Wholes, names: str, bucket: int) -> Iterator[dict[str, str]]
     every = stored_names(wholes.shards)
     if names == "original":
         every = dict(state.named_tensors(wholes.shards, everywhere=True))
-    group, size = dict[str, str](), 0
     for name, first in every.items():
+        if wholes.nbytes(first) > bucket:
+            raise InputError(f"bucket={bucket}: {name} alone is {wholes.nbytes(first)} bytes. Give at least as many.")
+    return grouped(wholes, every, bucket)
+
+
+def grouped(wholes: Wholes, names: Mapping[str, str], limit: int) -> Iterator[dict[str, str]]:
+    """Divide tensors into groups of at most so many bytes, in order; one that is larger is alone.
+
+    Args:
+        wholes: knows their sizes. names: of each its first name. limit: bytes of a group.
+    """
+    group, size = dict[str, str](), 0
+    for name, first in names.items():
         nbytes = wholes.nbytes(first)
-        if nbytes > bucket:
-            raise InputError(f"bucket={bucket}: {name} alone is {nbytes} bytes. Give at least as many.")
-        if size + nbytes > bucket:
+        if group and size + nbytes > limit:
             yield group
             group, size = {}, 0
         group[name], size = first, size + nbytes

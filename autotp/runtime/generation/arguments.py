@@ -72,10 +72,10 @@ class Arguments:
         # As nearly always: then no state is looked at by itself.
         if own and reading.fits(self.flat):
             own, self.lengths = {}, dict(reading.lengths)
-        for names, take in ((own, self.carriers.own), (reading.users, self.carriers.part)):
+        for names, whole in ((own, False), (reading.users, True)):
             for at, name in names.items():
                 if isinstance(self.flat[at], Tensor):
-                    self.flat[at], length, wrong = take(name, self.flat[at])
+                    self.flat[at], length, wrong = self.carriers.own(name, self.flat[at], whole)
                     self.wrong = self.wrong or wrong
                     if length is not None:
                         self.lengths[at] = length

@@ -233,29 +233,22 @@ class Carriers:
         mine = sum(int(partition.local(self.rank + i, self.tp)) for i in range(self.own_ranks))
         return Cut(layout.sharded_dim, mine, int(partition.length))
 
-    def own(self, name: str, tensor: Tensor) -> tuple[Tensor, Length | None, str]:
-        """This rank's part of a state as its program takes it, the whole's length, and what is wrong with it or ""."""
+    def own(self, name: str, tensor: Tensor, whole: bool = False) -> tuple[Tensor, Length | None, str]:
+        """This rank's part of a state as its program takes it, the whole's length, and what is wrong with it or "".
+
+        Args:
+            name, tensor: of the state. whole: it may be passed whole, as one that the user named.
+        """
         split = self.cut(name)
         if split is None or split.dim >= tensor.ndim:
             return tensor, None, ""
         dim, mine, length = split
         have = tensor.shape[dim]
-        if have != max(mine, 1):
+        if whole and have == length:
+            tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
+        elif have not in (mine, max(mine, 1)):
             return tensor, None, FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
         return tensor if mine else tensor.narrow(dim, 0, 0), (dim, length), ""
-
-    def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Length | None, str]:
-        """Return likewise the part of a state that the user named, which may be passed whole."""
-        split = self.cut(name)
-        if split is None or split.dim >= tensor.ndim:
-            return tensor, None, ""
-        dim, mine, length = split
-        have, wrong = tensor.shape[dim], ""
-        if have == length:
-            tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
-        elif have != mine:
-            wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
-        return tensor, (dim, length), wrong
 
     def of_caller(self, name: str, tensor: Any) -> Any:
         """Return what the caller's object holds of a part: one row of zeros, without memory, where that is empty.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -139,10 +140,9 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """
     lists = [x for x in args if _is_list(x)]
     mesh = next((t.device_mesh for x in lists for t in x if ours(t)), None)
-    plain, split = _places(lists)
     # A step counter has a place of its own in one list and none in another: a place is whole where no list has a
     # DTensor there.
-    whole = plain - split
+    whole = {i for i, column in enumerate(zip_longest(*lists)) if _is_whole(column)}
     if mesh is None or not whole:
         return compat.by_default(op, args, kwargs)
     on_mesh = [_at(whole, functools.partial(_whole, mesh=mesh), x) for x in args]
@@ -150,17 +150,9 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return _at(whole, _local, results)
 
 
-def _places(lists: Sequence[Sequence[Any]]) -> tuple[set[int], set[int]]:
-    """Places at which some list has a plain tensor, and at which some has a DTensor."""
-    plain: set[int] = set()
-    split: set[int] = set()
-    for tensors in lists:
-        for i, t in enumerate(tensors):
-            if isinstance(t, DTensor):
-                split.add(i)
-            elif isinstance(t, Tensor):
-                plain.add(i)
-    return plain, split
+def _is_whole(column: Sequence[Any]) -> bool:
+    """Return whether what lists have at one place are tensors, and none of them a DTensor."""
+    return {isinstance(t, DTensor) for t in column if isinstance(t, Tensor)} == {False}
 
 
 def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:

@@ -107,7 +107,7 @@ def _meet_sides(ranks: Ranks | None, shards: Sequence[ShardState | None]) -> Non
     """Refuse ranks that have no part of either, and modules of which not all ranks are there. A collective call."""
     if ranks is None:
         return
-    own = [x and x.ranks and dist.get_process_group_ranks(x.ranks.planners.group) for x in shards]
+    own = [x and x.planners and dist.get_process_group_ranks(x.planners.group) for x in shards]
     everyone = from_all(ranks, own, "who moves")
     world = dist.get_process_group_ranks(ranks.group)
     for rank, sides in zip(world, everyone, strict=True):

@@ -56,7 +56,7 @@ def replan(
     """
     shards: ShardState = module._shards
     with module._calls.turn("replan()"):
-        ranks = shards.ranks and shards.ranks.planners
+        ranks = shards.planners
         together(ranks, "reading the degrees", lambda: _check(module, tp, dp, optimizer))
         facts = {"tp": str(tp), "dp": f"{dp}, fully_shard={fully_shard}", "optimizer": str(optimizer is not None)}
         module._calls.agree("replan()", {**facts, "bucket": str(bucket)})
