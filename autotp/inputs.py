@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from autotp import compat
 
 from .errors import InputError
 
+Args = tuple[Any, ...]  # of a call, by position
+Kwargs = dict[str, Any]  # by name
+Leaves = Sequence[Any]  # of a call's arguments or results: tensors, and what is none
 BATCH, LENGTH, DECODER_LENGTH, FRAMES, SAMPLES = 2, 16, 12, 32, 16000
 CACHES = ("past_key_values", "past_key_value", "cache_params", "past_buckets_states")
 MARK = "autotp_part"  # attribute of a tensor that is a context-parallel rank's part: its place, and how many there are

@@ -31,6 +31,7 @@ from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
 
 T = TypeVar("T")
+Facts = dict[str, str]  # names and texts that ranks compare
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_LINES = 20  # of differences in a message
 CPU_INFO = Path("/proc/cpuinfo")

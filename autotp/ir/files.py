@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from autotp.errors import AutoTPError
 from autotp.text import amount
 
+PathLike = str | os.PathLike[str]  # as users give paths
 MAX_FILE_BYTES = 16 << 20  # bytes of a file, where its reader says nothing else
 MAX_DEPTH = 64  # lists and mappings within each other, or parts of a dotted key
 MAX_NUMBER = 1 << 63  # whole numbers beyond this are no size of anything

@@ -19,6 +19,10 @@ from .op import Op, aten, expression, sizes
 from .scopes import Blocks, module_path
 from .sizes import Size, substitute
 
+Function = Callable[..., Any]  # what a graph calls, or is
+Nodes = Sequence[fx.Node]
+Env = dict[fx.Node, fx.Node]  # a node -> what stands for it in another graph
+NamedTensors = dict[str, Tensor]
 Place = tuple[int, int]  # a tensor's place among the inputs that are tensors, and the dimension
 MAX_ELEMENTS = 2**62  # elements in a dimension whose symbol has no range
 

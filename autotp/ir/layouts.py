@@ -6,7 +6,7 @@ I, R, S and P are those of JAX `shard_map`'s varying and invariant axes and of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -348,3 +348,6 @@ def dealt_by(dim: int, distribution: Distribution) -> Layout:
     """
     kind: Any = next(k for k in kinds() if k.distribution_kind is type(distribution))
     return kind(dim, distribution)
+
+
+Layouts = Mapping[str, Layout]  # by the names of what lies so

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.comm.channel import Channel, by_value
 from autotp.comm.lockstep import CAUSES, end_hooks, meet
+from autotp.comm.ranks import Facts
 from autotp.comm.turn import hold
 from autotp.errors import RankError
+from autotp.inputs import Leaves
 from autotp.runtime.interop.tool_refusals import refuse_transforms
 
 SAMPLES = 16  # floating values of all inputs together
@@ -39,7 +41,7 @@ UNCHECKED = "With check=False values are not looked at."
 NOTHING: Sample = (0, [0.0] * SAMPLES)
 
 
-def sampled(flat: Sequence[Any], anywhere: bool = False) -> Sample:
+def sampled(flat: Leaves, anywhere: bool = False) -> Sample:
     """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones; on any device only where asked."""
     tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.numel() and not v.is_complex()]
     tensors = [v for v in tensors if v.is_cpu or (anywhere and not v.is_meta)]
@@ -153,7 +155,7 @@ class CallMessage(NamedTuple):
         return cls._make((*fields[:9], fields[9:], message[BODY.size :]))
 
 
-def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
+def mode_of(mode: tuple[Any, ...], flat: Leaves) -> Facts:
     """The mode of a call in words.
 
     Args:
@@ -168,7 +170,7 @@ def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
     return facts
 
 
-def kind_of(flat: Sequence[Any]) -> dict[str, str]:
+def kind_of(flat: Leaves) -> Facts:
     """Describe the inputs as on every slice of a batch, in words: numbers, sizes and values may be others on each."""
     tensors = [v for v in flat if isinstance(v, Tensor)]
     facts = {"examples": next((str(v.shape[0]) for v in tensors if v.ndim), "none")}

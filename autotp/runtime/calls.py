@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,9 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
-from autotp.comm.ranks import agree, broadcast, from_all
+from autotp.comm.ranks import Facts, agree, broadcast, from_all
 from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError, StateError
+from autotp.inputs import Leaves
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.interop.tool_refusals import know_virtual
@@ -286,7 +287,7 @@ class Calls:
         beside = self.shards.ranks.beside.get(axis) if self.shards.ranks is not None else None
         return int(broadcast(beside, pairs[0][0]))
 
-    def agree(self, what: str, facts: Mapping[str, str]) -> None:
+    def agree(self, what: str, facts: Facts) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.
 
         Args:
@@ -341,7 +342,7 @@ class Calls:
                 if self.own is not None:
                     self.own.leave()
 
-    def end(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def end(self, outputs: Leaves, inputs: Leaves) -> None:
         """The forward is done; backwards from its outputs are held against the other ranks' too."""
         channel = self.channel
         if channel is None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autotp.capture.copies import parts_of
+from autotp.comm.ranks import Facts
 from autotp.errors import StateError
 
 from .revision import CONTAINERS, HOOKS, Revision, attributes_of, contents, counted, hooks_of, words_of
@@ -108,7 +109,7 @@ class Changes:
             self.last_key, self.stale = (*changes, *self.hooks.items()), False
         return self.last_key
 
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> Facts:
         """Return the same in words, for the ranks to compare."""
         texts = {f"hooks of {path}": str(hooks) for path, hooks in self.hooks.items()}
         for w in self.parts:

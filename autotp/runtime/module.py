@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -19,7 +18,9 @@ from autotp.capture.request import Mode
 from autotp.comm.ranks import agree, no_ranks_error
 from autotp.comm.turn import Turn
 from autotp.errors import StateError
-from autotp.inputs import Inputs
+from autotp.inputs import Args, Inputs, Kwargs
+from autotp.ir.files import PathLike
+from autotp.ir.graph import NamedTensors
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
@@ -128,7 +129,7 @@ class ShardedModule(Batching, Part):
         with self._calls.turn():
             return self._call("", args, kwargs)
 
-    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, entry: str, args: Args, kwargs: Kwargs) -> Any:
         """Run the model, or the module of it at this path by itself, such as an encoder.
 
         Args:
@@ -155,11 +156,11 @@ class ShardedModule(Batching, Part):
             outputs = self._run(program, inputs, self._calls.seed(program) if seed is None else seed)
         return call.settle(self._finish(program, outputs, inputs), program.returns)
 
-    def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def by_itself(self, entry: str, args: Args, kwargs: Kwargs) -> Any:
         """Run the module at this path as a call of its own; see `program_search.by_itself`."""
         return program_search.by_itself(self, entry, args, kwargs)
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
+    def _arguments(self, args: Args, kwargs: Kwargs, entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""
         call = Arguments(self._carriers, args, kwargs, entry)
         cp = self._shards.axis.cp > 1
@@ -247,7 +248,7 @@ class ShardedModule(Batching, Part):
         """Scale all gradients to a norm of at most this; return the norm before. A collective call."""
         return state.clip(self._shards, max_norm)
 
-    def full_state_dict(self, live: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(self, live: bool = False) -> NamedTensors:
         """Every parameter and persistent buffer, whole, under the original's names, as copies (collective).
 
         With `live` what is whole on this rank is the module's own tensor, which costs no memory and changes with it.
@@ -255,7 +256,7 @@ class ShardedModule(Batching, Part):
         with self._calls.together("full_state_dict", reads=True):
             return state.full_state(self._shards, live)
 
-    def full_grad_dict(self, live: bool = False) -> dict[str, Tensor]:
+    def full_grad_dict(self, live: bool = False) -> NamedTensors:
         """Every gradient that is there, whole, by the original's names; copies, but for `live` (collective)."""
         data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
@@ -299,7 +300,7 @@ class ShardedModule(Batching, Part):
 
     @Turn("load_checkpoint()")
     def load_checkpoint(
-        self, source: str | os.PathLike[str] | Mapping[str, Any], *, optimizer: Optimizer | None = None,
+        self, source: PathLike | Mapping[str, Any], *, optimizer: Optimizer | None = None,
         strict: bool = True, cast: bool = False, check_finite: bool = False, trusted: bool = False,
     ) -> checkpoint.Loaded:  # fmt: skip
         """Load a checkpoint; each rank reads only its own slices. A collective call.
@@ -330,7 +331,7 @@ class ShardedModule(Batching, Part):
 
     @Turn("save_checkpoint()")
     def save_checkpoint(
-        self, path: str | os.PathLike[str], *, format: str = "dcp", optimizer: Optimizer | None = None,
+        self, path: PathLike, *, format: str = "dcp", optimizer: Optimizer | None = None,
         extra: Mapping[str, Any] | None = None, background: bool = False, max_file: int = 5 * 10**9,
     ) -> checkpoint.Pending | None:  # fmt: skip
         """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
@@ -363,9 +364,7 @@ class ShardedModule(Batching, Part):
         """Original parameter name -> how it is held."""
         return iter(self._shards.storages.items())
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], max_shard_size: int | str = "5GB", **kwargs: Any
-    ) -> None:
+    def save_pretrained(self, save_directory: PathLike, max_shard_size: int | str = "5GB", **kwargs: Any) -> None:
         """Write the whole weights and the config as transformers does, for its `from_pretrained`. A collective call.
 
         `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside whatever

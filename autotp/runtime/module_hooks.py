@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from autotp.comm.ranks import Ranks
 from autotp.comm.turn import call_hook
 from autotp.comm.virtual import Hosts, values_of
 from autotp.errors import RankError, StateError
+from autotp.inputs import Args, Kwargs, Leaves
+from autotp.ir.graph import Function
 from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
 from autotp.passes.analysis.flows import Flow
@@ -65,7 +67,7 @@ class Boundary:
         """Flag that says whether a hook would see something else than the whole."""
         return any(not flow.shown or flow.layout != I for flow in (*self.takes, *self.gives))
 
-    def whole_values(self, values: Sequence[Any], flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
+    def whole_values(self, values: Leaves, flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
         """Return what a hook sees of these values.
 
         Args:
@@ -85,7 +87,7 @@ class Boundary:
         return tuple(out[place] for place in places)
 
     def with_replaced(
-        self, values: Sequence[Any], flows: Sequence[Flow], before: Sequence[Any], new: Any, graded: bool = False
+        self, values: Leaves, flows: Sequence[Flow], before: Sequence[Any], new: Any, graded: bool = False
     ) -> tuple[Any, ...]:
         """The values, with what a hook put in the place of those that it saw.
 
@@ -167,7 +169,7 @@ def _plain(spec: Any) -> bool:
     return isinstance(spec.repeat, int) and all(isinstance(n, int) for pair in spec.segments for n in pair)
 
 
-def _of(module: Any, options: dict[str, Any]) -> Boundary | None:
+def _of(module: Any, options: Kwargs) -> Boundary | None:
     """The boundary at which a hook is called, where it would see parts."""
     boundary = module._boundaries.get(options.get("program"))
     return boundary if boundary is not None and boundary.split else None
@@ -214,7 +216,7 @@ def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any], pl
         raise RankError(f"In {what} the ranks have parted: hooks that see whole values: {differences}.\n{CAUSES}")
 
 
-def _call(hook: Callable[..., Any], module: Any, wholes: Sequence[Any], *args: Any) -> tuple[Any, bool]:
+def _call(hook: Function, module: Any, wholes: Sequence[Any], *args: Any) -> tuple[Any, bool]:
     """Call a hook with these arguments, among which are the whole values that it is shown.
 
     Returns: what it gave, and whether it may have written to what it saw: tensors of inference do not count writes.
@@ -226,7 +228,7 @@ def _call(hook: Callable[..., Any], module: Any, wholes: Sequence[Any], *args: A
     return call_hook(hook, module, *args), [x._version for x in tensors] != before
 
 
-def _grade(values: Sequence[Any], flows: Sequence[Flow], wholes: Sequence[Any]) -> None:
+def _grade(values: Leaves, flows: Sequence[Flow], wholes: Sequence[Any]) -> None:
     """Let values need gradients where a hook said so of what it saw."""
     locals_ = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
     for value, whole in zip(locals_, wholes, strict=True):
@@ -235,11 +237,11 @@ def _grade(values: Sequence[Any], flows: Sequence[Flow], wholes: Sequence[Any]) 
                 x.requires_grad_()
 
 
-def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
+def before_forward(hook: Function, with_kwargs: bool) -> Function:
     """A pre-forward hook that is shown whole values; to be registered with `with_kwargs`."""
 
     @_shows_whole
-    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(module: Any, args: Args, kwargs: Kwargs) -> Any:
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
         wholes = args if boundary is None else boundary.whole_values(args, boundary.takes)
         new, wrote = _call(hook, module, wholes, wholes, *((rest,) if with_kwargs else ()))
@@ -256,11 +258,11 @@ def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[...,
     return run
 
 
-def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
+def after_forward(hook: Function, with_kwargs: bool) -> Function:
     """A forward hook that is shown whole values; to be registered with `with_kwargs`."""
 
     @_shows_whole
-    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def run(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
         options = (rest,) if with_kwargs else ()
         if boundary is None:
@@ -283,7 +285,7 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
     return run
 
 
-def on_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
+def on_backward(hook: Function) -> Function:
     """A hook before or after a backward that is shown gradients of whole values: of what is given, after it of what is
     taken too. What it returns stands for the first of them."""
 

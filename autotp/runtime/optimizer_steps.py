@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, meet
-from autotp.comm.ranks import agree
+from autotp.comm.ranks import Facts, agree
 from autotp.comm.turn import Turn
 from autotp.errors import RankError
 from autotp.runtime.interop.optimizer_classes import refuse_states, refuse_sums, refuse_unknown
@@ -145,7 +145,7 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
         refuse_samples([(one[1], one[2:]) for one in everyone[i : i + tp]], head, UNCHANGED)
 
 
-def _options(optimizer: Optimizer) -> dict[str, str]:
+def _options(optimizer: Optimizer) -> Facts:
     """The options of every group in words."""
     return {
         f"{name} of group {i}": _text_of(value)

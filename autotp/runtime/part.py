@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 
 from autotp.capture.copies import plain_class
 from autotp.errors import StateError
+from autotp.inputs import Args, Kwargs
+from autotp.ir.graph import Function
 from autotp.runtime.generation.generate_methods import while_generating
 from autotp.runtime.interop.methods import ABSENT, AbsentError, in_place_of
 from autotp.runtime.interop.tool_refusals import DDP, SET, Refused
@@ -44,7 +46,7 @@ class Part(nn.Module):
         self._original = type(original).__name__
         self._detail = original.extra_repr()
         self._leaf = "" if original._modules else repr(original)
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[Any, Function] = {}
         self._boundaries: dict[Any, Boundary] = {}  # what hooks see of a call
         self._calls_made: dict[Any, Boundary] = {}  # likewise hooks on the backward, of those that may be to come
         self._backward_ran = False
@@ -81,7 +83,7 @@ class Part(nn.Module):
         return self._programs[program](*args)
 
     @torch.compiler.disable  # a function that is compiled around it goes on after it
-    def _by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_itself(self, args: Args, kwargs: Kwargs) -> Any:
         watched = self.__dict__["_watched"]
         if type(watched.module).forward is nn.Module.forward:  # a list of modules: torch's own error
             return nn.Module.forward(self, *args, **kwargs)

@@ -22,7 +22,7 @@ from autotp.comm.ranks import agree, from_all, of_first, together
 from autotp.comm.turn import holding
 from autotp.cost.collective_costs import collective_bytes
 from autotp.errors import CaptureError, InputError, StateError
-from autotp.inputs import Inputs
+from autotp.inputs import Args, Inputs, Kwargs
 from autotp.ir.carried import classes
 from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
@@ -34,7 +34,7 @@ from autotp.runtime.lower.lower import accumulate_in
 from autotp.text import amount
 
 from . import data_parallel, state
-from .programs import CallKey, CallKind, Form, Program, form, readings, train_as
+from .programs import CallKey, CallKind, Form, Match, Program, form, readings, train_as
 from .tree import Assembler
 
 WITHIN = (
@@ -49,7 +49,7 @@ ALONG = (
 TREE = "every sum along one tree, {0}; no rewrite for speed"
 
 
-def by_itself(module: Any, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_itself(module: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
     """Run the module at this path as a call of its own, which begins with a turn; no hooks of the whole are called.
 
     Args:
@@ -78,7 +78,7 @@ def _run_at(module: Any, entry: str, *args: Any, **kwargs: Any) -> Any:
     return module._call(entry, args, kwargs)
 
 
-def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
+def find(module: Any, call: Arguments) -> Match:
     """Return the program for a call of a new kind or size, and the order in which it takes the leaves. Collective."""
     source = module._source
     if call.sequences is not None:
@@ -105,7 +105,7 @@ def find(module: Any, call: Arguments) -> tuple[Program, list[int]]:
     return match
 
 
-def program_of(module: Any, call: Arguments) -> tuple[Program, list[int]]:
+def program_of(module: Any, call: Arguments) -> Match:
     """Return the same of a call that is not run now. Collective where no program is known for it."""
     kind = kind_of(module, call)
     match = kind.program(call.shapes)
@@ -145,7 +145,7 @@ def _capture_once(module: Any, call: Arguments) -> Capture:
     return capture_once(source.ranks and source.ranks.joint, source.agreed, key, make, take)[0]
 
 
-def match_of(module: Any, call: Arguments) -> tuple[Program, list[int]] | None:
+def match_of(module: Any, call: Arguments) -> Match | None:
     """A program that was captured for such a call in this mode and accepts these sizes."""
     state.refuse_meta(module._shards)
     call.check()

@@ -19,9 +19,9 @@ from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Host, Hosts, Virtual
 from autotp.errors import InputError, StateError
-from autotp.inputs import Inputs, bind, without_cache
-from autotp.ir.graph import SEEDS, Capture, SizeBounds
-from autotp.ir.layouts import Layout
+from autotp.inputs import Inputs, Leaves, bind, without_cache
+from autotp.ir.graph import SEEDS, Capture, Function, SizeBounds
+from autotp.ir.layouts import Layouts
 from autotp.ir.precision import LATEST
 from autotp.ir.program import Decided, MeshPlace, Sharded
 from autotp.passes.base import Pass
@@ -71,7 +71,7 @@ class CallKey(NamedTuple):
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of_call(cls, mode: Mode, of: Hashable, flat: Sequence[Any], spec: Any) -> CallKey:
+    def of_call(cls, mode: Mode, of: Hashable, flat: Leaves, spec: Any) -> CallKey:
         """The key of a call with these leaves."""
         grad = torch.is_grad_enabled()
         leaves = [
@@ -80,7 +80,7 @@ class CallKey(NamedTuple):
         return cls(mode, of, grad, spec, tuple(leaves))
 
 
-def form(bare: nn.Module, flat: Sequence[Any], spec: Any) -> tuple[Form, Inputs]:
+def form(bare: nn.Module, flat: Leaves, spec: Any) -> tuple[Form, Inputs]:
     """The form of a call of `bare`, and its inputs with the cache switched off.
 
     Args:
@@ -105,7 +105,7 @@ def form(bare: nn.Module, flat: Sequence[Any], spec: Any) -> tuple[Form, Inputs]
     return Form(key, order), Inputs(*whole[0], **whole[1])
 
 
-def _by_name(forward: Callable[..., Any], inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+def _by_name(forward: Function, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
     """Arguments by name in the order of the signature, without those that equal their default."""
     bound = bind(forward, inputs)
     positional: list[Any] = []
@@ -123,6 +123,7 @@ def _by_name(forward: Callable[..., Any], inputs: Inputs) -> tuple[list[Any], di
     return positional, by_name
 
 
+Match = tuple["Program", list[int]]  # what runs a call, and the order in which it takes the leaves
 MAX_KINDS = 256  # of calls
 MAX_PROGRAMS = 64  # of one module: attributes may be set to ever other values
 
@@ -187,7 +188,7 @@ class Program:
         result: Any = self.graph.output_node().args[0]
         return not any(isinstance(x, list | tuple | dict) for x in result)
 
-    def order(self, call_form: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
+    def order(self, call_form: Form, flat: Leaves, mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes.
 
         Args:
@@ -239,7 +240,7 @@ class CallKind:
     """
 
     key: CallKey
-    programs: list[tuple[Program, list[int]]] = field(default_factory=list)
+    programs: list[Match] = field(default_factory=list)
     slices: dict[int, bytes] = field(default_factory=dict)
 
     @cached_property
@@ -247,7 +248,7 @@ class CallKind:
         """The key, in short: of the same meaning in every process."""
         return short(self.key)
 
-    def program(self, shapes: Sequence[Any]) -> tuple[Program, list[int]] | None:
+    def program(self, shapes: Sequence[Any]) -> Match | None:
         """Return what runs a call with leaves of these shapes, the latest first; None where it is not known yet."""
         for at, (program, order) in enumerate(self.programs):
             if program.takes([shapes[i] for i in order]):
@@ -303,9 +304,7 @@ class Programs(list[Program]):
             ) from None
         return latest[1]
 
-    def find(
-        self, call: Form, flat: Sequence[Any], mode: Mode, entry: str = "", changes: Hashable = ()
-    ) -> tuple[Program, list[int]] | None:
+    def find(self, call: Form, flat: Leaves, mode: Mode, entry: str = "", changes: Hashable = ()) -> Match | None:
         """A program that was captured for such a call and accepts its sizes, and the order of the leaves that it takes.
 
         Args:
@@ -388,8 +387,8 @@ class Source:
     """
 
     bare: nn.Module
-    decide: Callable[[Capture, Mapping[str, Layout]], Decided]
-    make: Callable[[Capture, Mapping[str, Layout], str, Decided], Sharded]
+    decide: Callable[[Capture, Layouts], Decided]
+    make: Callable[[Capture, Layouts, str, Decided], Sharded]
     capture: Callable[[nn.Module, Inputs, torch.device, Mode, CaptureRequest], Capture]
     agreed: Sequence[Pass[Capture]]
     ranks: Ranks | None

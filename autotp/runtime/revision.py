@@ -12,7 +12,7 @@ import copy
 import functools
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.capture.rank0 import Untold, words
 from autotp.capture.request import TRAINING, Mode, mode_with, parameters_of, shortened
+from autotp.ir.graph import Function
 
 from .module_hooks import hooked
 
@@ -59,7 +60,7 @@ class Revision:
 def _counting(kind: type[Any]) -> type[Any]:
     """Let the methods of a class that write count."""
 
-    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(method: Function) -> Function:
         @functools.wraps(method)
         def write(self: Any, *args: Any, **kwargs: Any) -> Any:
             Revision.number += 1

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.comm.ranks import Facts
 from autotp.comm.virtual import values_of
 from autotp.errors import StateError
-from autotp.inputs import Inputs
-from autotp.ir.layouts import I, Layout, Shard
+from autotp.inputs import Inputs, Leaves
+from autotp.ir.graph import NamedTensors
+from autotp.ir.layouts import I, Layouts, Shard
 from autotp.runtime.interop import dtensor_operators, ownership
 
 from . import data_parallel
@@ -24,7 +26,7 @@ from .storage import Box, ShardState, Storage
 from .weight_reads import Slices
 
 
-def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
+def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Layouts) -> None:
     """Build the tree of parts below `root` and give every part its shards and buffers.
 
     Args:
@@ -53,9 +55,7 @@ def _place_modules(shards: ShardState, root: nn.Module, model: nn.Module, parts:
             shards.parts[owner].add_module(leaf, shards.parts[path])
 
 
-def _place_parameters(
-    shards: ShardState, model: nn.Module, placements: Mapping[str, Layout], parts: dict[int, Any]
-) -> None:
+def _place_parameters(shards: ShardState, model: nn.Module, placements: Layouts, parts: dict[int, Any]) -> None:
     """Put the pieces of each parameter in the parts that stand for the modules that have it; `parts` grows."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
@@ -80,9 +80,7 @@ def _place_parameters(
                 shards.parts[path].register_parameter(leaf, None)
 
 
-def _place_buffers(
-    shards: ShardState, model: nn.Module, placements: Mapping[str, Layout], parts: dict[int, Any]
-) -> None:
+def _place_buffers(shards: ShardState, model: nn.Module, placements: Layouts, parts: dict[int, Any]) -> None:
     """Put this rank's copy of each buffer in the parts of the modules that have it; `parts` grows."""
     # Buffers are whole on every rank. `named_buffers` leaves out those that are None, which a forward asks for.
     for path, module in model.named_modules(remove_duplicate=False):
@@ -101,7 +99,7 @@ def _place_buffers(
                 shards.holders.setdefault(shards.aliases[name], []).append((part, leaf))
 
 
-def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mapping[str, Layout]) -> Tensor:
+def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Layouts) -> Tensor:
     """Return what this rank holds of a buffer: all of it, or where the plan splits it its part."""
     first = shards.aliases[name]
     if not isinstance(placements.get(first), Shard):
@@ -146,14 +144,14 @@ def boxes(shards: ShardState, name: str) -> list[Box]:
     return shards.storage_of(name).boxes(pieces(shards, name))
 
 
-def full_state(shards: ShardState, live: bool) -> dict[str, Tensor]:
+def full_state(shards: ShardState, live: bool) -> NamedTensors:
     """Return parameters and persistent buffers, whole, in the order of the original's own state dict.
 
     Args:
         shards: of the module. live: as `whole` has it.
     """
     refuse_meta(shards)
-    wholes: dict[str, Tensor] = {}
+    wholes: NamedTensors = {}
     for _, first in named_tensors(shards):
         if first not in wholes:
             wholes[first] = whole(shards, first, live)
@@ -166,7 +164,7 @@ def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
     return value.clone() if compat.part_of(value).untyped_storage().data_ptr() in own else value
 
 
-def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
+def sharded_state(shards: ShardState, prefix: str) -> NamedTensors:
     """Return DTensors under the original's names, whole tensors where pieces hold a parameter."""
     out = {}
     for name, first in named_tensors(shards):
@@ -194,7 +192,7 @@ def write(shards: ShardState, name: str, value: Tensor) -> None:
         part._buffers[leaf] = value
 
 
-def full_gradients(shards: ShardState, live: bool) -> dict[str, Tensor]:
+def full_gradients(shards: ShardState, live: bool) -> NamedTensors:
     """Whole gradients; None gradients are left out. `live` as `full_state` has it."""
     out = {}
     for name, storage in shards.storages.items():
@@ -270,7 +268,7 @@ def fingerprint(value: Tensor) -> str:
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()[:12]
 
 
-def input_text(flat: Sequence[Any], spec: Any, values: bool) -> dict[str, str]:
+def input_text(flat: Leaves, spec: Any, values: bool) -> Facts:
     """Return what the ranks compare of a call's inputs; of states, which come without values, what they are like."""
     out = {"structure": hashlib.sha256(str(spec).encode()).hexdigest()[:12]}
     for i, v in enumerate(flat):

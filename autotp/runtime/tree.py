@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Hosts
-from autotp.ir.graph import copy_node
+from autotp.ir.graph import Env, Function, Nodes, copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.passes.analysis.flows import flows
@@ -113,7 +113,7 @@ class Assembler:
             units.setdefault(read.scope, []).append(read)
         return units
 
-    def build(self, inputs: Sequence[fx.Node], one: bool = False) -> None:
+    def build(self, inputs: Nodes, one: bool = False) -> None:
         """Give every part its function; the root's takes these inputs and returns the flat outputs.
 
         Args:
@@ -125,7 +125,7 @@ class Assembler:
         programs = self._part("")._programs
         programs[self.key] = self._at_once(inputs, function) if one else function
 
-    def _at_once(self, inputs: Sequence[fx.Node], by_parts: Callable[..., Any]) -> Callable[..., Any]:
+    def _at_once(self, inputs: Nodes, by_parts: Function) -> Function:
         """Return the program as one function, and by parts where that would be noticed."""
         reads = [read for unit in self.units.values() for read in unit]
         function = single.single(self.graph, self.whole, inputs, [*self._fetches(reads)], self.compiler)
@@ -134,7 +134,7 @@ class Assembler:
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """Return a scope's program.
 
         Args:
@@ -156,22 +156,20 @@ class Assembler:
         graph.output(_returned(env, gives, result))
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
 
-    def _write_reads(self, scope: Scope, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    def _write_reads(self, scope: Scope, graph: fx.Graph, env: Env) -> None:
         """Write the parameters and buffers of a scope, each kind by one call."""
         for nodes, fetch in self._fetches(self.units.get(scope.place, [])):
             fetched = graph.call_function(fetch, ())
             for i, node in enumerate(nodes):
                 env[node] = graph.call_function(operator.getitem, (fetched, i))
 
-    def _write_operator(self, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    def _write_operator(self, node: fx.Node, graph: fx.Graph, env: Env) -> None:
         env[node] = copy_node(node, graph, env.__getitem__)
         # Short cuts of the interpreter, which a compiler would only see through again.
         if self.compiler is None:
             env[node].target = eager.quick(node)
 
-    def _write_call(
-        self, scope: Scope, item: Scope, gives: list[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
-    ) -> None:
+    def _write_call(self, scope: Scope, item: Scope, gives: list[fx.Node], graph: fx.Graph, env: Env) -> None:
         """Write a call of a module or region within the scope, or of what is compiled of it."""
         operands, results = self._flows(item, gives)
         if isinstance(item, Stretch):
@@ -255,7 +253,7 @@ class Assembler:
                 out.append(Stretch(scope.path, [item]))
         return out
 
-    def _compiled(self, stretch: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+    def _compiled(self, stretch: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Function:
         assert self.compiler is not None
         graph = pure(stretch.nodes(), takes, gives)
         function = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
@@ -281,7 +279,7 @@ class Assembler:
         assert isinstance(part, Part)
         return part
 
-    def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+    def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Function:
         """Return a call of a part through whatever stands in its place by then: a user may have wrapped it."""
         if is_region(scope.path):
             return recomputed(self._function(scope, takes, gives))
@@ -317,7 +315,7 @@ class Assembler:
         return call
 
 
-def _returned(env: Mapping[fx.Node, fx.Node], gives: Sequence[fx.Node], result: Any) -> Any:
+def _returned(env: Mapping[fx.Node, fx.Node], gives: Nodes, result: Any) -> Any:
     """Return a function's output: `result` of the nodes of its own graph, or the values that others read."""
     if result is not None:
         return compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result)

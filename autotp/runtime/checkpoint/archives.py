@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import StateError
+from autotp.ir.graph import NamedTensors
 from autotp.runtime import state
 from autotp.runtime.interop.ownership import INSTEAD, of_another_rank
 from autotp.runtime.storage import Box, ShardState
@@ -214,12 +215,12 @@ def _converted(shards: ShardState, archive: Archive) -> Archive:
     return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)})
 
 
-def reverted(bare: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def reverted(bare: Any, tensors: NamedTensors) -> NamedTensors:
     """Return tensors of the running model in the forms and under the names of its files."""
     if not _mapped(bare):
         return tensors
     loading = importlib.import_module("transformers.core_model_loading")
-    back: dict[str, Tensor] = loading.revert_weight_conversion(bare, tensors)
+    back: NamedTensors = loading.revert_weight_conversion(bare, tensors)
     for n, t in back.items():  # a view of another tensor cannot be written as it is
         back[n] = t if t is tensors.get(n) else t.clone(memory_format=torch.contiguous_format)
     return back
@@ -270,9 +271,7 @@ class Converted(Renamed):
             self.entries[target] = Entry(tuple(t.shape), t.dtype, file)
             self.groups[target] = name, converter, sources
 
-    def _convert(
-        self, name: str, converter: Any, sources: Sources, tensor: Callable[[str], Tensor]
-    ) -> dict[str, Tensor]:
+    def _convert(self, name: str, converter: Any, sources: Sources, tensor: Callable[[str], Tensor]) -> NamedTensors:
         one = copy.deepcopy(converter)
         for pattern, keys in sources.items():
             for key in keys:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autotp.comm.ranks import Ranks, leads, together
 from autotp.inputs import is_transformers
+from autotp.ir.graph import NamedTensors
 from autotp.runtime import state
 from autotp.runtime.storage import ShardState
 
@@ -39,7 +40,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     wholes = Wholes(shards, ranks)
     files = together(ranks, "choosing the tensors", lambda: _files(wholes, max_file))
     for file, names in files.items():
-        tensors: dict[str, Tensor] = {}
+        tensors: NamedTensors = {}
         for name, first in names.items():
             # One at a time, and on the CPU: a file is larger than what a device has left.
             for tensor in wholes.gather([first], writer).values():
@@ -62,7 +63,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish) if writer else None)
 
 
-def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_map: dict[str, str]) -> None:
+def _write(shards: ShardState, tensors: NamedTensors, file: Path, weight_map: dict[str, str]) -> None:
     """Write one file, in the forms that transformers stores; on the ranks that do not write nothing."""
     bare: Any = shards.bare
     if tensors and file.name == ADAPTERS:

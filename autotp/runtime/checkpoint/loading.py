@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from autotp.capture.copies import plain_state
 from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
-from autotp.ir.files import opened
+from autotp.ir.files import PathLike, opened
 from autotp.runtime import state
 from autotp.runtime.call_message import few
 from autotp.runtime.storage import Box, ShardState, as_dtensor, same_layout
@@ -52,7 +52,7 @@ class Loaded:
 @torch.no_grad()
 def load(
     shards: ShardState,
-    source: str | os.PathLike[str] | Mapping[str, Any] | Archive,
+    source: PathLike | Mapping[str, Any] | Archive,
     *,
     optimizer: Optimizer | None = None,
     strict: bool = True,
@@ -97,7 +97,7 @@ def load(
     return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))
 
 
-def open_archive(source: str | os.PathLike[str] | Mapping[str, Any] | Archive, trusted: bool) -> Archive:
+def open_archive(source: PathLike | Mapping[str, Any] | Archive, trusted: bool) -> Archive:
     """Return the archive of a checkpoint, of the kind that its files say."""
     if isinstance(source, Archive):
         return source

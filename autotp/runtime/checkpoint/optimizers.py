@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import StateError
+from autotp.inputs import Leaves
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import indented
@@ -79,7 +80,7 @@ def _by_element(parameter: Tensor, value: Any) -> bool:
     return isinstance(value, Tensor) and alike and value.shape == parameter.shape
 
 
-def _number(what: str, values: Sequence[Any]) -> Any:
+def _number(what: str, values: Leaves) -> Any:
     """Return one number that all pieces of a parameter agree on, as data for JSON."""
     plain: list[Any] = []
     for v in values:

@@ -19,6 +19,7 @@ from autotp._version import __version__
 from autotp.comm.ranks import Ranks, agree, from_all, leads, own_place, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
+from autotp.ir.files import PathLike
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import read_bytes
@@ -37,7 +38,7 @@ _saving: set[Path] = set()  # folders that are written in the background
 @torch.no_grad()
 def save(
     shards: ShardState,
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     format: str = "dcp",
     optimizer: Optimizer | None = None,
@@ -210,9 +211,7 @@ class Pending:
             folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))
 
 
-def save_into(
-    shards: ShardState, folder: str | os.PathLike[str], max_file: int | str, options: Mapping[str, Any]
-) -> None:
+def save_into(shards: ShardState, folder: PathLike, max_file: int | str, options: Mapping[str, Any]) -> None:
     """Write weights into a folder that holds other things too, as transformers' `save_pretrained` does. Collective.
 
     Args:

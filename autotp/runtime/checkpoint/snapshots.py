@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from autotp.comm.ranks import agree, from_all, own_place, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
+from autotp.ir.graph import NamedTensors
 from autotp.log import log
 from autotp.runtime import data_parallel, state
 from autotp.runtime.storage import Box, ShardState
@@ -365,5 +366,5 @@ def _states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> 
         small.step()
     except Exception:  # a class of its own: the memory of its states is taken when they are there
         return {}
-    states: dict[str, Tensor] = small.state[parameter]
+    states: NamedTensors = small.state[parameter]
     return {key: x.dtype for key, x in states.items() if isinstance(x, Tensor) and x.shape == parameter.shape}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autotp.comm.ranks import Ranks, agree, together
 from autotp.errors import InputError
+from autotp.ir.graph import NamedTensors
 from autotp.plans.pieces import BUCKET
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
@@ -39,9 +40,9 @@ class Wholes:
         entry: Any = self.peers.entries[first]
         return prod(entry.shape) * entry.dtype.itemsize
 
-    def gather(self, firsts: Iterable[str], here: bool = True) -> dict[str, Tensor]:
+    def gather(self, firsts: Iterable[str], here: bool = True) -> NamedTensors:
         """Return tensors whole, in memory of their own; none where they are not wanted `here`. A collective call."""
-        wholes: dict[str, Tensor] = {}
+        wholes: NamedTensors = {}
         for first in firsts if here else ():
             entry: Any = self.peers.entries[first]
             wholes[first] = torch.empty(entry.shape, dtype=entry.dtype, device=self.shards.place)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.inputs import micro_batch
+from autotp.inputs import Leaves, micro_batch
 from autotp.ir.carried import (
     SHARED_TYPES,
     TENSOR_TYPES,
@@ -53,7 +53,7 @@ class Arguments:
     sequences: list[Any] | None = None
     undealt: bool = False
 
-    def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
+    def __init__(self, carriers: Carriers, args: Leaves, kwargs: Mapping[str, Any], entry: str = "") -> None:
         # Such as the pages of continuous batching, which a forward takes as a cache.
         if (paged := getattr(kwargs.get("cache"), "arguments", None)) is not None:
             kwargs = paged(kwargs)
@@ -166,7 +166,7 @@ class Arguments:
                 return BATCH.format(state=self.states[i], have=x.shape[0], name=names[at], want=want)
         return ""
 
-    def settle(self, results: Sequence[Any], returns: Returns) -> Any:
+    def settle(self, results: Leaves, returns: Returns) -> Any:
         """The outputs, after the caller's objects hold what they hold after the call.
 
         Args:
@@ -185,7 +185,7 @@ class Arguments:
                 leaves.append(results[x])
         return compat.tree_unflatten(leaves, returns.outputs)
 
-    def _object(self, number: int, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> Any:
+    def _object(self, number: int, shape: Shape, places: Sequence[int], results: Leaves) -> Any:
         """The caller's object of this number, as it is after the call."""
         (obj, was), holders = self.state_objects[number], self.holders[number]
         carried = Carried(shape, self._of_caller(shape, places, results))
@@ -195,7 +195,7 @@ class Arguments:
         write(writes, holders, carried, was.tensors)
         return obj
 
-    def _of_caller(self, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> list[Any]:
+    def _of_caller(self, shape: Shape, places: Sequence[int], results: Leaves) -> list[Any]:
         of_caller = self.carriers.of_caller
         return [of_caller(name, results[at]) for name, at in zip(shape.names, places, strict=True)]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.comm.virtual import Hosts
+from autotp.inputs import Leaves
 from autotp.ir.carried import (
     Carried,
     Returned,
@@ -28,7 +29,7 @@ from autotp.ir.carried import (
     writes_between,
 )
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Layout, Layouts
 from autotp.ir.named_states import places_of
 from autotp.ir.op import sizes
 
@@ -65,7 +66,7 @@ class Reading:
         self.cuts = [(at, cut) for at, cut in pairs if cut is not None]
         self.lengths = {at: (cut.dim, cut.length) for at, cut in self.cuts}
 
-    def fits(self, flat: Sequence[Any]) -> bool:
+    def fits(self, flat: Leaves) -> bool:
         """Return whether of every state that is split there is this rank's part, and something in it."""
         for at, (dim, mine, _) in self.cuts:
             state = flat[at]
@@ -108,7 +109,7 @@ class Carriers:
     @classmethod
     def of(
         cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), hosts: Hosts = (),
-        layouts: Mapping[str, Layout] = MappingProxyType({}),
+        layouts: Layouts = MappingProxyType({}),
     ) -> Carriers:  # fmt: skip
         """For a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
@@ -194,7 +195,7 @@ class Carriers:
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in counters)
 
-    def learn_layouts(self, states: Mapping[str, Layout]) -> None:
+    def learn_layouts(self, states: Layouts) -> None:
         """Take note of how a program has its states; calls are read anew with that."""
         self.layouts |= states
         self.readings.clear()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from autotp.comm.ranks import Ranks, broadcast
+from autotp.ir.graph import Function
 
 LEFT_ON_MODELS = ("_previous_max_cache_length",)  # attributes that transformers' `generate` leaves for its next call
 _drawing: list[str] = []  # groups whose ranks draw from rank 0's random numbers now
 
 
-def while_generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def while_generating(original: type[nn.Module]) -> dict[str, Function]:
     """Return what parts have in place of methods that their class's `generate` calls; nothing where it has none."""
     if not callable(getattr(original, "generate", None)):
         return {}
@@ -41,7 +42,7 @@ def while_generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]
 
 
 # What runs is compiled by autotp or not at all.
-UNCOMPILED: dict[str, Callable[..., Any]] = {
+UNCOMPILED: dict[str, Function] = {
     "get_compiled_call": lambda self, compile_config=None: self.__call__,
     "_valid_auto_compile_criteria": lambda self, *args, **kwargs: False,
 }
@@ -51,7 +52,7 @@ def _whole(part: Any) -> Any:
     return part.__dict__["_watched"].changes.whole
 
 
-def calling(bare: nn.Module, call: Callable[..., Any]) -> Any:
+def calling(bare: nn.Module, call: Function) -> Any:
     """Copy a skeleton, which keeps its tensors, with modules whose forward is a function of (path, args, kwargs)."""
     copies: dict[int, Any] = {}
     for path, module in bare.named_modules():
@@ -65,7 +66,7 @@ def calling(bare: nn.Module, call: Callable[..., Any]) -> Any:
     return root
 
 
-def _by_path(kind: type[nn.Module], call: Callable[..., Any], path: str) -> Callable[..., Any]:
+def _by_path(kind: type[nn.Module], call: Function, path: str) -> Function:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(path, args, kwargs)
 

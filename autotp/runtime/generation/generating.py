@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from autotp.comm.ranks import Facts
 from autotp.errors import StateError
+from autotp.inputs import Args, Kwargs, Leaves
 
 from .generate_methods import one_generator
 
@@ -33,7 +35,7 @@ APART = (
 BY_PROMPT = ("token_healing", "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 
 
-def refuse(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
+def refuse(args: Leaves, kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
     """Refuse what the loops of `generate` would do with several ranks without saying so.
 
     Args:
@@ -50,7 +52,7 @@ def refuse(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, dp: int)
             raise StateError(APART.format(name=name))
 
 
-def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
+def option_texts(args: Leaves, kwargs: Mapping[str, Any], config: Any) -> Facts:
     """Options of `generate` in words that are the same in every process: of tensors their shape, of objects the class.
 
     Args:
@@ -92,7 +94,7 @@ class Generation:
     own: set[str] = field(default_factory=set)
 
 
-def generate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def generate(module: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run the original class's `generate` on a sharded module; see `ShardedModule.generate`. A collective call.
 
     Args:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from autotp import compat
 from autotp.comm.lockstep import lost, meet_in, whole_backward
 from autotp.errors import StateError
+from autotp.inputs import Leaves
 
 from .ownership import in_parts, ours, stepping, wide_group
 from .tool_refusals import DDP, refuse_clipping, refuse_drawing
@@ -60,7 +61,7 @@ def install() -> None:
     compat.around_backward(whole_backward)
 
 
-def _number(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _number(op: Any, args: Leaves, kwargs: Any) -> Any:
     """A tensor of one element as a number of Python: no collective, as it may be asked for on one rank alone.
 
     Within an optimizer's step all ranks ask, and it is the whole tensor's.
@@ -78,7 +79,7 @@ def _number(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return op(_local(value))
 
 
-def _compared(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _compared(op: Any, args: Leaves, kwargs: Any) -> Any:
     """A comparison with a number of which each rank holds a summand is a collective: begun once all ranks are at it.
 
     Asked for on one rank alone, that is an error on all of them as soon as the others do something else.
@@ -90,7 +91,7 @@ def _compared(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return compat.by_default(op, args, kwargs)
 
 
-def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
+def _overflow(op: Any, args: Leaves, kwargs: Any) -> None:
     """Unscale gradients in place, and note an overflow wherever any rank has one, whichever gradient it is in.
 
     Torch's own reduces the note as the first gradient lies.
@@ -111,7 +112,7 @@ def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
             overflow.copy_(DTensor.from_local(overflow.clone(), mesh, placements, run_check=False).full_tensor())
 
 
-def _by_element(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _by_element(op: Any, args: Leaves, kwargs: Any) -> Any:
     """An operator over lists that computes element by element what is at one place: on each rank's own part.
 
     Raises:
@@ -123,7 +124,7 @@ def _by_element(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return op(*map(_local, args), **{k: _local(v) for k, v in kwargs.items()})
 
 
-def _mixed(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _mixed(op: Any, args: Leaves, kwargs: Any) -> Any:
     """Lists moved towards others by a number each: of its own parts on each rank, for torch 2.11 has no rule for it."""
     into, ends, *rest = args
     ends = [
@@ -133,7 +134,7 @@ def _mixed(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return _by_element(op, (into, ends, *rest), kwargs)
 
 
-def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _lists(op: Any, args: Leaves, kwargs: Any) -> Any:
     """An operator over lists of tensors that stand beside each other: those that are no DTensors are whole.
 
     What is made of whole tensors alone is given back as it came, and is no DTensor.
@@ -165,7 +166,7 @@ def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:
     return tensors
 
 
-def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _stack(op: Any, args: Leaves, kwargs: Any) -> Any:
     """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
     tensors, *rest = args
     refuse_clipping(tensors)
@@ -178,7 +179,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _put(op: Any, args: Leaves, kwargs: Any) -> Any:
     """Overwrite what a mask of the tensor's own shape says with one number."""
     into, indices, value, *_ = args
     mask = indices[0]
@@ -190,7 +191,7 @@ def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return into
 
 
-def _norms(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _norms(op: Any, args: Leaves, kwargs: Any) -> Any:
     """Norms along dimensions, of which a rank may have summands: in an optimizer's step they are made whole at once.
 
     They are then squared in place and the like, which torch refuses for summands.
@@ -237,7 +238,7 @@ def _local(value: Any) -> Any:
     return value
 
 
-def _broadcast(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _broadcast(op: Any, args: Leaves, kwargs: Any) -> Any:
     """A broadcast of parameters, with which `DistributedDataParallel` begins: refused for those of a sharded module."""
     if any(isinstance(x, DTensor) and ours(x) for x in args[0]):
         raise StateError(f"one rank's part of a sharded module's parameters would be broadcast to all. {DDP}")
@@ -247,7 +248,7 @@ def _broadcast(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
 # ---- what is drawn of, and refused of, a tensor that lies over ranks -------------------------------------------------
 
 
-def _draw(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _draw(op: Any, args: Leaves, kwargs: Any) -> Any:
     """Draw the whole tensor on every rank, from generators that are in one state, and keep this rank's part.
 
     By itself torch draws each rank's part alone, so that under a common seed every shard gets the same numbers.
@@ -268,7 +269,7 @@ def _empty(like: DTensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=compat.local_of(like).device)
 
 
-def _on_parts(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _on_parts(op: Any, args: Leaves, kwargs: Any) -> Any:
     """An operator that each rank would do for its part alone."""
     tensor = kwargs.get("out", args[0])
     if ours(tensor) and not tensor.is_meta:
@@ -276,7 +277,7 @@ def _on_parts(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return compat.by_default(op, args, kwargs)
 
 
-def _view(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _view(op: Any, args: Leaves, kwargs: Any) -> Any:
     """A row, slice or view: where it is a copy on a rank, a write to it would be lost, so it is refused.
 
     An optimizer's step may read it, and autograd lets nobody write to a view of what it records.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from autotp.errors import StateError
+from autotp.ir.graph import Function
 
 UNLOAD = (
     "{name}() takes the adapters out of the model, and the plan, the parameters and the programs are of the model with "
@@ -61,14 +61,14 @@ def in_place_of(original: type[nn.Module]) -> dict[str, Any]:
     return absent | hooking | {n: _refuser(n) for n in REFUSED if callable(getattr(original, n, None))}
 
 
-def _on_original(name: str) -> Callable[..., Any]:
+def _on_original(name: str) -> Function:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.__dict__["_watched"].module, name)(*args, **kwargs)
 
     return run
 
 
-def _refuser(name: str) -> Callable[..., Any]:
+def _refuser(name: str) -> Function:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise StateError(REFUSED[name].format(name=name))
 

@@ -9,12 +9,12 @@ held against the model's own steps (`tests/runtime/interop/optimizers`).
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from torch.optim import Optimizer
 
 from autotp.comm.ranks import together
 from autotp.errors import StateError
+from autotp.inputs import Kwargs
 from autotp.runtime.storage import ShardState
 
 from .ownership import INSTEAD, of_another_rank
@@ -113,7 +113,7 @@ def _switches(optimizer: Optimizer, name: str) -> str:
     defaults = {n: p.default for n, p in inspect.signature(type(optimizer)).parameters.items() if n not in FREE}
     if name in WITHOUT_FOREACH:
         defaults["foreach"] = False
-    options: dict[str, Any] = vars(optimizer)
+    options: Kwargs = vars(optimizer)
     for group in optimizer.param_groups:
         options = {**options, **group}
     others = {n: options[n] for n in sorted(defaults.keys() & options.keys()) if options[n] != defaults[n]}

@@ -14,15 +14,15 @@ from torch.export import Dim, ExportedProgram
 from autotp import compat
 from autotp.comm.ranks import together
 from autotp.errors import CaptureError, InputError, StateError
-from autotp.inputs import Inputs, normalise
-from autotp.ir.graph import CONSTANT, SEEDS, Leaf, copy_node
+from autotp.inputs import Inputs, Leaves, normalise
+from autotp.ir.graph import CONSTANT, SEEDS, Env, Leaf, NamedTensors, Nodes, copy_node
 from autotp.ir.op import aten
 from autotp.kernels import operators
 from autotp.passes.decompose.counter_random import base_seed, seeds
 from autotp.runtime import state
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.program_search import find
-from autotp.runtime.programs import Program
+from autotp.runtime.programs import Match, Program
 from autotp.runtime.storage import ShardState
 
 WORLD = "0"  # what torch calls the group of all processes
@@ -93,9 +93,7 @@ def _call_of(module: Any, example: Any, training: bool, group: str) -> Arguments
     return call
 
 
-def _write(
-    module: Any, match: tuple[Program, list[int]], call: Arguments, training: bool, group: str
-) -> ExportedProgram | fx.GraphModule:
+def _write(module: Any, match: Match, call: Arguments, training: bool, group: str) -> ExportedProgram | fx.GraphModule:
     program, order = match
     names = _names(call.spec, module._carriers.names)
     if program.capture.carried:
@@ -144,7 +142,7 @@ def _free(program: Program, order: Sequence[int]) -> dict[int, dict[int, Any]]:
 
 
 def _exported(
-    module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: dict[str, dict[int, Any]]
+    module: nn.Module, args: tuple[Tensor, ...], kwargs: NamedTensors, shapes: dict[str, dict[int, Any]]
 ) -> ExportedProgram:
     """The module as torch exports it, for sizes that are free where a mapping says so."""
     try:
@@ -163,7 +161,7 @@ class _Writer:
     def __init__(self, source: Any, shards: ShardState, program: Program, training: bool) -> None:
         self.source, self.shards, self.program, self.training = source, shards, program, training
         self.root, self.graph = nn.Module(), fx.Graph(tracer_cls=Reader)
-        self.env: dict[fx.Node, fx.Node] = {}
+        self.env: Env = {}
 
     def module(self, names: Sequence[str], group: str, rank_bytes: float) -> fx.GraphModule:
         """The module; it takes tensors by these names, in the order of the program's."""
@@ -178,7 +176,7 @@ class _Writer:
         self._outputs(compat.tree_leaves(flat.output_node().args[0]))
         return fx.GraphModule(self.root, self.graph, "RankProgram")
 
-    def _leaves(self, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
+    def _leaves(self, nodes: Nodes, names: Sequence[str]) -> None:
         """Write what the program takes: the call's tensors as placeholders, weights as attributes."""
         rest = iter(names)
         pairs = list(zip(self.program.capture.leaves, nodes, strict=True))
@@ -215,7 +213,7 @@ class _Writer:
             owner.register_buffer(name, compat.part_of(state.pieces(self.shards, first)[0]))
         return self.graph.get_attr(leaf.name)
 
-    def _outputs(self, values: Sequence[Any]) -> None:
+    def _outputs(self, values: Leaves) -> None:
         """Write what it returns, in plain containers; what it writes is written first."""
         captured, results = self.program.capture, []
         tensors = self.graph.find_nodes(op="placeholder")

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.errors import StateError
+from autotp.inputs import Leaves
 
 from .ownership import ours, stepping
 
@@ -87,7 +88,7 @@ class Refused:
         raise StateError(self.message)
 
 
-def refuse_transforms(values: Sequence[Any]) -> None:
+def refuse_transforms(values: Leaves) -> None:
     """Before a forward or a backward: raise where torch transforms it, or traces it with stand-ins for tensors.
 
     Args:

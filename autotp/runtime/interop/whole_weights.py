@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autotp.ir.graph import Function
 from autotp.runtime.storage import ShardState, Storage
 
 WRITERS = ("merge", "unmerge")
@@ -64,7 +65,7 @@ def _translate(
             states.update(zip(own, pieces, strict=True))  # it stays as it is
 
 
-def on_whole_weights(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def on_whole_weights(original: type[nn.Module]) -> dict[str, Function]:
     """Return the methods of a class that its parts run on whole weights. Collective calls.
 
     What was merged is an attribute of the layer, which ranks compare at their next call; the gathers are turns.
@@ -73,7 +74,7 @@ def on_whole_weights(original: type[nn.Module]) -> dict[str, Callable[..., Any]]
     return {name: _run(method) for name, method in methods.items() if callable(method)}
 
 
-def _run(method: Callable[..., Any]) -> Callable[..., Any]:
+def _run(method: Function) -> Function:
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with whole_weights(self):

@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 
 from autotp.comm.collectives import summing
 from autotp.comm.conversions import SUMS
+from autotp.inputs import Args
+from autotp.ir.graph import Function
 
 aten: Any = torch.ops.aten
 
@@ -24,7 +26,7 @@ QUICK = (
     "scaled_dot_product_attention.default silu.default sin.default split_with_sizes.default sub.Tensor tanh.default "
     "transpose.int unsqueeze.default"
 )
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
+FUNCTIONS: dict[Any, Function] = {
     getattr(getattr(aten, name), overload): getattr(torch, name, None) or getattr(nn.functional, name)
     for name, overload in (x.split(".") for x in QUICK.split())
 }
@@ -42,7 +44,7 @@ def summed(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
     """Return what a conversion does to its value without gradients, where that is to add it up and nothing more."""
     if node.target not in SUMS or node.kwargs.get("wire") is not None or node.kwargs["tp"] == 1:
         return None
-    args: tuple[Any, ...] = node.args
+    args: Args = node.args
     floating = args[0].meta["val"].dtype.is_floating_point
     return summing(args[1].reduction, str(node.kwargs["group"])) if floating else None
 

@@ -7,7 +7,7 @@ shapes, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -20,8 +20,8 @@ from autotp.comm.conversions import FUNCTIONS, on_hosts
 from autotp.comm.virtual import Deterministic, Host, Hosts, Virtual, aligned, at_rank, each, values_of
 from autotp.errors import InputError, StateError
 from autotp.inputs import examples_of, micro_batch
-from autotp.ir.graph import Capture, draws, shape_of, short_name
-from autotp.ir.layouts import Layout
+from autotp.ir.graph import Capture, Function, draws, shape_of, short_name
+from autotp.ir.layouts import Layouts
 from autotp.ir.marks import mark
 from autotp.ir.op import expression, sizes
 from autotp.ir.specs import INVARIANT, SUMMANDS, Spec
@@ -171,7 +171,7 @@ def _mean_loss(loss: Callable[..., Tensor], values: tuple[Any, ...], host: Host)
     return convert(Virtual(losses, "dp"), SUMMANDS, INVARIANT, (host,), "dp") / host.size
 
 
-def host_states(graph: fx.Graph, captured: Capture, layouts: Mapping[str, Layout], host: Host) -> None:
+def host_states(graph: fx.Graph, captured: Capture, layouts: Layouts, host: Host) -> None:
     """Let a rank's program, which is changed in place, take and give states of all virtual ranks of a process.
 
     A process holds of a state what its virtual ranks have, one after another along the dimension that is split.
@@ -229,13 +229,13 @@ def _joined(value: Any, dim: int | None, state: Any = None, dealt: Any = None) -
     return torch.cat(list(value.values), dim)
 
 
-def _operator(node: fx.Node, hosts: Hosts, axis: str | None) -> Callable[..., Any]:
+def _operator(node: fx.Node, hosts: Hosts, axis: str | None) -> Function:
     call, random = eager.quick(node), draws(node)
     call = _steady(call) if node.target in UNSTEADY else call
     return lambda *args, **kwargs: each(call, args, kwargs, hosts, axis, random)
 
 
-def _steady(call: Callable[..., Any]) -> Callable[..., Any]:
+def _steady(call: Function) -> Function:
     """An operator that runs in torch's deterministic mode, with its backward."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -250,7 +250,7 @@ def _steady(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _conversion(hosts: Hosts, axis: str) -> Callable[..., Any]:
+def _conversion(hosts: Hosts, axis: str) -> Function:
     def run(x: Any, src: Spec, dst: Spec, **options: Any) -> Any:
         return convert(x, src, dst, hosts, axis, **options)
 

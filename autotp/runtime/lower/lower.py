@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.errors import InputError
+from autotp.ir.graph import Function
 from autotp.ir.marks import mark
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.log import dump
@@ -42,7 +43,7 @@ class Lowering:
         passes: of a rank's program: what makes it of all ranks', then those that make it faster.
     """
 
-    backend: str | Callable[..., Any] = EAGER
+    backend: str | Function = EAGER
     options: Mapping[str, Any] | None = None
     switches: Mapping[str, bool | str] = field(default_factory=dict)
     cluster: Cluster = field(default_factory=lambda: Cluster.resolve(None))
@@ -69,7 +70,7 @@ class Lowering:
             return None
         return Compiler(self._compiled)
 
-    def _compiled(self, function: Callable[..., Any], whole: bool = False) -> Any:
+    def _compiled(self, function: Function, whole: bool = False) -> Any:
         """Compile a function; one that is a whole program is called at every token, and checks less."""
         options = dict(self.options) if self.options is not None else None
         if whole and self.backend == INDUCTOR:

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from autotp.ir.graph import copy_graph
+from autotp.ir.graph import Function, Nodes, copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
 from autotp.runtime.generation.in_place import WRITES, worded
 from autotp.runtime.revision import Revision
 
-Function = Callable[..., Any]
 HOOKS_OF = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CHILDREN = itemgetter("_modules")
 
@@ -119,7 +118,7 @@ def renumbered(shapes: Sequence[Any]) -> str:
     return re.sub(r"\b[su]\d+\b", lambda x: f"s{numbers.setdefault(x[0], len(numbers))}", repr(tuple(shapes)))
 
 
-def pure(nodes: Iterable[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:
+def pure(nodes: Iterable[fx.Node], takes: Nodes, gives: Nodes) -> fx.Graph:
     """The graph of these nodes alone, as a function from `takes` to the tuple of `gives`."""
     graph = fx.Graph()
     env = {node: graph.placeholder(node.name) for node in takes}

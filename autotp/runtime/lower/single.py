@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm.conversions import KEEPS
-from autotp.ir.graph import copy_node
+from autotp.ir.graph import Env, Nodes, copy_node
 from autotp.ir.scopes import block_of, module_of
 from autotp.log import log
 from autotp.runtime.generation.in_place import METHODS, WRITES, worded
@@ -32,9 +32,7 @@ NOTHING = type(None)
 TRAINED = attrgetter("requires_grad")
 
 
-def single(
-    graph: fx.Graph, scope: Any, inputs: Sequence[fx.Node], fetches: Sequence[Fetch], compiler: Compiler | None
-) -> Function:
+def single(graph: fx.Graph, scope: Any, inputs: Nodes, fetches: Sequence[Fetch], compiler: Compiler | None) -> Function:
     """A whole program as one function of its inputs; it gives None where a module is to read its own weights.
 
     Args:
@@ -63,7 +61,7 @@ def single(
     return run
 
 
-def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+def _write_operators(whole: fx.Graph, graph: fx.Graph, env: Env) -> None:
     """The program's operators, as Python calls them at least cost where there are no gradients."""
     for node in graph.nodes:
         if node.target in KEEPS:
@@ -76,7 +74,7 @@ def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Nod
                 env[node].target = METHODS.get(node.target) or eager.quick(node)
 
 
-def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: dict[fx.Node, fx.Node]) -> None:
+def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: Env) -> None:
     """The program's operators, and calls of what equal blocks share."""
     # A block that occurs once gains nothing by a function of its own, and inlined it is fused with what is around it.
     blocks = {id(part): _block(part.nodes()) for part in parts if not isinstance(part, fx.Node)}
@@ -106,7 +104,7 @@ def _parts(scope: Any) -> Iterator[Any]:
             yield from _parts(item)
 
 
-def _block(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node], list[fx.Node]]:
+def _block(nodes: Nodes) -> tuple[Any, list[fx.Node], list[fx.Node]]:
     """Return what equal blocks share, and what one takes and gives but for states that it writes to."""
     inside = dict.fromkeys(nodes)
     takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))

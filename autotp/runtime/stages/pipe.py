@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,9 @@ from autotp import compat
 from autotp.comm.lockstep import meet
 from autotp.comm.ranks import together
 from autotp.errors import InputError, StateError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, Kwargs
+from autotp.ir.files import PathLike
+from autotp.ir.graph import NamedTensors
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.stages.balance import Staging
 from autotp.plans.plan import Plan
@@ -149,7 +150,7 @@ class Pipe:
             group=self._grid.pipeline,
         )  # fmt: skip
 
-    def _by_name(self, program: Program, inputs: Inputs) -> dict[str, Tensor]:
+    def _by_name(self, program: Program, inputs: Inputs) -> NamedTensors:
         """The tensors of a call by the program's names.
 
         Raises:
@@ -166,7 +167,7 @@ class Pipe:
         at = dict(zip(program.form.order, own_form.order, strict=True))
         return {name: flat[at[i]] for i, name in names.items()}
 
-    def feed(self, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
+    def feed(self, inputs: Inputs, microbatches: int) -> NamedTensors:
         """Read what the schedules' `step` takes on this rank for a batch, by name. A collective call.
 
         Raises:
@@ -180,7 +181,7 @@ class Pipe:
 
     def _own(
         self, program: Program, inputs: Inputs, microbatches: int, target: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[NamedTensors, Tensor | None]:
         """The inputs that this rank's stages read, moved to its device, and the target: with cp its part of them."""
         every = Inputs(inputs.args, dict(inputs.kwargs), target)
         args, kwargs, target = state.dealt(self.module._shards, every)[0].args
@@ -201,7 +202,7 @@ class Pipe:
         call = module._arguments(inputs.args, dict(inputs.kwargs), "")
         module._calls.begin(program_search.kind_of(module, call), call, None, what, target)
 
-    def _base(self, program: Program, microbatches: int) -> dict[str, Tensor]:
+    def _base(self, program: Program, microbatches: int) -> NamedTensors:
         """The numbers that random numbers of each micro-batch are made from: the first rank's."""
         if not program.seeds:
             return {}
@@ -254,7 +255,7 @@ class Pipe:
             tensors |= self._base(program, count)
             # The last stage alone makes losses: its rank passes the target, and the list that torch fills.
             losses: list[Tensor] = []
-            options: dict[str, Any] = {}
+            options: Kwargs = {}
             device = grid.world.device
             if grid.rank == grid.last:
                 own_target = torch.zeros(count) if own_target is None else own_target
@@ -286,7 +287,7 @@ class Pipe:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: str | os.PathLike[str], **options: Any) -> checkpoint.Pending | None:
+    def save_checkpoint(self, path: PathLike, **options: Any) -> checkpoint.Pending | None:
         """Save all stages as one folder, for any number of stages and ranks. A collective call of all ranks.
 
         Args:
@@ -294,7 +295,7 @@ class Pipe:
         """
         return self.module.save_checkpoint(path, **options)
 
-    def load_checkpoint(self, source: str | os.PathLike[str] | Mapping[str, Any], **options: Any) -> checkpoint.Loaded:
+    def load_checkpoint(self, source: PathLike | Mapping[str, Any], **options: Any) -> checkpoint.Loaded:
         """Load a checkpoint of the whole model; each rank reads its own part. A collective call of all ranks.
 
         Args:

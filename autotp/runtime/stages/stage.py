@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autotp.errors import InputError, StateError
+from autotp.inputs import Leaves
+from autotp.ir.graph import Function
 from autotp.passes.stages.cut import Piece
 from autotp.runtime import state
 from autotp.runtime.module import ShardedModule
@@ -32,7 +34,7 @@ class Stage(nn.Module):
     graph: fx.Graph
 
     def __init__(
-        self, module: ShardedModule, piece: Piece, index: int, function: Callable[..., Any], draws: bool, loss: bool
+        self, module: ShardedModule, piece: Piece, index: int, function: Function, draws: bool, loss: bool
     ) -> None:
         super().__init__()
         self.piece, self.index, self.function, self.draws, self.loss = piece, index, function, draws, loss
@@ -40,7 +42,7 @@ class Stage(nn.Module):
         first = module._shards.aliases
         self.names = {first.get(n, n) for n in piece.names}
 
-    def run(self, values: Sequence[Any]) -> list[Any]:
+    def run(self, values: Leaves) -> list[Any]:
         """All that the stage gives: what is written or kept, the model's results or what flows on.
 
         Args:
