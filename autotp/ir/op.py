@@ -108,7 +108,7 @@ class Argument(NamedTuple):
     """Argument of a schema: its name, its default where it `has_default`, and whether it is passed by name alone."""
 
     name: str
-    default: Any
+    default: object
     has_default: bool
     by_name: bool
 
