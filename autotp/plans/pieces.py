@@ -33,7 +33,7 @@ class Block(NamedTuple):
     def elements(self) -> int:
         return prod(self.size)
 
-    def index(self, origin: Sequence[int]) -> tuple[slice, ...]:
+    def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """Return it as an index into a block that starts at `origin`."""
         return tuple(slice(at - o, at - o + n) for at, o, n in zip(self.offset, origin, self.size, strict=True))
 

@@ -49,7 +49,7 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The block as an index into the whole."""
-        return self.block.index((0,) * len(self.offset))
+        return self.block.slices((0,) * len(self.offset))
 
     def within(self, block: Block) -> Box | None:
         """Return the part of it that lies in a block, counted from where that starts; None where no element does."""
@@ -58,7 +58,7 @@ class Box:
         if not common.elements:
             return None
         start = tuple(at - o for at, o in zip(common.offset, block.offset, strict=True))
-        return Box(start, self.tensor[common.index(own.offset)])
+        return Box(start, self.tensor[common.slices(own.offset)])
 
 
 class Storage(Pieces):
