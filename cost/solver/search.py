@@ -2,9 +2,9 @@
 
 HiGHS solves the relaxations, each from its parent's basis. Here they are integral, or nearly so: all that makes them
 fractional is a row that weighs choices against a limit of bytes. So branching on the heaviest such choice ends after a
-few nodes (kimi_linear: 12 nodes, 0.4 s CPU), where the general solver's cuts and sub-problems took 24 s. A larger
-program has fewer nodes, and then the general solver begins from an assignment that the limits' prices gave: 48 blocks
-that all differ took 5.6 CPU s so, and 17.2 without; Swin-V2-B is proved in 25 where 60 did not do.
+few nodes (kimi_linear: 12 nodes, 0.4 s CPU), where the general solver's cuts and sub-problems took 24 s. In a large
+program a node takes long. There an assignment is sought first, at the prices of these limits, and where it is near the
+bound the general solver begins with it: 48 blocks that all differ took 1.2 CPU s so, and 17 by nodes alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ OPTIONS = {"output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap
 INTEGRAL = 1e-6
 ROUNDING = 1e-9  # of a row's limit
 MAX_NODES = 150  # then the general solver takes over
-FEW_COLUMNS = 3_500  # of a larger program fewer nodes: each takes longer, and the general solver less than so many
+MAX_QUICK_COLUMNS = 4_000  # of a larger one fewer nodes: each takes longer, and the general solver less than so many
+NARROW = 0.01  # of the bound
 PRICES = 1.0001, 1.3, 3.0  # times what a unit of a row is worth at the bound: assignments that are tried first
 
 
@@ -73,17 +74,31 @@ class Search:
 
     def run(self) -> tuple[np.ndarray, float, float] | None:
         """Column values, the optimum, and the bound proved for it; None where nothing is feasible."""
-        columns = self.model.num_col_
-        bound, x = self._descend(np.inf, most=int(MAX_NODES * min(1.0, (FEW_COLUMNS / columns) ** 2)))
+        root = self._relax({})
+        if root is None:
+            return None
+        near, bound, x = None, root[1], None
+        if self.large and self.limits and self._branch(root[0]) is not None:
+            near = self._near(root)
+        if near is None or not self._narrow(near[1], bound):
+            bound, x = self._descend(np.inf, root)
         if x is not None:
             return x, bound, bound
-        if bound == np.inf:
-            return None
-        near = self._near()
+        near = near or (self._near(root) if self.limits else None)
         if near is not None and self.stopped:
-            return near, float(np.array(self.model.col_cost_) @ near), bound
-        general = self._general(near)
+            return *near, bound
+        general = self._general(near and near[0])
         return None if general is None else (*general[:2], max(bound, general[2]))
+
+    @property
+    def large(self) -> bool:
+        """Return whether a relaxation takes so long that the general solver should begin early."""
+        return self.model.num_col_ > MAX_QUICK_COLUMNS
+
+    def _narrow(self, cost: float, bound: float) -> bool:
+        """Return whether so little lies between an assignment and the bound that most columns are ruled out, and the
+        general solver is done sooner than a search here."""
+        return self.large and cost - bound <= NARROW * abs(bound)
 
     @property
     def stopped(self) -> bool:
@@ -122,7 +137,9 @@ class Search:
         best = float(cost @ incumbent)
         if best - bound >= step:
             self._rule_out(reduced, best - bound)
-            reached, x = self._descend(best - step, root, most)
+            reached, x = bound, None
+            if not exact or not self._narrow(best, bound):
+                reached, x = self._descend(best - step, root, most)
             if x is None and reached < best - step and exact:
                 x = self._better(cost, incumbent, best - step)
             incumbent = incumbent if x is None else _exact(x)
@@ -171,23 +188,24 @@ class Search:
         duals = self.highs.getSolution().row_dual
         return -duals[-1] / self.scale if len(duals) else 0.0
 
-    def _near(self) -> np.ndarray | None:
-        """An assignment near the optimum, in a few relaxations: limits of bytes make them fractional, so what these
-        weigh is paid for, at the price that the first relaxation has for it (Lagrange's multiplier). What costs more
-        than this assignment is ruled out of this search."""
-        root = self._relax({})
-        if root is None or not self.limits:
-            return None
+    def _near(self, root: tuple[np.ndarray, float]) -> tuple[np.ndarray, float] | None:
+        """An assignment near the optimum and its cost, in a few relaxations: limits of bytes make them fractional, so
+        what these weigh is paid for, at the price that the first relaxation, `root`, has for it (Lagrange's
+        multiplier). What costs more than this assignment is ruled out of this search."""
+        self._relax({})
         cost, solution, matrix = np.array(self.model.col_cost_), self.highs.getSolution(), self.model.a_matrix_
         reduced, duals, prices = np.array(solution.col_dual), solution.row_dual, np.zeros(len(cost))
+        basis = self.highs.getBasis()
         for row in self.limits:
             terms = slice(matrix.start_[row], matrix.start_[row + 1])
             prices[matrix.index_[terms]] -= duals[row] * np.array(matrix.value_[terms])
         near = next((x for factor in PRICES if (x := self.relaxed(cost + factor * prices)) is not None), None)
         self._minimise(cost)
-        if near is not None:
-            self._rule_out(reduced, float(cost @ near) - root[1])
-        return near
+        self.highs.setBasis(basis)
+        if near is None:
+            return None
+        self._rule_out(reduced, float(cost @ near) - root[1])
+        return near, float(cost @ near)
 
     def _descend(
         self, cutoff: float, root: tuple[np.ndarray, float] | None = None, most: int = MAX_NODES
@@ -195,6 +213,7 @@ class Search:
         """The lower bound, at most `cutoff`; and the best assignment below it, unless the search gave up."""
         order = itertools.count()
         root = root or self._relax({})
+        most = int(most * min(1.0, MAX_QUICK_COLUMNS / self.model.num_col_) ** 2)
         queue = [(root[1], next(order), Fixed(), root[0], self.highs.getBasis())] if root else []
         while queue:
             bound, nodes, fixed, x, basis = heapq.heappop(queue)
