@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers.generation.continuous_batching.cache_allocators import SLIDING
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from autotp import compat
 from autotp.capture.capture import skeleton
@@ -27,9 +30,8 @@ from autotp.errors import AutoTPError, InputError, StateError
 from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
-from .paged import RankPages, blocks_of, example, refuse_unused, sized, with_size
+from .paged import SIDES, RankPages, example, name_of
 
-SEED_BITS = 32
 AXES = "continuous batching runs over tp alone: this module has {axes}. Compile it without, or take generate()."
 OPTION = "{name}={value!r}: continuous batching would not follow it. Leave it out, or take sharded.generate(...)."
 COMPILED = (
@@ -46,9 +48,13 @@ UNKEPT = (
     "{model} keeps keys and values of {count} of its {layers} layers in a cache: continuous batching has pages for "
     "nothing else. Take sharded.generate(...)."
 )
-SIDES, DIMENSIONS = ("keys", "values"), 4  # of a layer's part of a cache
+DIMENSIONS = 4  # of a layer's keys
+UNUSED = (
+    "{model} does not keep {names} in the cache that it is given as past_key_values, so continuous batching would lose "
+    "what earlier tokens left. Take sharded.generate(...)."
+)
 EMPTY = "a request of no tokens: there is nothing to go on from."
-FAILED = "continuous batching: {count} of {all} requests failed, the first ({name}) by: {error}"
+FAILED = "continuous batching: {count} of {all} requests failed, first {error}"
 STOPPED = "continuous batching has stopped, and takes no more requests: {reason}."
 POSITIONS = (
     "{model} takes no {name}: continuous batching packs several requests into one sequence, and cannot tell it where "
@@ -61,13 +67,11 @@ FOLLOWED = {
     "continuous_batching_config", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
 }  # fmt: skip
-OF_REQUESTS = {"request_id", "max_new_tokens", "streaming", "record_timestamps", "eos_token_id"}
-# Of the engine's options those of kernels and memory that are not ours, with what they are where nobody asks.
-UNSUPPORTED = {
-    "use_cuda_graph": (None, False, (False, False)), "use_async_batching": (None, False),
-    "varlen_compile_config": (None,), "decode_compile_config": (None,), "default_compile_level": (0,),
-    "cpu_offload_space": (0, 0.0), "q_padding_interval_size": (0,), "kv_padding_interval_size": (0,),
-}  # fmt: skip
+# Of the engine's options those of kernels and memory that are not ours: only None, zero or False is followed.
+UNSUPPORTED = (
+    "use_cuda_graph", "use_async_batching", "varlen_compile_config", "decode_compile_config", "default_compile_level",
+    "cpu_offload_space", "q_padding_interval_size", "kv_padding_interval_size",
+)  # fmt: skip
 
 
 class Followers(DistributedHelper):
@@ -87,46 +91,19 @@ class Followers(DistributedHelper):
         return tuple(map(max, zip(*every, strict=True)))  # type: ignore[return-value]
 
     def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
-        """Return rank 0's requests on every rank."""
+        """Return rank 0's requests, or its seed, on every rank."""
         return broadcast(self.ranks, obj)
 
-    def set_tp_seed(self, seed: int | None, model_device: torch.device) -> None:
-        """Let all ranks draw the same numbers, rank 0's where no seed is given."""
-        own = int(torch.randint(0, 2**SEED_BITS - 1, (1,))) if seed is None else seed
-        torch.manual_seed(broadcast(self.ranks, own))
-
-
-class Served:
-    """A sharded module as the engine's manager has it: what the manager notes on it changes no program."""
-
-    def __init__(self, module: Any) -> None:
-        vars(self)["module"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["module"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self.module)[name] = value
-
-    def __call__(self, **batch: Any) -> Any:
-        """Run one batch."""
-        return self.module(**batch)
-
-    def eval(self) -> Served:
-        """Put the module into evaluation mode."""
-        self.module.eval()
-        return self
+    tp_broadcast_from_rank_0: Any = tp_broadcast_object_from_rank_0
 
 
 class Manager(engine.ContinuousBatchingManager):
     """The engine's manager over the ranks of a sharded module."""
 
-    module: Any
+    model: Any
 
     def __init__(self, module: Any, generation: Any, options: Any, hints: Any) -> None:
-        served: Any = Served(module)
-        super().__init__(served, generation, options, hints)
-        self.module = module
+        super().__init__(module, generation, options, hints)
         self.distributed_helper = Followers(module)
         self.is_tp_driver = self.distributed_helper.is_tp_driver
         self.batch_processor = self._create_batch_processor()
@@ -138,7 +115,8 @@ class Manager(engine.ContinuousBatchingManager):
         if self.batch_processor is not None:
             self.batch_processor.reset()
             return self.batch_processor
-        module, options = self.module, self.continuous_batching_config
+        module = self.model
+        options = self.continuous_batching_config
         config = copy.copy(module.config.get_text_config())
         config._attn_implementation = "sdpa"  # for which the engine makes masks
         pages = pages_for(module, config, options)
@@ -155,26 +133,24 @@ class Manager(engine.ContinuousBatchingManager):
             self.background_thread_status, module.device, module.dtype, scheduler, self.distributed_helper,
         )  # fmt: skip
 
-    def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> str | None:
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, max_new_tokens: int | None = None,
+        *args: Any, **kwargs: Any,
+    ) -> str | None:  # fmt: skip
         """Add a request; see the engine's own. On ranks but the first it does nothing.
 
         Raises:
-            InputError: it has no end, no tokens, or an option that no logits processor of this manager reads.
-            StateError: the manager has stopped.
+            InputError: it has no end, or no tokens. StateError: the manager has stopped.
         """
-        limit = kwargs.get("max_new_tokens", args[1] if len(args) > 1 else None)
-        refuse_request(input_ids, self.generation_config.max_new_tokens if limit is None else limit)
-        for name in kwargs.keys() - OF_REQUESTS - self.logit_processor.supported_keys.keys():
-            raise InputError(OPTION.format(name=name, value=kwargs[name]))
-        self._refuse_stopped()
-        return super().add_request(input_ids, *args, **kwargs)
+        refuse_request(input_ids, self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens)
+        if (reason := self.background_thread_status.can_accept_new_requests()) is not None:
+            raise self._stopped(reason)
+        return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
-    def _refuse_stopped(self) -> None:
-        status = self.background_thread_status
-        if status.fatal_error is not None:
-            raise StateError(STOPPED.format(reason=status.fatal_error)) from status.fatal_error
-        if (reason := status.can_accept_new_requests()) is not None:
-            raise StateError(STOPPED.format(reason=reason))
+    def _stopped(self, reason: str = "") -> StateError:
+        error = StateError(STOPPED.format(reason=self.background_thread_status.fatal_error or reason))
+        error.__cause__ = self.background_thread_status.fatal_error
+        return error
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
         """Return a result; see the engine's own.
@@ -183,9 +159,8 @@ class Manager(engine.ContinuousBatchingManager):
             StateError: there will be none, for the loop ended by an error.
         """
         result = super().get_result(request_id, timeout)
-        status = self.background_thread_status
-        if result is None and status.fatal_error is not None and self.output_router.output_queue.empty():
-            raise StateError(STOPPED.format(reason=status.fatal_error)) from status.fatal_error
+        if result is None and self.background_thread_status.fatal_error and self.output_router.output_queue.empty():
+            raise self._stopped()
         return result
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
@@ -193,7 +168,7 @@ class Manager(engine.ContinuousBatchingManager):
         status.request_stop(status.HARD_STOP, self.distributed_helper.global_rank)
         status.record_fatal_error(error)
         self._fail_all_remaining_requests(error, batch_processor)
-        with contextlib.suppress(type(error)), self.module._calls.turn("continuous batching"):
+        with contextlib.suppress(type(error)), self.model._calls.turn("continuous batching"):
             raise error  # so that ranks that go on hear of it
 
 
@@ -202,71 +177,57 @@ def pages_for(module: Any, config: Any, options: Any) -> RankPages:
 
     Args:
         module: the sharded module. config: of its text model. options: the engine's, resolved; not changed.
-    """
-    keeps, dtype, ranks = module._supports_logits_to_keep(), module.dtype, module._source.ranks
-    one = RankPages(config, with_size(copy.copy(options), options.max_requests_per_batch, 1), dtype, keeps)
-    own = sized(config, options, one, _begin(module, config, one, keeps), keeps)
-    tokens, sectors = (min(each) for each in zip(*from_all(ranks, own, "sizes of the pools"), strict=True))
-    blocks = blocks_of(config, one, sectors)
-    pages = RankPages(config, with_size(copy.copy(options), tokens, blocks), dtype, keeps)
-    _fill(module, config, pages, memory=True)
-    return pages
-
-
-def _begin(module: Any, config: Any, pages: RankPages, keeps: bool) -> float:
-    """Make the program of any batch; bytes of this rank's pools, as a part of those that the engine counts. Collective.
 
     Raises:
         StateError: the model does not keep all that it needs in the cache that it is given.
     """
-    _fill(module, config, pages, memory=False)
-    with torch.no_grad():
-        batch = example(pages, keeps, module._shards.device)
-        program, _ = program_of(module, module._arguments((), batch, ""))
-    names = [_state(i, side) for i in range(config.num_hidden_layers) for side in SIDES]
-    results = {program.capture.becomes(position) for position in program.capture.mutations}
-    refuse_unused(module._calls.name, {*names} - results)
-    _fill(module, config, pages, memory=False)
-    pools = [getattr(layer, side) for layer in pages.carrier.layers for side in SIDES]
-    one: Any = next(iter(pages.cache_allocators.values()))
-    return sum(x.shape[1] * x.shape[3] for x in pools) / (len(pools) * one.num_key_value_heads * one.head_dim)
+    keeps, device, states = module._supports_logits_to_keep(), module._shards.device, _states(module, config)
 
+    def pages(tokens: int | None, blocks: int | None) -> RankPages:
+        sizes = copy.copy(options)
+        sizes.max_batch_tokens, sizes.num_blocks = tokens, blocks
+        return RankPages(config, sizes, module.dtype, keeps)
 
-def _state(layer: int, side: str) -> str:
-    """The name of the state that a pool is, as that of an ordinary cache: both lie in one layout."""
-    return f"past_key_values.layers.{layer}.{side}"
-
-
-def _fill(module: Any, config: Any, pages: RankPages, memory: bool) -> None:
-    """Make this rank's pools, whole ones where nothing is known of how they lie; without `memory` of one number."""
-    sizes = _cached_sizes(module)
-    if len(sizes) != config.num_hidden_layers:
-        raise StateError(UNKEPT.format(model=module._calls.name, count=len(sizes), layers=config.num_hidden_layers))
-
-    def pool(layer: int, side: str, places: int) -> torch.Tensor:
-        heads, size = sizes[layer][side]
-        shape, cut = [1, heads, places, size], module._carriers.cut(_state(layer, side))
+    def pool(name: str, places: int, memory: bool = False) -> torch.Tensor:
+        shape, cut = [*states[name]], module._carriers.cut(name)
+        shape[2] = places
         if cut is not None:
             shape[cut.dim] = max(cut.mine, 1)
-        if not memory or (cut is not None and not cut.mine):  # as `Carriers` has an empty part
-            return torch.zeros((), dtype=module.dtype, device=module._shards.device).expand(shape)
-        return torch.zeros(shape, dtype=module.dtype, device=module._shards.device)
+        real = memory and (cut is None or cut.mine)  # `Carriers` has an empty part as one number
+        return torch.zeros(shape if real else (), dtype=module.dtype, device=device).expand(shape)
 
-    pages.fill(config, pool)
+    one = pages(options.max_requests_per_batch, 1)
+    one.fill(pool)
+    with torch.no_grad():
+        program, _ = program_of(module, module._arguments((), example(one, keeps, device), ""))
+    if unused := states.keys() - set(map(program.capture.becomes, program.capture.mutations)):
+        raise StateError(UNUSED.format(model=module._calls.name, names=", ".join(sorted(unused)[:4])))
+    # Whole heads of the engine's size, so many as make up what the rank with most has: pages are of the same bytes on
+    # all ranks, and so are schedules.
+    mine = sum(pool(name, 1).numel() for name in states) / (len(states) * find_head_dim(config))
+    config = copy.copy(config)
+    config.num_key_value_heads = max(from_all(module._source.ranks, math.ceil(mine), "heads of the pools"))
+    most = pages(options.max_batch_tokens, options.num_blocks)
+    every = from_all(module._source.ranks, (most.max_batch_tokens, most.num_blocks), "sizes of the pools")
+    shared = pages(*map(min, zip(*every, strict=True)))
+    shared.fill(partial(pool, memory=True))
+    return shared
 
 
-def _cached_sizes(module: Any) -> list[dict[str, tuple[int, int]]]:
-    """Heads of each layer's keys and values, and their sizes: what the model itself puts into a cache."""
+def _states(module: Any, config: Any) -> dict[str, torch.Size]:
+    """Shapes of each layer's keys and values, as the model itself puts them into a cache."""
     bare = skeleton(module._source.bare, module._shards.device, dtypes(module._shards))
     ids = torch.ones(1, 2, dtype=torch.int64, device=module._shards.device)
     with compat.mode_of([*bare.parameters()]), torch.no_grad():
         cache: Any = bare(input_ids=ids, use_cache=True).past_key_values
-    sizes = []
-    for layer in getattr(cache, "layers", ()):
-        pair = {side: getattr(layer, side, None) for side in SIDES}
-        if all(isinstance(x, torch.Tensor) and x.ndim == DIMENSIONS for x in pair.values()):
-            sizes.append({side: (x.shape[1], x.shape[3]) for side, x in pair.items()})  # type: ignore[union-attr]
-    return sizes
+    every = {
+        name_of(i, side): getattr(x, side, None) for i, x in enumerate(getattr(cache, "layers", ())) for side in SIDES
+    }
+    kept = {name: x.shape for name, x in every.items() if isinstance(x, torch.Tensor) and x.ndim == DIMENSIONS}
+    if len(kept) != len(SIDES) * config.num_hidden_layers:
+        count = len(kept) // len(SIDES)
+        raise StateError(UNKEPT.format(model=module._calls.name, count=count, layers=config.num_hidden_layers))
+    return kept
 
 
 def manager_of(module: Any, generation: Any, options: Any, hints: Any) -> Manager:
@@ -291,7 +252,7 @@ def manager_of(module: Any, generation: Any, options: Any, hints: Any) -> Manage
         return Manager(module, generation, options, hints)
     except AutoTPError:
         raise
-    except (ValueError, AttributeError, KeyError) as error:  # as of a kind of layer that the engine does not know
+    except (ValueError, AttributeError, KeyError, MemoryError) as error:  # as of a kind of layer that it does not know
         raise StateError(f"continuous batching of {module._calls.name}: {error}") from error
 
 
@@ -319,8 +280,8 @@ def refuse(module: Any, generation: Any, options: Any) -> None:
         # The engine reads few options, and says nothing of the others.
         if name not in FOLLOWED and not name.startswith("_") and value not in neutral:
             raise StateError(OPTION.format(name=name, value=value))
-    for name, neutral in UNSUPPORTED.items():
-        if (value := getattr(options, name, neutral[0])) not in neutral:
+    for name in UNSUPPORTED:
+        if (value := getattr(options, name, None)) not in (None, False, (False, False)):
             raise StateError(COMPILED.format(name=name, value=value))
     if options.scheduler_type not in SCHEDULER_MAPPING:
         raise StateError(OPTION.format(name="scheduler_type", value=options.scheduler_type))
@@ -347,10 +308,9 @@ def results_of(module: Any, prompts: list[list[int]], kwargs: dict[str, Any]) ->
     refuse_request(min(prompts, key=len, default=[0]), kwargs.get("max_new_tokens") or generation.max_new_tokens)
     results = function(module, prompts, **kwargs)
     total = len(prompts) * (generation.num_return_sequences or 1)
-    errors = [(name, x.error) for name, x in results.items() if x.error is not None]
+    errors = [f"{name}: {x.error}" for name, x in results.items() if x.error is not None]
     if count := len(errors) + total - len(results):
-        name, error = errors[0] if errors else ("without a result", "the loop ended")
-        raise StateError(FAILED.format(count=count, all=total, name=name, error=error))
+        raise StateError(FAILED.format(count=count, all=total, error=[*errors, "the loop ended"][0]))
     return results
 
 

@@ -64,11 +64,6 @@ class Batching:
         own: Any = super()
         return own.continuous_batching_context_manager(*args, **kwargs)
 
-    def destroy_cached_continuous_batching_manager(self) -> None:
-        """Let go of a manager that was kept, and of its pools."""
-        if (manager := vars(self).pop(CACHED, None)) is not None:
-            manager.destroy()
-
 
 def _check(module: Any, method: str) -> None:
     bare = module._source.bare

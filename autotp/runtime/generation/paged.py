@@ -7,18 +7,17 @@ for each layer, [1, own heads, places, size]; the model is given an ordinary cac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import SlidingAttentionCacheAllocator
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from autotp.errors import InputError, StateError
+from autotp.errors import InputError
 
 # Arguments that the engine passes to a forward: what is handed on, and what says the same in other words.
 HANDED_ON = ("input_ids", "position_ids", "logits_to_keep")
@@ -35,16 +34,17 @@ FLASH = (
     "a batch without {name} is one for flash attention's own paged kernels. A sharded module computes attention as it "
     "was captured: pass auto_switch_to_flash=False, and max_blocks_per_request=0."
 )
-UNUSED = (
-    "{model} does not keep {names} in the cache that it is given as past_key_values, so continuous batching would lose "
-    "what earlier tokens left. Take sharded.generate(...)."
-)
-ALL_MEMORY = 10**6  # as a share of it: sizes were agreed on before
 EXAMPLE_LENGTHS = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)  # unlike sizes are unlike symbols
 EXAMPLE_REQUESTS = 3
+SIDES = ("keys", "values")  # of a layer's part of a cache
 
 
-class PagedLayer(CacheLayerMixin):
+def name_of(layer: int, side: str) -> str:
+    """Return the name of the state that a pool is, as that of an ordinary cache: both lie in one layout."""
+    return f"past_key_values.layers.{layer}.{side}"
+
+
+class PagedLayer(DynamicLayer):
     """The pools of one layer.
 
     Attributes:
@@ -52,29 +52,14 @@ class PagedLayer(CacheLayerMixin):
         windowed: whether new tokens may be written over what they read.
     """
 
-    is_compileable, is_initialized, is_sliding = False, True, False
+    is_initialized = True
 
     def __init__(self, keys: Tensor, values: Tensor, group: int, windowed: bool) -> None:
         self.keys, self.values, self.group, self.windowed = keys, values, group, windowed
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the pools are there."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse: which places are written and read is known to the cache."""
-        raise NotImplementedError
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of masks that a model would make itself."""
-        return query_length, 0
-
     def get_seq_length(self) -> int:
-        """Return 0: positions are passed."""
+        """Return 0: positions are passed, and which places are written and read is known to the cache."""
         return 0
-
-    def get_max_length(self) -> int:
-        """Return -1, for no limit."""
-        return -1
 
 
 class PagedCache(Cache):
@@ -119,37 +104,30 @@ class RankPages(PagedAttentionCache):
         carrier: what a model is given. places: how many each group of layers has.
     """
 
+    carrier: PagedCache
+
     def __init__(self, config: Any, options: Any, dtype: torch.dtype, keeps: bool) -> None:
-        whole = DistributedHelper(None, None)  # all heads, as without ranks: schedules are then the same
-        super().__init__(config, options, "meta", whole, dtype=dtype, model_supports_logits_to_keep=keeps)
-        self.places: list[int] = []
-        for allocator in self.cache_allocators.values():
-            blocks = allocator.num_blocks + 2 * allocator.blocks_per_sector
-            self.places.append(blocks * allocator.tokens_per_page)
+        super().__init__(config, options, "meta", DistributedHelper(None, None), dtype, keeps)
+        allocators: Any = self.cache_allocators.values()
+        self.places = [(x.num_blocks + 2 * x.blocks_per_sector) * x.tokens_per_page for x in allocators]
 
-    def fill(self, config: Any, make: Any) -> None:
-        """Make the pools.
-
-        Args:
-            config: of the model. make: gives a pool by layer, "keys" or "values", and how many places it has.
-        """
+    def fill(self, pool: Callable[[str, int], Tensor]) -> None:
+        """Make the pools: `pool` gives one by the name of its state and how many places it has."""
         layers = []
-        for i in range(config.num_hidden_layers):
-            allocator: Any = self.layer_to_allocator[i]
-            places = self.places[allocator.index]
-            keys, values = make(i, "keys", places), make(i, "values", places)
-            layers.append(PagedLayer(keys, values, allocator.index, _windowed(allocator)))
+        for i, x in sorted(self.layer_to_allocator.items()):
+            keys, values = (pool(name_of(i, side), self.places[x.index]) for side in SIDES)
+            layers.append(PagedLayer(keys, values, x.index, _windowed(x)))
         self.carrier = PagedCache(layers)
 
     def perform_cache_copy(self, copy_src_and_dst: Mapping[str, tuple[list[int], list[int]]]) -> None:
         """Copy blocks of a request for another that goes on from it."""
         for name, (source, target) in copy_src_and_dst.items():
             allocator: Any = self.cache_allocators[name]
-            for i in allocator.layer_indices if source else ():
-                for pool in (self.carrier.layers[i].keys, self.carrier.layers[i].values):
-                    if pool.stride(1) or pool.stride(2):  # else it stands for the part of a rank that has no head
-                        pages = pool.unflatten(2, (-1, allocator.tokens_per_page))
-                        pages[:, :, target] = pages[:, :, source]
+            layers = [self.carrier.layers[i] for i in allocator.layer_indices] if source else ()
+            for pool in (pool for layer in layers for pool in (layer.keys, layer.values)):
+                if pool.stride(2):  # else it stands for the part of a rank that has no head
+                    pages = pool.unflatten(2, (-1, allocator.tokens_per_page))
+                    pages[:, :, target] = pages[:, :, source]
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a forward for those of one batch.
@@ -170,18 +148,15 @@ class RankPages(PagedAttentionCache):
         one = batch["input_ids"].shape[1] == 1
         if one:
             keywords |= {n: batch[n].repeat(1, 2) for n in ("input_ids", "position_ids")}
-        all_masks, masks = batch["attention_mask"], {}
+        masks = batch["attention_mask"]
+        masks = masks if isinstance(masks, Mapping) else {next(iter(self.cache_allocators)): masks}
+        indices = zip(self.cache_allocators.values(), batch["read_index"], batch["write_index"], strict=True)
+        found = [_places(x, read, write, masks[x.layer_type], one) for x, read, write in indices]
         carrier = self.carrier
-        carrier.reads, carrier.writes, carrier.news = [], [], []
-        for i, (kind, allocator) in enumerate(self.cache_allocators.items()):
-            own = all_masks[kind] if isinstance(all_masks, Mapping) else all_masks
-            read, write, new, masks[kind] = _places(
-                allocator, batch["read_index"][i], batch["write_index"][i], own, one
-            )
-            carrier.reads.append(read)
-            carrier.writes.append(write)
-            carrier.news.append(new)
-        return _call(keywords, masks, carrier)
+        carrier.reads, carrier.writes, carrier.news, own = (list(each) for each in zip(*found, strict=True))
+        # Always in one order; a mask by kind of layer where there are several.
+        mask = dict(zip(self.cache_allocators, own, strict=True)) if len(own) > 1 else own[0]
+        return {**keywords, "attention_mask": mask, "past_key_values": carrier, "use_cache": True}
 
 
 def _places(
@@ -224,76 +199,12 @@ def example(pages: RankPages, keeps: bool, device: torch.device) -> dict[str, An
         device: of the tensors.
     """
     lengths = iter(n for n in EXAMPLE_LENGTHS if n not in pages.places)
-    new, masks, carrier = next(lengths), {}, pages.carrier
-    dtype = carrier.layers[0].keys.dtype
-    carrier.reads, carrier.writes, carrier.news = [], [], []
+    tokens = torch.arange(next(lengths), dtype=torch.int32, device=device)
+    masks, reads = {}, []
     for kind, allocator in pages.cache_allocators.items():
-        length = next(lengths)
-        carrier.reads.append(torch.arange(length, device=device))
-        carrier.writes.append(torch.arange(new, device=device))
-        carrier.news.append(torch.arange(new, device=device) if _windowed(allocator) else None)
-        masks[kind] = torch.zeros(1, 1, new, length, dtype=dtype, device=device)
-    tokens = torch.arange(new, dtype=torch.int32, device=device)[None]
-    some = {"logits_to_keep": tokens[0, :EXAMPLE_REQUESTS].clone()} if keeps else {}
-    return _call({"input_ids": tokens, "position_ids": tokens.clone(), **some}, masks, carrier)
-
-
-def _call(keywords: Mapping[str, Any], masks: Mapping[str, Tensor], carrier: PagedCache) -> dict[str, Any]:
-    """The arguments of a forward, always in one order; a mask by kind of layer where there are several."""
-    mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    return {**keywords, "attention_mask": mask, "past_key_values": carrier, "use_cache": True}
-
-
-def refuse_unused(model: str, unused: Collection[str]) -> None:
-    """Refuse a model that does not write to all pools.
-
-    Args:
-        model: its name. unused: pools that a batch leaves as they were.
-
-    Raises:
-        StateError: with those that it leaves.
-    """
-    if unused:
-        raise StateError(UNUSED.format(model=model, names=", ".join(sorted(unused)[:4])))
-
-
-def sized(config: Any, options: Any, pages: RankPages, part: float, keeps: bool) -> tuple[int, int]:
-    """Tokens in a batch at most, and sectors of the pools, that this rank has memory for.
-
-    Args:
-        config: of the text model. options: resolved. pages: of any size, for what is the same in all.
-        part: of a layer's heads that a rank has. keeps: whether logits are asked for some tokens alone.
-
-    Raises:
-        StateError: there is not enough memory.
-    """
-    part *= len(pages.cache_allocators)  # each kind of layer has pools of its own
-    handler = PagedAttentionMemoryHandler(
-        config, options, pages.dtype, int(pages.bytes_per_sector * part), pages.tokens_per_sector,
-        _block_bytes(config, pages), list(pages.cache_allocators), keeps,
-    )  # fmt: skip
-    try:
-        if options.num_blocks is None:
-            return handler.infer_max_batch_tokens_and_num_sectors()
-        tokens = options.max_batch_tokens or handler._default_max_batch_tokens
-        blocks = options.num_blocks * _block_bytes(config, pages)
-        return handler._check_footprint(tokens, max(1, -(-blocks // pages.bytes_per_sector)))
-    except (MemoryError, ValueError) as error:
-        raise StateError(f"continuous batching: {error}. Pass a smaller num_blocks or max_batch_tokens.") from None
-
-
-def _block_bytes(config: Any, pages: RankPages) -> int:
-    """Bytes of one page of all layers, with all heads."""
-    one: Any = next(iter(pages.cache_allocators.values()))
-    return config.num_hidden_layers * one.bytes_per_page
-
-
-def with_size(options: Any, tokens: int, blocks: Any) -> Any:
-    """Set options so that a cache has these sizes, whatever memory there is."""
-    options.max_batch_tokens, options.num_blocks, options.max_memory_percent = tokens, blocks, ALL_MEMORY
-    return options
-
-
-def blocks_of(config: Any, pages: RankPages, sectors: int) -> Fraction:
-    """Blocks that these sectors are, exactly."""
-    return Fraction(sectors * pages.bytes_per_sector, _block_bytes(config, pages))
+        read = torch.arange(next(lengths), device=device)
+        masks[kind] = torch.zeros(1, 1, len(tokens), len(read), dtype=pages.dtype, device=device)
+        reads.append(read.masked_fill(read < len(tokens), allocator.sentinel_index) if _windowed(allocator) else read)
+    batch: dict[str, Any] = {"input_ids": tokens[None], "position_ids": tokens[None].clone(), "attention_mask": masks}
+    batch |= {"read_index": reads, "write_index": [tokens.long()] * len(reads), "block_table": None}
+    return pages.arguments(batch | ({"logits_to_keep": tokens[:EXAMPLE_REQUESTS].clone()} if keeps else {}))
