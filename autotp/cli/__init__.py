@@ -12,6 +12,7 @@ from .command import CommandGroup, PlainCommand, command
 from .doctor import doctor
 from .on_machine import calibrate, tune, verify
 from .planning import explain, plan, sweep
+from .serving import serve
 
 __all__ = ["app", "main"]
 
@@ -26,8 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (plan, sweep, explain, verify, calibrate, tune, doctor):
-    app.command(cls=PlainCommand)(command(function, everywhere=function in (calibrate, tune)))
+for function in (plan, sweep, explain, verify, calibrate, tune, serve, doctor):
+    frame = command(function, everywhere=function in (calibrate, tune), drains=function is serve)
+    app.command(cls=PlainCommand)(frame)
 
 
 def _version(show: bool) -> None:

@@ -75,13 +75,14 @@ def _usage(error: Exception, as_json: bool) -> int:
     return USAGE
 
 
-def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., int]:
+def command(fn: Callable[..., int], everywhere: bool = False, drains: bool = False) -> Callable[..., int]:
     """A function as a command for typer: its parameters are arguments and options, as its docstring says them.
 
     Args:
         fn: gives the exit code. A parameter without a default is an argument; one that is annotated with a dataclass
             stands for options, one for each field; one of these is the `Screen`.
         everywhere: whether ranks other than the first run it too.
+        drains: whether Ctrl-C is its own to hear, and may take longer than that of others.
     """
     hints = get_type_hints(fn)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -94,7 +95,7 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
         screen = next(x for x in built.values() if isinstance(x, Screen))
         if rank() != 0 and not everywhere:
             return FINE
-        with _quiet(screen), _stoppable(screen):
+        with _quiet(screen), nullcontext() if drains else _stoppable(screen):
             try:
                 code = fn(**values, **built)
                 _printed().flush()  # a reader that is gone shows here, not when the interpreter ends

@@ -276,7 +276,7 @@ def test_calibrate_refuses_before_it_measures(run, monkeypatch):
 def test_help_and_version(run):
     done = run("--help", columns=80)
     assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
-    for name in ("plan", "sweep", "explain", "verify", "calibrate", "tune", "doctor"):
+    for name in ("plan", "sweep", "explain", "verify", "calibrate", "tune", "serve", "doctor"):
         assert name in done.stdout and run(name, "--help").exit_code == 0
     assert run("--version").stdout.strip() == f"autotp {autotp.__version__}"
     assert "Exit codes" in done.stdout

@@ -113,6 +113,11 @@ def test_generate(generated):
     assert re.search(r"\n16 tokens, [\d.]+ tokens/s; on all ranks the same: True\n$", printed)
 
 
+def test_serve_client():
+    printed = run("serve_client.py", "--tp", "2")
+    assert "\nserving " in printed and "completion_tokens=24" in printed and printed.endswith("Right\n")
+
+
 def test_an_interrupt_ends_all_ranks(generated):
     """As Ctrl-C does it in a terminal: the signal reaches torchrun and every rank, which are in the middle of it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -30,7 +30,7 @@ ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
 FLOORS = (
     "_version", "errors", "compat", "log", "text", "inputs",  # compat is a folder, the others files
     "ir", "comm", "cost", "kernels", "rules", "passes", "plans", "proof", "capture", "runtime", "driver",  # folders
-    "integrations", "api", "pretrained", "cli", "__main__",
+    "integrations", "api", "pretrained", "serving", "cli", "__main__",
 )  # fmt: skip
 # A Plan, and a Sweep of plans, offer their views as methods, and the views take one: the only circles allowed.
 FACADE = ("autotp.plans.plan", "autotp.plans.choices", "autotp.plans.choices")

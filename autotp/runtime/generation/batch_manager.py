@@ -18,10 +18,12 @@ import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api as engine
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import find_head_dim
+from transformers.generation.logits_process import LogitsProcessorList
 
 from autotp import compat
 from autotp.capture.capture import skeleton
@@ -31,6 +33,7 @@ from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
 from .paged import SIDES, RankPages, example, name_of
+from .per_request import Chosen, Fair
 
 AXES = "continuous batching runs over tp alone: this module has {axes}. Compile it without, or take generate()."
 OPTION = "{name}={value!r}: continuous batching would not follow it. Leave it out, or take sharded.generate(...)."
@@ -48,6 +51,7 @@ UNKEPT = (
     "{model} keeps keys and values of {count} of its {layers} layers in a cache: continuous batching has pages for "
     "nothing else. Take sharded.generate(...)."
 )
+SCHEDULERS = SCHEDULER_MAPPING | {"fair": Fair}
 DIMENSIONS = 4  # of a layer's keys
 UNUSED = (
     "{model} does not keep {names} in the cache that it is given as past_key_values, so continuous batching would lose "
@@ -102,8 +106,11 @@ class Manager(engine.ContinuousBatchingManager):
 
     model: Any
 
-    def __init__(self, module: Any, generation: Any, options: Any, hints: Any) -> None:
+    def __init__(self, module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> None:
         super().__init__(module, generation, options, hints)
+        if choices:
+            self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Chosen()]))
+            self.logit_processor.tensors_required = 1
         self.distributed_helper = Followers(module)
         self.is_tp_driver = self.distributed_helper.is_tp_driver
         self.batch_processor = self._create_batch_processor()
@@ -124,8 +131,10 @@ class Manager(engine.ContinuousBatchingManager):
         update_cb_config_after_cache_creation(options, pages.num_blocks, pages.max_batch_tokens)
         if SLIDING_ATTENTION in pages.cache_allocators:
             options.max_blocks_per_request = 0
-        scheduler = SCHEDULER_MAPPING[options.scheduler_type](
-            cache=pages, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
+        scheduler = SCHEDULERS[options.scheduler_type](
+            cache=pages,
+            safety_margin=options.safety_margin,
+            max_requests_per_batch=options.max_requests_per_batch,  # type: ignore[arg-type]
         )
         queues = (self.input_queue, self.cancel_queue) if self.is_tp_driver else (None, None)
         return engine.ContinuousBatchProcessor(
@@ -230,11 +239,12 @@ def _states(module: Any, config: Any) -> dict[str, torch.Size]:
     return kept
 
 
-def manager_of(module: Any, generation: Any, options: Any, hints: Any) -> Manager:
+def manager_of(module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> Manager:
     """Make a manager. Collective.
 
     Args:
         module: the sharded module. generation, options, hints: as transformers has them; None for defaults.
+        choices: let each request be added with a `Choice` of its own, `choice=`, in place of what `generation` says.
 
     Raises:
         StateError: an option that the engine would not follow, a model that it cannot serve, or axes beside tp.
@@ -249,7 +259,7 @@ def manager_of(module: Any, generation: Any, options: Any, hints: Any) -> Manage
     if generation.eos_token_id is None:
         generation.eos_token_id = -1
     try:
-        return Manager(module, generation, options, hints)
+        return Manager(module, generation, options, hints, choices)
     except AutoTPError:
         raise
     except (ValueError, AttributeError, KeyError, MemoryError) as error:  # as of a kind of layer that it does not know
@@ -283,7 +293,7 @@ def refuse(module: Any, generation: Any, options: Any) -> None:
     for name in UNSUPPORTED:
         if (value := getattr(options, name, None)) not in (None, False, (False, False)):
             raise StateError(COMPILED.format(name=name, value=value))
-    if options.scheduler_type not in SCHEDULER_MAPPING:
+    if options.scheduler_type not in SCHEDULERS:
         raise StateError(OPTION.format(name="scheduler_type", value=options.scheduler_type))
     # One that looks at a whole prompt sees the tokens of all requests.
     for processor in module._get_logits_processor(generation):

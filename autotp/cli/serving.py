@@ -1,0 +1,53 @@
+"""`autotp serve`: an OpenAI-compatible server over ranks of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from autotp.errors import InputError
+
+from .command import FINE
+from .screen import Screen
+
+PARTS, KEY = ("transformers", "fastapi", "uvicorn", "openai"), "AUTOTP_API_KEY"
+
+
+def serve(
+    folder: Path, screen: Screen, tp: int = 1, dp: int = 1, dtype: str | None = None, host: str = "127.0.0.1",
+    port: int = 8000, api_key: str | None = None, origin: list[str] | None = None, max_tokens: int = 1024,
+    concurrent: int = 256, pool: int | None = None,
+) -> int:  # fmt: skip
+    """Serve a folder of transformers over ranks of this machine, as OpenAI's API.
+
+    Chat and plain completions, models and health. It starts the ranks itself, and ends by Ctrl-C, after the answers
+    that are under way.
+
+    Args:
+        folder: Of the model, its weights and tokenizer, as save_pretrained writes them; no code in it is run.
+        tp: Ranks that share the model.
+        dp: Refused beyond 1.
+        dtype: Of the weights, such as bfloat16. Default: the config's.
+        host: Address to listen on.
+        port: Port to listen on.
+        api_key: Key that clients must show. Default: the variable AUTOTP_API_KEY, or none.
+        origin: Origin of pages whose scripts may ask, such as https://chat.example.com. Repeatable.
+        max_tokens: New tokens of an answer at most, and where a request does not say how many.
+        concurrent: Answers at once; who asks for more is told to come again (429).
+        pool: Tokens of all requests whose keys and values are kept. Default: as memory allows.
+    """
+    if missing := [name for name in PARTS if importlib.util.find_spec(name) is None]:
+        raise InputError(f"serving needs {', '.join(missing)}: pip install 'autotp[serve]'.")
+    if dp != 1:
+        raise InputError(f"--dp {dp}: one server has one group of tp ranks. Start {dp} of them, on ports of their own.")
+    from autotp.serving.launch import serve as launch  # noqa: PLC0415  torch and the server, only where they are used
+    from autotp.serving.rank import Options  # noqa: PLC0415
+
+    from .models import read_dtype  # noqa: PLC0415
+
+    key = api_key if api_key is not None else os.environ.get(KEY, "")
+    kind, origins = read_dtype(dtype), tuple(origin or ())
+    launch(Options(folder, tp, kind, host, port, key, origins, max_tokens, concurrent, pool, ""))
+    screen.say("stopped")
+    return FINE

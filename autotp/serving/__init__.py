@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over the ranks of a sharded model: `autotp serve`."""

@@ -1,0 +1,191 @@
+"""Requests of transformers' handlers, answered by the manager of continuous batching of a sharded module."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBStreamer,
+    Modality,
+    _StreamError,
+    get_response_template,
+    response_events_to_chunks,
+)
+
+from autotp.errors import StateError
+
+from .bodies import Asked, Body, Chat, Refusal
+
+
+class Cut:
+    """Text up to the first of some strings, as it comes: what may be the beginning of one is kept back.
+
+    Attributes:
+        over: whether one has come.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops, self.kept, self.over = stops, "", False
+
+    def add(self, text: str) -> str:
+        """Return what is surely no part of a stop string, after this text has come."""
+        text = self.kept + text
+        ends = [at for at in map(text.find, self.stops) if at >= 0]
+        self.over = bool(ends)
+        begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        at = min(ends) if ends else len(text) - max(begun, default=0)
+        self.kept = "" if ends else text[at:]
+        return text[:at]
+
+
+class Stream(CBStreamer):
+    """One answer as it comes.
+
+    Attributes:
+        output: what the engine has sent of it. over: whether nothing more comes.
+    """
+
+    output: Any = None
+    over = False
+
+    def __init__(self, asked: Asked, answers: Answers, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked, self.answers, self.cut = asked, answers, Cut(asked.stop)
+
+    def take(self, output: Any) -> None:
+        """Take what the engine sends, on the loop of the server."""
+        if self.over:
+            return
+        if output.error is not None:
+            self.over = True
+            self._queue.put_nowait(_StreamError(json.dumps(output.error)[1:-1]))
+            return
+        new = output.generated_tokens[self._prev_len :]
+        self._prev_len, self.output = len(output.generated_tokens), output
+        self.answers.tokens += len(new)
+        for token in new:
+            self.total_tokens += 1
+            self._say(self.cut.add(self._decode_stream.step(self._tokenizer, token) or ""))
+            if self.cut.over:
+                break
+        if self.cut.over and not output.is_finished():
+            self.cancel()
+        if self.cut.over or output.is_finished():
+            self.over = True
+            self._say(self.cut.kept)
+            if self.cut.over or output.generated_tokens[-1] in self.asked.eos:
+                self.asked.max_new_tokens = None  # by which the handler says why it ended
+            self.end()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the answer, up to the one that ends a stop string."""
+        return self.output.generated_tokens[: self.total_tokens]
+
+    def _say(self, text: str) -> None:
+        items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text) if text else [])
+        for item in items:
+            if item:
+                self._queue.put_nowait(item)
+
+
+class Answers(BaseGenerateManager):
+    """The one model that is served, in all the parts that the handlers of transformers ask for.
+
+    Args:
+        name: of the model. module: the sharded module. tokenizer: of its folder. manager: of its requests.
+        context: tokens that a prompt and its answer may have together. limit: tokens of an answer.
+
+    Attributes:
+        tokens: generated so far. running: answers that are not over.
+    """
+
+    _compile = False
+
+    def __init__(self, name: str, module: Any, tokenizer: Any, manager: Any, context: int, limit: int) -> None:
+        self.name, self.module, self.tokenizer, self.manager = name, module, tokenizer, manager
+        self.context, self.limit = context, limit
+        self.tokens = self.running = 0
+
+    def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
+        """Return that it is a language model."""
+        return Modality.LLM
+
+    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+        """Return that it always is."""
+        return True
+
+    def get_manager(self, model_id: str, use_cb: bool = True) -> Answers:
+        """Return this."""
+        return self
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is answered any more."""
+        status = self.manager.background_thread_status
+        return status.fatal_error and str(status.fatal_error) or status.can_accept_new_requests()
+
+    def asked(self, body: Body) -> Asked:
+        """What each answer to a request is to be.
+
+        Raises:
+            Refusal: this model cannot do it.
+        """
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        if isinstance(body, Chat) and not template:
+            raise Refusal(400, "messages: the folder has no chat template. Use /v1/completions.", "messages")
+        tools = "tools" in template and get_response_template(self.tokenizer, self.module)
+        if getattr(body, "tools", None) and not tools:
+            raise Refusal(400, "tools: not followed, for this model's chat template has none.", "tools")
+        generation, stop = self.module.generation_config, body.stop or []
+        eos = generation.eos_token_id
+        ends = eos if isinstance(eos, list) else [x for x in [eos] if x is not None]
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return Asked(body.choice(generation), stops, tuple(ends), body.limit, bool(body.stream), body.n)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], Stream]:
+        """Begin an answer; what it says comes in the queue.
+
+        Raises:
+            Refusal: it is too long. StateError: nothing is answered any more.
+        """
+        ids, asked = inputs["input_ids"], gen_config  # an `Asked`, in the place that the handlers have for it
+        room = self.context - len(ids)
+        if room < (asked.max_new_tokens or 1):
+            wanted = f"max_tokens: a prompt of {len(ids)} tokens and {asked.max_new_tokens or 1} more"
+            raise Refusal(400, f"{wanted} are more than the {self.context} that there is room for.", "max_tokens")
+        asked.max_new_tokens = asked.max_new_tokens or min(room, self.limit)
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        tokenizer, loop = processor._tokenizer, asyncio.get_running_loop()
+        stream = Stream(asked, self, self.manager, request_id, tokenizer, loop, queue, response_parser)
+        asked.stream = stream
+        self.manager.register_result_handler(request_id, stream.take)
+        self.manager.add_request(
+            ids, request_id, asked.max_new_tokens, streaming=asked.streamed or bool(asked.stop),
+            eos_token_id=list(asked.eos), choice=asked.choice,
+        )  # fmt: skip
+        return queue, stream
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Return the text of an answer, how long the prompt is, and the answer's tokens; see `generate_streaming`."""
+        queue, stream = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        text = ""
+        try:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, _StreamError):
+                    raise StateError(item.msg) if self.failure else Refusal(500, item.msg)
+                text += item
+        except asyncio.CancelledError:  # whoever asked has gone
+            stream.cancel()
+            raise
+        return text, len(inputs["input_ids"]), stream.tokens
+
+    def stop(self) -> None:
+        """Do nothing: the ranks stop their managers."""

@@ -1,0 +1,219 @@
+"""The app: chat and plain completions, models, and health, on transformers' own handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+
+from autotp.errors import StateError
+
+from .answers import Answers
+from .bodies import Asked, Body, Chat, Refusal, Text, read
+
+MAX_BODY, BODY_SECONDS, WATCH_SECONDS = 1 << 20, 30.0, 0.1  # bytes; seconds to send one; between looks at a client
+LOCAL = ["localhost", "127.0.0.1", "[::1]"]
+
+
+class Followed:
+    """What both handlers have of ours: one model, fields that were read before, several answers at once."""
+
+    def _validate_request(self, body: Any) -> None:
+        """Do nothing: it was read."""
+
+    def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
+        served: Answers = self.model_manager  # type: ignore[attr-defined]
+        return served.name, served.module, served.tokenizer
+
+    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = True) -> Any:
+        return body["asked"]
+
+    async def _non_streaming(
+        self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, asked: Asked, *args: Any,
+        **kwargs: Any,
+    ) -> JSONResponse:  # fmt: skip
+        """The answers of one request, which are requests of the engine each."""
+        own: Any = super()
+        each = [replace(asked, choice=asked.choice.nth(i)) for i in range(asked.n)]
+        async with asyncio.TaskGroup() as group:
+            rest = model, processor, model_id, inputs
+            calls = [own._non_streaming(f"{request_id}-{i}", *rest, x, *args, **kwargs) for i, x in enumerate(each)]
+            tasks = [group.create_task(call) for call in calls]
+        bodies = [json.loads(task.result().body) for task in tasks]
+        choices = [body["choices"][0] | {"index": i} for i, body in enumerate(bodies)]
+        for choice, one in zip(choices, each, strict=True):
+            for stop in one.stop if "message" in choice else ():  # a parser of messages has not seen it as one
+                choice["message"]["content"] = choice["message"].get("content", "").partition(stop)[0]
+            if one.choice.top is not None:
+                choice["logprobs"] = _logprobs(processor, one.stream)
+        usage = bodies[0]["usage"]
+        usage["completion_tokens"] = sum(body["usage"]["completion_tokens"] for body in bodies)
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        return JSONResponse(bodies[0] | {"id": request_id, "choices": choices, "usage": usage})
+
+
+class Chats(Followed, ChatCompletionHandler):
+    """Answers to messages."""
+
+
+class Texts(Followed, CompletionHandler):
+    """What goes on from a text."""
+
+
+def _logprobs(tokenizer: Any, stream: Any) -> dict[str, Any]:
+    """Log-probabilities of an answer's tokens, and of the likeliest in the place of each."""
+
+    def entry(token: int, value: float, **more: Any) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": value, "bytes": list(text.encode()), **more}
+
+    pairs = zip(stream.tokens, stream.output.logprobs, strict=False)
+    return {"content": [entry(x, own, top_logprobs=[entry(*y) for y in top.items()]) for x, (own, top) in pairs]}
+
+
+class Served:
+    """The routes.
+
+    Args:
+        answers: the model. key: that clients show, or empty. most: answers at once; more are told to come again.
+    """
+
+    def __init__(self, answers: Answers, key: str, most: int) -> None:
+        self.answers, self.key, self.most = answers, key, most
+        self.since = int(time.time())
+
+    def models(self, request: Request) -> JSONResponse:
+        """List the model."""
+        self._admit(request)
+        one = {"id": self.answers.name, "object": "model", "created": self.since, "owned_by": "autotp"}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    def health(self) -> JSONResponse:
+        """Tell whether requests are answered."""
+        why = self.answers.failure
+        return JSONResponse({"status": "ok"} if why is None else {"status": why}, 200 if why is None else 503)
+
+    async def answer(self, request: Request, handler: Any, kind: type[Body]) -> Any:
+        """Answer a request of either kind."""
+        self._admit(request)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "send JSON, with content-type: application/json.")
+        answers = self.answers
+        body = read(await _body(request), kind, answers.name, answers.limit)
+        asked = answers.asked(body)
+        if answers.running + body.n > self.most:
+            raise Refusal(429, f"{answers.running} answers are under way, of {self.most} at once. Come again.")
+        answers.running += body.n
+        name = f"{kind.__name__.lower()}-{uuid.uuid4().hex}"
+        try:
+            call = handler.handle_request(body.model_dump(exclude_none=True) | {"asked": asked}, name)
+            response = await _while_there(request, call)
+        except BaseException:
+            answers.running -= body.n
+            raise
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = self._ended(response.body_iterator)
+        else:
+            answers.running -= body.n
+        return response
+
+    async def _ended(self, chunks: Any) -> AsyncIterator[str]:
+        """The events of a stream, and the one that says that there are no more."""
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+            yield "data: [DONE]\n\n"
+        finally:
+            self.answers.running -= 1
+
+    def _admit(self, request: Request) -> None:
+        """Refuse who does not show the key."""
+        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key and not hmac.compare_digest(shown.encode(), self.key.encode()):
+            raise Refusal(401, "show the key of this server: Authorization: Bearer KEY.")
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request, within bounds of size and time."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY:
+                    raise Refusal(413, f"a body has at most {MAX_BODY} bytes.")
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {BODY_SECONDS:g} s.") from None
+    return bytes(body)
+
+
+async def _while_there(request: Request, call: Any) -> Any:
+    """The result of a call, which is ended where the client goes."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([task], timeout=WATCH_SECONDS))[0]:
+            if await request.is_disconnected():
+                break
+    finally:
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+    if task.cancelled():
+        raise Refusal(499, "the client has gone.")
+    try:
+        return task.result()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def _failed(request: Request, error: Any) -> JSONResponse:
+    status = getattr(error, "status", 503 if isinstance(error, StateError) else 400)
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = {"message": str(error), "type": kind, "param": getattr(error, "param", None), "code": None}
+    return JSONResponse({"error": body}, status, {"Retry-After": "1"} if status in (429, 503) else None)
+
+
+def app_of(served: Served, origins: Sequence[str], local: bool) -> FastAPI:
+    """The app.
+
+    Args:
+        served: its routes. origins: of pages whose scripts may ask. local: whether it is for this machine alone.
+    """
+    app = FastAPI(title="autotp", docs_url=None, redoc_url=None, openapi_url=None)
+    for kind in (Refusal, StateError, TemplateError):
+        app.add_exception_handler(kind, _failed)
+    if local:  # a page of another name that leads here has no business here
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
+    if origins:
+        headers = ["authorization", "content-type"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
+    answers: Any = served.answers
+    chats, texts = Chats(answers, answers), Texts(answers, answers)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Any:
+        return await served.answer(request, chats, Chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        return await served.answer(request, texts, Text)
+
+    app.get("/v1/models")(served.models)
+    app.get("/health")(served.health)
+    return app

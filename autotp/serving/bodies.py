@@ -1,0 +1,167 @@
+"""What the body of a request may say: fields that are followed, within bounds. Another one is refused by its name."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autotp.runtime.generation.per_request import SEEDS, Choice
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Refusal(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP. param: the field that is to blame.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+class Strict(BaseModel):
+    """Fields of JSON, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Part(Strict):
+    """A part of a message, which is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class Streamed(Strict):
+    """What a stream has beside its text."""
+
+    include_usage: bool = False
+
+
+class Body(Strict):
+    """What both kinds of requests may say."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: Streamed | None = None
+    n: Annotated[int, Field(ge=1, le=16)] = 1
+    max_tokens: Count | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+    @property
+    def top(self) -> int | None:
+        """Of how many tokens log-probabilities are asked for beside the chosen one's; None for none at all."""
+        return None
+
+    @property
+    def limit(self) -> int | None:
+        """New tokens at most, where the request says how many."""
+        return self.max_tokens
+
+    def choice(self, generation: Any) -> Choice:
+        """How tokens are chosen: as the body says, and where it says nothing as the folder's generation config does."""
+        own = generation if generation.do_sample else None
+        drawn = own is not None or self.top_p is not None or self.top_k is not None
+        temperature, top_k, top_p = (
+            getattr(own, name, default) or default if asked is None else asked
+            for name, asked, default in (
+                ("temperature", self.temperature, float(drawn)), ("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0)
+            )
+        )  # fmt: skip
+        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS
+        penalties = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
+        return Choice(temperature, int(top_k), top_p, seed, *penalties, self.top)
+
+
+class Text(Body):
+    """A request to go on from a text."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+
+
+class Chat(Body):
+    """A request to answer messages."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def top(self) -> int | None:
+        """See `Body`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """See `Body`."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+@dataclass
+class Asked:
+    """What one answer is to be.
+
+    Attributes:
+        choice: how its tokens are chosen. stop: strings that end it; eos: tokens that do.
+        max_new_tokens: at most; None once it has ended before it had so many.
+        streamed: whether it is sent as it comes. stream: what it came by.
+    """
+
+    choice: Choice
+    stop: tuple[str, ...]
+    eos: tuple[int, ...]
+    max_new_tokens: int | None
+    streamed: bool
+    n: int
+    stream: Any = None
+
+
+def read(raw: bytes, kind: type[Body], model: str, limit: int) -> Body:
+    """What a body says.
+
+    Args:
+        raw: the body. kind: of request. model: the one that is served. limit: of new tokens of an answer.
+
+    Raises:
+        Refusal: a field is missing, not followed or out of bounds; it has the name.
+    """
+    try:
+        body = kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(x) for x in first["loc"])
+        text = "this server does not follow it; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        raise Refusal(400, f"{name or 'the body'}: {text}.", name or None) from None
+    if body.model != model:
+        raise Refusal(404, f"model: {body.model!r} is not served; {model!r} is.", "model")
+    if (body.limit or 0) > limit:
+        raise Refusal(400, f"max_tokens: at most {limit} tokens are generated (--max-tokens).", "max_tokens")
+    for name, there in (("n", body.n > 1), ("logprobs", body.top is not None)):
+        if body.stream and there:
+            raise Refusal(400, f"{name}: not followed in a stream; ask for it without.", name)
+    return body

@@ -1,0 +1,139 @@
+"""One rank of a server: it has its part of the model and follows; the first one takes the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import uvicorn
+from transformers import AutoTokenizer, ContinuousBatchingConfig
+
+from autotp.pretrained import from_pretrained
+from autotp.runtime.generation.batch_manager import manager_of
+
+from .answers import Answers
+from .app import LOCAL, Served, app_of
+
+DRAIN_SECONDS, REPORT_SECONDS, LOOK_SECONDS = 25, 10.0, 0.2  # to end answers in; between lines; between looks
+PAGE, CPU_TOKENS, CPU_SHARE = 64, 512, 0.5  # tokens of a page; of a batch on a CPU; of its memory that all ranks take
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is served, and how.
+
+    Attributes:
+        folder: of the model. tp: number of ranks. dtype: of the weights, or None.
+        host, port: to listen on. key: that clients show, or empty. origins: of pages whose scripts may ask.
+        max_tokens: of an answer. most: answers at once. pool: tokens that are kept of all requests, or None.
+        store: a file by which the ranks meet.
+    """
+
+    folder: Path
+    tp: int
+    dtype: torch.dtype | None
+    host: str
+    port: int
+    key: str
+    origins: tuple[str, ...]
+    max_tokens: int
+    most: int
+    pool: int | None
+    store: str
+
+
+class Dropped(Queue[Any]):
+    """A queue of results that nobody reads: those of ranks but the first, and of clients that have gone."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Drop it."""
+
+
+class Server(uvicorn.Server):
+    """A server that ends by finishing what it has begun, however often it is told to."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Take nothing new."""
+        self.should_exit = True
+
+
+def run(options: Options) -> None:
+    """Serve on this rank until all are told to end; a process ends with it.
+
+    Raises:
+        AutoTPError: another rank has failed, or the folder cannot be served.
+    """
+    rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
+    tokenizer = None
+    if rank == 0:
+        tokenizer = AutoTokenizer.from_pretrained(options.folder, local_files_only=True, trust_remote_code=False)
+    batches = ContinuousBatchingConfig(page_size=PAGE, scheduler_type="fair")
+    batches.num_blocks = None if options.pool is None else -(-options.pool // PAGE)
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:  # ranks share cores, and one memory
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.tp))
+        batches.max_batch_tokens, batches.max_memory_percent = CPU_TOKENS, CPU_SHARE / options.tp
+    # A file, and no port, is what the ranks of one node meet by.
+    store: Any = dist.FileStore(options.store, options.tp)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=options.tp)
+    module: Any = from_pretrained(options.folder, options.tp, dtype=options.dtype, objective="decode")
+    with module._calls.turn("serving"), torch.no_grad():
+        manager = manager_of(module, module.generation_config, batches, None, choices=True)
+    manager.output_router.output_queue = Dropped()
+    manager.start()
+    for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others
+        signal.signal(number, lambda *_: None)
+    if rank == 0:
+        print(module.plan, flush=True)
+        name, context = options.folder.resolve().name, _context(module, manager)
+        answers = Answers(name, module, tokenizer, manager, context, options.max_tokens)
+        asyncio.run(_serve(options, answers))
+        manager.stop(timeout=DRAIN_SECONDS)
+    while manager.is_running():
+        time.sleep(LOOK_SECONDS)
+    if (error := manager.background_thread_status.fatal_error) is not None:
+        raise error
+    os._exit(0)  # the launcher reads no result by now, and would let this process wait
+
+
+async def _serve(options: Options, answers: Answers) -> None:
+    """Serve HTTP until a signal, or the end of the manager; say when it is ready, and what is done."""
+    app = app_of(Served(answers, options.key, options.most), options.origins, options.host in LOCAL)
+    config = uvicorn.Config(
+        app, options.host, options.port, log_level="error", timeout_graceful_shutdown=DRAIN_SECONDS, server_header=False
+    )
+    server = Server(config)
+    serving, said, before = asyncio.create_task(server.serve()), 0.0, 0
+    while not (await asyncio.wait([serving], timeout=LOOK_SECONDS))[0]:
+        server.should_exit = server.should_exit or answers.failure is not None
+        now = time.monotonic()
+        if server.started and not said:
+            where = f"http://{options.host}:{options.port}/v1"
+            print(
+                f"serving {answers.name} at {where} with {answers.context} tokens for a prompt and its answer",
+                flush=True,
+            )
+            said = now
+        if said and now - said >= REPORT_SECONDS:
+            if answers.tokens != before:
+                rate = (answers.tokens - before) / (now - said)
+                print(f"{rate:.1f} tokens/s, {answers.running} answers under way", flush=True)
+            said, before = now, answers.tokens
+    await serving
+
+
+def _context(module: Any, manager: Any) -> int:
+    """Tokens that a prompt and its answer may have: what the model takes, and what the pools hold."""
+    cache = manager.batch_processor.cache
+    sectors = sum(1 / (x.tokens_per_page * x.blocks_per_sector) for x in cache.cache_allocators.values())
+    room = int((cache.num_sectors - len(cache.cache_allocators)) / sectors)
+    return min(room, getattr(module.config.get_text_config(), "max_position_embeddings", None) or room)

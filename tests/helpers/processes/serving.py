@@ -1,0 +1,110 @@
+"""A server in this process, and servers that are started as a user starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from transformers import AutoTokenizer, ContinuousBatchingConfig
+
+import autotp
+from autotp.runtime.generation.batch_manager import manager_of
+from autotp.serving.answers import Answers
+from autotp.serving.app import Served, app_of
+from autotp.serving.rank import Dropped
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE = 120.0  # seconds
+
+
+def example() -> Any:
+    """The module of examples/serve_client.py."""
+    spec = importlib.util.spec_from_file_location("serve_client", ROOT / "examples" / "serve_client.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+@contextlib.contextmanager
+def here(
+    folder: Path, most: int = 64, key: str = "", origins: Sequence[str] = (), scheduler: str = "fair", blocks: int = 64
+) -> Iterator[tuple[str, Answers]]:
+    """The address of a server over one rank, which is this process, and what answers there."""
+    module: Any = autotp.from_pretrained(folder, 1, objective="decode")
+    options = ContinuousBatchingConfig(page_size=16, num_blocks=blocks, max_batch_tokens=64, scheduler_type=scheduler)
+    with torch.no_grad():
+        manager = manager_of(module, module.generation_config, options, None, choices=True)
+    manager.output_router.output_queue = Dropped()
+    manager.start()
+    answers = Answers("small", module, AutoTokenizer.from_pretrained(folder), manager, 16 * (blocks - 1), 512)
+    app, port = app_of(Served(answers, key, most), origins, True), free_port()
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{port}", answers
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        manager.stop(timeout=PATIENCE)
+
+
+def until(holds: Any) -> None:
+    """Wait until something holds, for a while."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def started(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
+    """A server of its own: its address, its process, which leads a group, and the lines that it prints."""
+    port = free_port()
+    command = [sys.executable, "-m", "autotp", "serve", str(folder), "--port", str(port), *options]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        lines: list[str] = []
+        assert process.stdout is not None
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
+        reader.start()
+        try:
+            until(lambda: process.poll() is not None or any(line.startswith("serving ") for line in [*lines]))
+            yield f"http://127.0.0.1:{port}", process, lines
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            reader.join(PATIENCE)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process numbers of a server's ranks, in their order."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid and "spawn_main" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+    return sorted(found)

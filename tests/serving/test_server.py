@@ -1,0 +1,264 @@
+"""A server over one rank in this process: right tokens for each of many clients, bounds, and clients that go away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import APIStatusError, OpenAI
+
+from autotp.runtime.generation.per_request import Choice
+from autotp.serving.answers import Answers, Cut
+from tests.helpers.processes.serving import example, here, until
+
+NEW, CLIENTS = 12, 16
+PROMPTS = ["The quick brown fox "[: 3 + i] * (1 + i % 3) for i in range(CLIENTS)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder, and the unsharded model in it."""
+    folder = tmp_path_factory.mktemp("served") / "small"
+    return folder, example().small_model(folder)
+
+
+@pytest.fixture(scope="module")
+def served(small: tuple[Path, Any]) -> Iterator[tuple[str, Answers]]:
+    with here(small[0]) as both:
+        yield both
+
+
+@pytest.fixture
+def client(served: tuple[str, Answers]) -> Iterator[OpenAI]:
+    with client_of(served[0]) as client:
+        yield client
+
+
+def client_of(address: str, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=100)
+
+
+def wanted(small: Any, answers: Answers, prompt: str, new: int = NEW) -> str:
+    """What the unsharded model generates, as text."""
+    ids = answers.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    made = small[1].generate(ids, max_new_tokens=new, do_sample=False)
+    return answers.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def raw(address: str, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON and headers of an answer to a body, which is sent as it is where it is bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=100)) as connection:
+        connection.request("POST", path, data, {"content-type": "application/json"} | headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+    return response.status, json.loads(text) if text.startswith("{") else text, dict(response.getheaders())
+
+
+def text_of(**more: Any) -> dict[str, Any]:
+    return {"model": "small", "prompt": "abc", "max_tokens": NEW} | more
+
+
+def test_many_clients_have_their_own_tokens(small, served, client):
+    answers = served[1]
+
+    def ask(i: int) -> str:
+        asked: Any = {"model": "small", "prompt": PROMPTS[i], "max_tokens": NEW}
+        if i % 2:
+            return client.completions.create(**asked).choices[0].text
+        return "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        texts = list(threads.map(ask, range(CLIENTS)))
+    whole = [wanted(small, answers, prompt) for prompt in PROMPTS]
+    streamed = [text.replace("�", "") for text in texts]  # bytes that make no character yet are kept back
+    assert [text.replace("�", "") for text in whole] == streamed and len(set(whole)) > CLIENTS // 2
+    assert answers.running == 0
+
+
+def test_a_chat_counts_and_ends(client):
+    asked: Any = {"model": "small", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": NEW}
+    plain = client.chat.completions.create(**asked)
+    text, usage = plain.choices[0].message.content or "", plain.usage
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (
+        len("user: Hello\nassistant: "),
+        NEW,
+    )
+    assert plain.choices[0].finish_reason == "length" and len(text) > 4
+    stop = text[3:5]
+    cut = client.chat.completions.create(**asked, stop=[stop, "never"])
+    assert cut.choices[0].message.content == text[: text.index(stop)] and cut.choices[0].finish_reason == "stop"
+    chunks = list(
+        client.chat.completions.create(**asked, stop=stop, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(x.choices[0].delta.content or "" for x in chunks) == text[: text.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].usage is not None
+    assert cut.usage is not None and cut.usage.completion_tokens < NEW
+
+
+def test_a_seed_gives_the_same_answers_beside_others(client):
+    asked: Any = {"model": "small", "prompt": "abc", "max_tokens": NEW, "temperature": 1.5, "top_p": 0.95, "n": 3}
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(client.completions.create, **asked, seed=seed) for seed in (7, 8, 7, 9)]
+        first, other, again, _ = ([x.text for x in call.result().choices] for call in calls)
+    assert first == again != other and len(set(first)) == 3
+
+
+def test_log_probabilities_are_the_models(small, served, client):
+    answers = served[1]
+    chat: Any = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "top_logprobs": 3}
+    choice = client.chat.completions.create(**chat, logprobs=True, temperature=0).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    ids = answers.tokenizer("user: Hi\nassistant: ", return_tensors="pt")["input_ids"]
+    made = small[1].generate(ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        scores = small[1](made).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    best = scores.max(-1).values.tolist()
+    assert [x.logprob for x in choice.logprobs.content] == pytest.approx(best, abs=1e-4)
+    assert [[len(x.top_logprobs), x.top_logprobs[0].logprob] for x in choice.logprobs.content] == [
+        [3, pytest.approx(value, abs=1e-4)] for value in best
+    ]
+
+
+BAD = [
+    ({"prompt": None}, "prompt"), ({"echo": True}, "echo"), ({"logit_bias": {"1": 2}}, "logit_bias"), ({"n": 17}, "n"),
+    ({"temperature": -1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"seed": 2**70}, "seed"),
+    ({"stop": ["a"] * 5}, "stop"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 513}, "max_tokens"),
+    ({"stream": True, "n": 2}, "n"), ({"prompt": "a" * 2000}, "max_tokens"), ({"prompt": ["a"]}, "prompt"),
+    ({"stop": ""}, "stop"), ({"n": True}, "n"),
+]  # fmt: skip
+
+
+def test_what_is_not_followed_is_refused_by_its_name(served):
+    address, answers = served
+    for more, name in BAD:
+        status, body, _ = raw(address, text_of(**more))
+        assert status == 400 and str(body["error"]["param"]).startswith(name) and name in body["error"]["message"], more
+    parts = [{"type": "image_url", "image_url": {"url": "http://localhost"}}]
+    for message in ({"role": "user", "content": parts}, {"role": "boss", "content": "a"}):
+        status, body, _ = raw(address, {"model": "small", "messages": [message]}, "/v1/chat/completions")
+        assert status == 400 and body["error"]["param"].startswith("messages.0."), body
+    assert raw(address, text_of(model="../other"))[0] == 404
+    for broken in (b"{", b"[" * 100_000, b"\xff", b"[]", b'{"model": "small", "prompt": "a", "temperature": NaN}'):
+        assert raw(address, broken)[0] == 400
+    assert raw(address, b"x" * (2 << 20))[0] == 413
+    assert raw(address, text_of(), **{"content-type": "text/plain"})[0] == 415  # what a page's script may always send
+    assert raw(address, text_of(), Host="elsewhere.example")[0] == 400
+    assert raw(address, text_of(temperature=None))[0] == 200 and answers.running == 0
+
+
+def free_of(answers: Answers) -> float:
+    return answers.manager.batch_processor.cache.compute_free_capacity()
+
+
+def test_a_client_that_goes_frees_its_pages(served):
+    address, answers = served
+    scheduler = answers.manager.batch_processor.scheduler
+    for stream in (True, False):
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=100)
+        body = json.dumps(text_of(prompt="gone", max_tokens=512, stream=stream))
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        until(lambda: scheduler.active_requests)
+        busy = dict(scheduler.active_requests)
+        assert any(len(state.generated_tokens) < 500 for state in busy.values())  # long before its end
+        connection.close()
+        until(lambda: not scheduler.active_requests and not answers.running)
+        state = next(iter(busy.values()))
+        assert state.generated_len() < 512  # it was ended, and did not end
+    answers.manager.batch_processor.cache.evict_cached_blocks()
+    answers.manager.batch_processor.cache.pool.try_to_free_sectors()
+    assert free_of(answers) == 1
+
+
+def test_more_than_there_is_room_for_come_again(small):
+    with here(small[0], most=2, key="secret", origins=["https://chat.example"]) as (address, answers):
+        key = {"Authorization": "Bearer secret"}
+        assert raw(address, text_of())[0] == raw(address, text_of(), Authorization="Bearer secrets")[0] == 401
+        with ThreadPoolExecutor(8) as threads:
+            calls = [threads.submit(raw, address, text_of(max_tokens=100), **key) for _ in range(8)]
+            statuses = [call.result()[0] for call in calls]
+        assert {*statuses} == {200, 429} and statuses.count(200) >= 2, statuses
+        assert raw(address, text_of(), **key)[0] == 200  # there is room again
+        preflight = http.client.HTTPConnection(address.removeprefix("http://"))
+        asked = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        for origin, allowed in (("https://chat.example", True), ("https://other.example", False)):
+            preflight.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **asked})
+            response = preflight.getresponse()
+            response.read()
+            assert (response.getheader("access-control-allow-origin") == origin) is allowed
+        # Where the loop has failed, clients hear of it.
+        answers.manager._handle_critical_error(ValueError("it broke"), answers.manager.batch_processor)
+        status, body, _ = raw(address, text_of(), **key)
+        assert status == 503 and "it broke" in body["error"]["message"]
+        with client_of(address, "secret") as client, pytest.raises(APIStatusError, match="it broke"):
+            client.completions.create(model="small", prompt="abc")
+
+
+def preflight(address: str, origin: str) -> bool:
+    """Whether a browser lets scripts of this origin ask: what its fetch sends first, and reads of the answer."""
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"))) as connection:
+        connection.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **asked})
+        response = connection.getresponse()
+        response.read()
+        return response.getheader("access-control-allow-origin") == origin
+
+
+def first_token(address: str) -> float:
+    """Seconds until the first token of a short prompt comes."""
+    began = time.monotonic()
+    with client_of(address) as client:
+        for _ in client.completions.create(model="small", prompt="short", max_tokens=2, stream=True):
+            return time.monotonic() - began
+    raise AssertionError
+
+
+def batches_before(small: Any, scheduler: str) -> int:
+    """Batches that run before a short prompt's first token comes, beside long prompts that were there before it."""
+    with here(small[0], scheduler=scheduler, blocks=512) as (address, answers):
+        long = [text_of(prompt=chr(97 + i) * 1500, max_tokens=1) for i in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            calls = [threads.submit(raw, address, body) for body in long]
+            until(lambda: len(answers.manager.batch_processor.scheduler.active_requests) >= 1 and answers.running == 4)
+            before = answers.manager.current_batch
+            seconds = first_token(address)
+            batches = answers.manager.current_batch - before
+            assert all(call.result()[0] == 200 for call in calls)
+    print(f"\n{scheduler}: first token after {batches} batches, {seconds:.2f} s, beside 4 prompts of 1,500 tokens")
+    return batches
+
+
+def test_long_prompts_keep_no_short_one_waiting(small):
+    assert batches_before(small, "fair") < 20 < batches_before(small, "fifo")
+
+
+def test_text_ends_before_a_stop_string():
+    for text, stops, shown in (("abcdef", ("cd",), "ab"), ("abcabd", ("abd",), "abc"), ("aXbX", ("bY", "X"), "a")):
+        for size in (1, 2, 3, 6):
+            cut, parts = Cut(stops), ""
+            for at in range(0, len(text), size):
+                parts += "" if cut.over else cut.add(text[at : at + size])
+            assert parts == shown and cut.over
+    kept = Cut(("xyz",))
+    assert (kept.add("abx"), kept.add("y"), kept.kept) == ("ab", "", "xy")
+
+
+def test_choices_follow_what_is_asked():
+    scores = torch.tensor([0.0, 1.0, 3.0, 2.9])
+    assert Choice().token(scores.clone(), []) == 2
+    assert Choice(frequency=0.2).token(scores.clone(), [2]) == Choice(presence=0.2).token(scores.clone(), [2]) == 3
+    assert {Choice(1.0, seed=s).token(scores.clone(), []) for s in range(200)} == {0, 1, 2, 3}
+    assert {Choice(1.0, top_k=2, seed=s).token(scores.clone(), []) for s in range(200)} == {2, 3}
+    assert {Choice(1.0, top_p=0.3, seed=s).token(scores.clone(), []) for s in range(200)} == {2}
+    assert {Choice(0.01, seed=s).token(scores * 10, []) for s in range(50)} == {2}

@@ -1,0 +1,89 @@
+"""`autotp serve` as a user starts it, on ranks: right tokens, an end that lets answers end, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autotp.cli import app
+from tests.helpers.processes.serving import PATIENCE, example, ranks_of, started, until
+
+from .test_server import CLIENTS, NEW, PROMPTS, client_of, raw, text_of
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder, and the unsharded model in it."""
+    folder = tmp_path_factory.mktemp("served") / "small"
+    return folder, example().small_model(folder)
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses, in hexadecimal, on which a process and its children listen."""
+    children = [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    inodes = {os.readlink(f) for each in (pid, *children) for f in Path(f"/proc/{each}/fd").iterdir() if f.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def test_ranks_answer_and_drain(small):
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    folder, model = small
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with started(folder, "--tp", "2", "--pool", "8192") as (address, process, lines):
+        assert any("tp=2" in line for line in lines) and any(line.startswith("serving small at ") for line in lines)
+        assert listeners(process.pid) == {"0100007F"}  # 127.0.0.1 alone
+
+        def ask(i: int) -> str:
+            with client_of(address) as client:
+                asked: Any = {"model": "small", "prompt": PROMPTS[i], "max_tokens": NEW, "stream": i % 2 == 0}
+                made = client.completions.create(**asked)
+                return "".join(x.choices[0].text for x in made) if i % 2 == 0 else made.choices[0].text
+
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            texts = list(threads.map(ask, range(CLIENTS)))
+        for text, prompt in zip(texts, PROMPTS, strict=True):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            own = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+            assert text.replace("�", "") == tokenizer.decode(own).replace("�", "")
+        # Ctrl-C reaches the launcher and the ranks; what is under way ends.
+        with ThreadPoolExecutor(1) as threads:
+            last = threads.submit(raw, address, text_of(max_tokens=200))
+            time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)
+            status, body, _ = last.result()
+        assert status == 200 and body["usage"]["completion_tokens"] == 200
+        assert process.wait(PATIENCE) == 0 and not ranks_of(process)
+
+
+def test_a_rank_that_dies_is_named_and_a_restart_serves(small):
+    for _ in range(2):  # as a supervisor starts it again
+        with started(small[0], "--tp", "2", "--pool", "8192") as (address, process, lines):
+            assert raw(address, text_of())[0] == 200
+            with ThreadPoolExecutor(1) as threads:
+                last = threads.submit(raw, address, text_of(max_tokens=1000))
+                time.sleep(0.2)
+                os.kill(ranks_of(process)[1], signal.SIGKILL)
+                assert last.result()[0] == 503
+            assert process.wait(PATIENCE) not in (0, None)
+        until(lambda: lines)
+        assert any("rank 1 of 2 ended by SIGKILL" in line for line in lines), lines[-5:]
+
+
+BAD = [("--dp", "2"), ("--host", "192.0.2.1"), ("--dtype", "int8"), ("--pool", "0")]
+
+
+@pytest.mark.parametrize("more", BAD, ids=" ".join)
+def test_what_cannot_be_served_is_said_at_once(more, tmp_path):
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), *more])
+    assert done.exit_code == 2 and done.stderr.startswith("autotp: error: ") and more[0] in done.stderr
