@@ -61,7 +61,7 @@ class SteeringOptions:
 
     Attributes:
         cluster: A preset, or a .json or .toml file. Default: h100.
-        objective: training, prefill or decode.
+        objective: training, prefill or decode; of plan and sweep also serve.
         optimizer: Whose states count in the memory of training.
         memory: What a rank may hold, such as 80GB.
         pin: PARAMETER=shard:0 or PARAMETER=replicate, such as '*.up_proj.weight=shard:0'. Repeatable.

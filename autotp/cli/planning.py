@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from autotp.errors import InputError, PlanError
 from autotp.plans.show.document import over, report
 from autotp.plans.show.terminal import Sheet
 
+from .capacity import SERVE, ServingOptions, capacity
 from .command import FINE, NO
 from .flags import DegreeOptions, ModelOptions, SteeringOptions, config_path, is_plan, read_degrees, writable
 from .screen import Screen
@@ -18,11 +20,13 @@ from .screen import Screen
 if TYPE_CHECKING:
     from .models import LoadedModel
 
+DEGREES = [1, 2, 4, 8]  # that are compared for serving, where none are asked for
+
 
 def plan(
     model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen,
-    full: bool = False, save: Path | None = None, html: Path | None = None, svg: Path | None = None,
-    trace: Path | None = None,
+    serving: ServingOptions, full: bool = False, save: Path | None = None, html: Path | None = None,
+    svg: Path | None = None, trace: Path | None = None,
 ) -> int:  # fmt: skip
     """Find the cheapest legal placement, or show a saved plan.
 
@@ -36,6 +40,9 @@ def plan(
         trace: Write the timeline of a layer for Perfetto, as JSON.
     """
     writable(save, html, svg, trace)
+    if steering.objective == SERVE:
+        degrees = DEGREES if degree.tp in (None, "auto") else read_degrees(str(degree.tp))
+        return capacity(partial(loaded, model, screen=screen), sizes, degrees, steering, serving, screen)
     result = saved(model, sizes, degree, steering)
     if result is None:
         source = loaded(model, sizes, steering, screen)
@@ -52,8 +59,8 @@ def plan(
 
 
 def sweep(
-    model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, tp: str | None = None,
-    devices: int | None = None, global_batch: int | None = None, plot: Path | None = None,
+    model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, serving: ServingOptions,
+    tp: str | None = None, devices: int | None = None, global_batch: int | None = None, plot: Path | None = None,
 ) -> int:  # fmt: skip
     """Plan for several degrees and compare them, or all meshes of so many devices.
 
@@ -66,6 +73,9 @@ def sweep(
         plot: Draw time, memory and exposed communication as SVG, with and without sequence parallelism; or meshes.
     """
     writable(plot)
+    if steering.objective == SERVE and devices is None:
+        degrees = read_degrees(tp) if tp else DEGREES
+        return capacity(partial(loaded, model, screen=screen), sizes, degrees, steering, serving, screen)
     if devices is not None:
         return _meshes(loaded(model, sizes, steering, screen), steering, screen, tp, devices, global_batch, plot)
     if global_batch is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.distributed.tensor import Shard
+from transformers import LlamaConfig
 
 import autotp
 from autotp.cli.screen import Screen
@@ -271,6 +272,22 @@ def test_calibrate_refuses_before_it_measures(run, monkeypatch):
     monkeypatch.setattr(autotp, "calibrate", lambda **given: pytest.fail("it measured"))
     done = run("calibrate", "--out", "here.yaml")
     assert done.exit_code == 2 and "here.yaml must end in .json or .toml" in done.stderr
+
+
+def test_a_plan_for_serving_says_what_fits(run, tmp_path):
+    """The pool is what a device has beside weights; half the context is twice the sequences; on two ranks twice the
+    tokens."""
+    sizes: Any = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    asked = ["--objective", "serve", "--context", 16, "--concurrent", 4, "--tp", "1,2", "--json"]
+    found = json.loads(run("plan", tmp_path, *asked).stdout)
+    one, two = found["rows"]
+    assert found["holds"] == 1 and one["sequences"]["8"] == one["tokens"] // 8
+    assert 1.9 < two["tokens"] / one["tokens"] < 2.1 and one["tokens_per_second"] > 0 < two["first_token_s"]
+    none = run("sweep", tmp_path, *asked[:6], "--tp", 1, "--memory", "1KB")
+    assert none.exit_code == 1 and "no degree holds them all" in none.stdout
+    bare = run("plan", SMALL, *asked[:6], "--tp", 1)
+    assert bare.exit_code == 2 and "keeps nothing" in bare.stderr
 
 
 def test_help_and_version(run):
