@@ -43,11 +43,11 @@ def capacity(
     """
     swept: dict[str, autotp.Sweep] = {}
     for objective, batch in (("decode", serving.concurrent), ("prefill", 1)):
-        asked = replace(steering, objective=objective)
-        source = load(replace(sizes, batch=batch, seq=serving.context), asked)
+        purpose = replace(steering, objective=objective)
+        source = load(replace(sizes, batch=batch, seq=serving.context), purpose)
         with screen.working(f"planning {type(source.model).__name__} for {objective}"):
             swept[objective] = autotp.sweep(
-                source.model, tps=list(degrees), example_inputs=source.inputs, **asked.arguments()
+                source.model, tps=list(degrees), example_inputs=source.inputs, **purpose.arguments()
             )
     decode, prefill = swept["decode"], swept["prefill"]
     rows = [_row(decode.limit, decode.plans[tp], prefill.plans[tp], serving) for tp in degrees]
@@ -65,7 +65,7 @@ def capacity(
 
 
 def _row(limit: float, decode: autotp.Plan, prefill: autotp.Plan, serving: ServingOptions) -> dict[str, Any]:
-    """What one degree comes to: what is left of a device beside weights and the larger working set is the pool."""
+    """Figures of one degree: the pool is what a device has beside weights and the larger working set."""
     m = decode.memory
     pool = limit - m.parameters - m.buffers - max(m.working, prefill.memory.working)
     pool -= serving.concurrent * m.cache_sequence

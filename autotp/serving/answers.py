@@ -17,7 +17,7 @@ from transformers.cli.serving.utils import (
 
 from autotp.errors import StateError
 
-from .bodies import Asked, Body, Chat, Refusal
+from .bodies import Body, Chat, Refusal, Terms
 
 
 class Cut:
@@ -28,16 +28,16 @@ class Cut:
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops, self.kept, self.over = stops, "", False
+        self.stops, self.rest, self.over = stops, "", False
 
     def add(self, text: str) -> str:
         """Return what is surely no part of a stop string, after this text has come."""
-        text = self.kept + text
+        text = self.rest + text
         ends = [at for at in map(text.find, self.stops) if at >= 0]
         self.over = bool(ends)
         begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         at = min(ends) if ends else len(text) - max(begun, default=0)
-        self.kept = "" if ends else text[at:]
+        self.rest = "" if ends else text[at:]
         return text[:at]
 
 
@@ -51,14 +51,16 @@ class Stream(CBStreamer):
     output: Any = None
     over = False
 
-    def __init__(self, asked: Asked, answers: Answers, *args: Any) -> None:
+    def __init__(self, terms: Terms, answers: Answers, *args: Any) -> None:
         super().__init__(*args)
-        self.asked, self.answers, self.cut = asked, answers, Cut(asked.stop)
+        self.terms, self.answers, self.cut = terms, answers, Cut(terms.stop)
 
     def take(self, output: Any) -> None:
         """Take what the engine sends, on the loop of the server."""
+        # What the engine had sent on its way when the answer was cut.
         if self.over:
             return
+        # A request that failed has no text; its reason stands in JSON that a handler writes as it is.
         if output.error is not None:
             self.over = True
             self._queue.put_nowait(_StreamError(json.dumps(output.error)[1:-1]))
@@ -71,13 +73,15 @@ class Stream(CBStreamer):
             self._say(self.cut.add(self._decode_stream.step(self._tokenizer, token) or ""))
             if self.cut.over:
                 break
+        # Without this the engine would go on with what nobody reads.
         if self.cut.over and not output.is_finished():
             self.cancel()
         if self.cut.over or output.is_finished():
             self.over = True
-            self._say(self.cut.kept)
-            if self.cut.over or output.generated_tokens[-1] in self.asked.eos:
-                self.asked.max_new_tokens = None  # by which the handler says why it ended
+            self._say(self.cut.rest)
+            # By the limit the handler tells why it ended: one that ended at its last token by itself was not cut off.
+            if self.cut.over or output.generated_tokens[-1] in self.terms.eos:
+                self.terms.max_new_tokens = None
             self.end()
 
     @property
@@ -86,10 +90,11 @@ class Stream(CBStreamer):
         return self.output.generated_tokens[: self.total_tokens]
 
     def _say(self, text: str) -> None:
-        items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text) if text else [])
-        for item in items:
-            if item:
-                self._queue.put_nowait(item)
+        items: list[Any] = [text]
+        if self._parser is not None:
+            items = response_events_to_chunks(self._parser.feed(text))
+        for item in filter(None, items):
+            self._queue.put_nowait(item)
 
 
 class Answers(BaseGenerateManager):
@@ -124,12 +129,12 @@ class Answers(BaseGenerateManager):
 
     @property
     def failure(self) -> str | None:
-        """Why nothing is answered any more."""
+        """Reason that nothing is answered any more; None while it is."""
         status = self.manager.background_thread_status
         return status.fatal_error and str(status.fatal_error) or status.can_accept_new_requests()
 
-    def asked(self, body: Body) -> Asked:
-        """What each answer to a request is to be.
+    def terms(self, body: Body) -> Terms:
+        """Read what each answer to a request is to be.
 
         Raises:
             Refusal: this model cannot do it.
@@ -142,32 +147,36 @@ class Answers(BaseGenerateManager):
             raise Refusal(400, "tools: not followed, for this model's chat template has none.", "tools")
         generation, stop = self.module.generation_config, body.stop or []
         eos = generation.eos_token_id
-        ends = eos if isinstance(eos, list) else [x for x in [eos] if x is not None]
+        ends = (eos,) if isinstance(eos, int) else tuple(eos or ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Asked(body.choice(generation), stops, tuple(ends), body.limit, bool(body.stream), body.n)
+        return Terms(body.choice(generation), stops, ends, body.limit, bool(body.stream), body.n)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Stream]:
         """Begin an answer; what it says comes in the queue.
 
+        Args:
+            model, processor: of the folder. inputs: with the prompt's tokens. gen_config: the `Terms`.
+            request_id: its name. response_parser: of messages, or None.
+
         Raises:
             Refusal: it is too long. StateError: nothing is answered any more.
         """
-        ids, asked = inputs["input_ids"], gen_config  # an `Asked`, in the place that the handlers have for it
+        ids, terms = inputs["input_ids"], gen_config  # `Terms`, in the place that the handlers have for it
         room = self.context - len(ids)
-        if room < (asked.max_new_tokens or 1):
-            wanted = f"max_tokens: a prompt of {len(ids)} tokens and {asked.max_new_tokens or 1} more"
-            raise Refusal(400, f"{wanted} are more than the {self.context} that there is room for.", "max_tokens")
-        asked.max_new_tokens = asked.max_new_tokens or min(room, self.limit)
+        if room < (terms.max_new_tokens or 1):
+            need = f"max_tokens: a prompt of {len(ids)} tokens and {terms.max_new_tokens or 1} more"
+            raise Refusal(400, f"{need} are more than the {self.context} that there is room for.", "max_tokens")
+        terms.max_new_tokens = terms.max_new_tokens or min(room, self.limit)
         queue: asyncio.Queue[Any] = asyncio.Queue()
         tokenizer, loop = processor._tokenizer, asyncio.get_running_loop()
-        stream = Stream(asked, self, self.manager, request_id, tokenizer, loop, queue, response_parser)
-        asked.stream = stream
+        stream = Stream(terms, self, self.manager, request_id, tokenizer, loop, queue, response_parser)
+        terms.stream = stream
         self.manager.register_result_handler(request_id, stream.take)
         self.manager.add_request(
-            ids, request_id, asked.max_new_tokens, streaming=asked.streamed or bool(asked.stop),
-            eos_token_id=list(asked.eos), choice=asked.choice,
+            ids, request_id, terms.max_new_tokens, streaming=terms.streamed or bool(terms.stop),
+            eos_token_id=list(terms.eos), choice=terms.choice,
         )  # fmt: skip
         return queue, stream
 
@@ -182,7 +191,7 @@ class Answers(BaseGenerateManager):
                 if isinstance(item, _StreamError):
                     raise StateError(item.msg) if self.failure else Refusal(500, item.msg)
                 text += item
-        except asyncio.CancelledError:  # whoever asked has gone
+        except asyncio.CancelledError:  # the client has gone
             stream.cancel()
             raise
         return text, len(inputs["input_ids"]), stream.tokens

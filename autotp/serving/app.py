@@ -23,14 +23,14 @@ from transformers.cli.serving.completion import CompletionHandler
 from autotp.errors import StateError
 
 from .answers import Answers
-from .bodies import Asked, Body, Chat, Refusal, Text, read
+from .bodies import Body, Chat, Refusal, Terms, Text, read
 
 MAX_BODY, BODY_SECONDS, WATCH_SECONDS = 1 << 20, 30.0, 0.1  # bytes; seconds to send one; between looks at a client
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 
 
 class Followed:
-    """What both handlers have of ours: one model, fields that were read before, several answers at once."""
+    """Parts of both handlers that are ours: one model, fields that were read before, several answers at once."""
 
     def _validate_request(self, body: Any) -> None:
         """Do nothing: it was read."""
@@ -40,15 +40,15 @@ class Followed:
         return served.name, served.module, served.tokenizer
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = True) -> Any:
-        return body["asked"]
+        return body["terms"]
 
     async def _non_streaming(
-        self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, asked: Asked, *args: Any,
+        self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, terms: Terms, *args: Any,
         **kwargs: Any,
     ) -> JSONResponse:  # fmt: skip
         """The answers of one request, which are requests of the engine each."""
         own: Any = super()
-        each = [replace(asked, choice=asked.choice.nth(i)) for i in range(asked.n)]
+        each = [replace(terms, choice=terms.choice.nth(i)) for i in range(terms.n)]
         async with asyncio.TaskGroup() as group:
             rest = model, processor, model_id, inputs
             calls = [own._non_streaming(f"{request_id}-{i}", *rest, x, *args, **kwargs) for i, x in enumerate(each)]
@@ -71,7 +71,7 @@ class Chats(Followed, ChatCompletionHandler):
 
 
 class Texts(Followed, CompletionHandler):
-    """What goes on from a text."""
+    """Continuations of a text."""
 
 
 def _logprobs(tokenizer: Any, stream: Any) -> dict[str, Any]:
@@ -81,8 +81,10 @@ def _logprobs(tokenizer: Any, stream: Any) -> dict[str, Any]:
         text = tokenizer.decode([token])
         return {"token": text, "logprob": value, "bytes": list(text.encode()), **more}
 
-    pairs = zip(stream.tokens, stream.output.logprobs, strict=False)
-    return {"content": [entry(x, own, top_logprobs=[entry(*y) for y in top.items()]) for x, (own, top) in pairs]}
+    content = []
+    for token, (own, likeliest) in zip(stream.tokens, stream.output.logprobs, strict=False):
+        content.append(entry(token, own, top_logprobs=[entry(*pair) for pair in likeliest.items()]))
+    return {"content": content}
 
 
 class Served:
@@ -105,7 +107,7 @@ class Served:
     def health(self) -> JSONResponse:
         """Tell whether requests are answered."""
         why = self.answers.failure
-        return JSONResponse({"status": "ok"} if why is None else {"status": why}, 200 if why is None else 503)
+        return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
     async def answer(self, request: Request, handler: Any, kind: type[Body]) -> Any:
         """Answer a request of either kind."""
@@ -114,13 +116,13 @@ class Served:
             raise Refusal(415, "send JSON, with content-type: application/json.")
         answers = self.answers
         body = read(await _body(request), kind, answers.name, answers.limit)
-        asked = answers.asked(body)
+        terms = answers.terms(body)
         if answers.running + body.n > self.most:
             raise Refusal(429, f"{answers.running} answers are under way, of {self.most} at once. Come again.")
         answers.running += body.n
         name = f"{kind.__name__.lower()}-{uuid.uuid4().hex}"
         try:
-            call = handler.handle_request(body.model_dump(exclude_none=True) | {"asked": asked}, name)
+            call = handler.handle_request(body.model_dump(exclude_none=True) | {"terms": terms}, name)
             response = await _while_there(request, call)
         except BaseException:
             answers.running -= body.n
@@ -143,8 +145,8 @@ class Served:
 
     def _admit(self, request: Request) -> None:
         """Refuse who does not show the key."""
-        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key and not hmac.compare_digest(shown.encode(), self.key.encode()):
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key and not hmac.compare_digest(key.encode(), self.key.encode()):
             raise Refusal(401, "show the key of this server: Authorization: Bearer KEY.")
 
 

@@ -1,4 +1,4 @@
-"""What the body of a request may say: fields that are followed, within bounds. Another one is refused by its name."""
+"""Bodies of requests: fields that are followed, within bounds. Another one is refused by its name."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Message(Strict):
 
 
 class Streamed(Strict):
-    """What a stream has beside its text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class Body(Strict):
-    """What both kinds of requests may say."""
+    """Fields of both kinds of requests."""
 
     model: str
     stream: bool | None = None
@@ -73,7 +73,7 @@ class Body(Strict):
 
     @property
     def top(self) -> int | None:
-        """Of how many tokens log-probabilities are asked for beside the chosen one's; None for none at all."""
+        """Return of how many tokens log-probabilities are asked for beside the chosen one's; None for none at all."""
         return None
 
     @property
@@ -82,13 +82,13 @@ class Body(Strict):
         return self.max_tokens
 
     def choice(self, generation: Any) -> Choice:
-        """How tokens are chosen: as the body says, and where it says nothing as the folder's generation config does."""
+        """Return how tokens are chosen: as the body says, else as the folder's generation config does."""
         own = generation if generation.do_sample else None
-        drawn = own is not None or self.top_p is not None or self.top_k is not None
+        sampling = own is not None or self.top_p is not None or self.top_k is not None
         temperature, top_k, top_p = (
-            getattr(own, name, default) or default if asked is None else asked
-            for name, asked, default in (
-                ("temperature", self.temperature, float(drawn)), ("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0)
+            getattr(own, name, default) or default if value is None else value
+            for name, value, default in (
+                ("temperature", self.temperature, float(sampling)), ("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0)
             )
         )  # fmt: skip
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS
@@ -123,8 +123,8 @@ class Chat(Body):
 
 
 @dataclass
-class Asked:
-    """What one answer is to be.
+class Terms:
+    """Terms of one answer.
 
     Attributes:
         choice: how its tokens are chosen. stop: strings that end it; eos: tokens that do.
@@ -142,7 +142,7 @@ class Asked:
 
 
 def read(raw: bytes, kind: type[Body], model: str, limit: int) -> Body:
-    """What a body says.
+    """Read a body.
 
     Args:
         raw: the body. kind: of request. model: the one that is served. limit: of new tokens of an answer.

@@ -28,7 +28,7 @@ PAGE, CPU_TOKENS, CPU_SHARE = 64, 512, 0.5  # tokens of a page; of a batch on a 
 
 @dataclass(frozen=True)
 class Options:
-    """What is served, and how.
+    """Options of a server.
 
     Attributes:
         folder: of the model. tp: number of ranks. dtype: of the weights, or None.
@@ -112,22 +112,22 @@ async def _serve(options: Options, answers: Answers) -> None:
         app, options.host, options.port, log_level="error", timeout_graceful_shutdown=DRAIN_SECONDS, server_header=False
     )
     server = Server(config)
-    serving, said, before = asyncio.create_task(server.serve()), 0.0, 0
+    serving, last, before = asyncio.create_task(server.serve()), 0.0, 0
     while not (await asyncio.wait([serving], timeout=LOOK_SECONDS))[0]:
         server.should_exit = server.should_exit or answers.failure is not None
         now = time.monotonic()
-        if server.started and not said:
+        if server.started and not last:
             where = f"http://{options.host}:{options.port}/v1"
             print(
                 f"serving {answers.name} at {where} with {answers.context} tokens for a prompt and its answer",
                 flush=True,
             )
-            said = now
-        if said and now - said >= REPORT_SECONDS:
+            last = now
+        if last and now - last >= REPORT_SECONDS:
             if answers.tokens != before:
-                rate = (answers.tokens - before) / (now - said)
+                rate = (answers.tokens - before) / (now - last)
                 print(f"{rate:.1f} tokens/s, {answers.running} answers under way", flush=True)
-            said, before = now, answers.tokens
+            last, before = now, answers.tokens
     await serving
 
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 import typer
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import autotp
 from autotp.cli import app
@@ -209,8 +210,9 @@ def branch_fails() -> bool:
     return raises(lambda: autotp.plan(Branch(4, 4), 2, example_inputs=torch.ones(2, 4)))
 
 
-def no_server() -> bool:
-    return "serve" not in {each.callback.__name__ for each in app.registered_commands if each.callback}
+def no_dp_served() -> bool:
+    done = CliRunner().invoke(app, ["serve", "folder", "--dp", "2"])
+    return done.exit_code == 2 and "one group of tp ranks" in done.stderr
 
 
 def decoder() -> tuple[Any, Tensor]:
@@ -238,7 +240,7 @@ GRADIENTS = f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_r
 REFUSALS = f"{INTEROP}/test_refusals.py::test_each_has_a_sentence_of_its_own"
 # A few words of each item -> whether it is still so; or the test that says so; None for amounts, and what takes a GPU.
 STILL: dict[str, Callable[[], bool] | str | None] = {
-    "runs over tp alone, and has no server yet": no_server,
+    "run over tp alone": no_dp_served,
     "weights or activations cannot be captured": branch_fails,
     "its times are predictions": None,
     "`torch.compile(sharded)` does not work": REFUSALS,

@@ -17,10 +17,7 @@ from openai import APIStatusError, OpenAI
 
 from autotp.runtime.generation.per_request import Choice
 from autotp.serving.answers import Answers, Cut
-from tests.helpers.processes.serving import example, here, until
-
-NEW, CLIENTS = 12, 16
-PROMPTS = ["The quick brown fox "[: 3 + i] * (1 + i % 3) for i in range(CLIENTS)]
+from tests.helpers.processes.serving import CLIENTS, NEW, PROMPTS, client_of, example, here, raw, text_of, until
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +39,11 @@ def client(served: tuple[str, Answers]) -> Iterator[OpenAI]:
         yield client
 
 
-def client_of(address: str, key: str = "none") -> OpenAI:
-    return OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=100)
-
-
 def wanted(small: Any, answers: Answers, prompt: str, new: int = NEW) -> str:
     """What the unsharded model generates, as text."""
     ids = answers.tokenizer(prompt, return_tensors="pt")["input_ids"]
     made = small[1].generate(ids, max_new_tokens=new, do_sample=False)
     return answers.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-
-
-def raw(address: str, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, dict[str, str]]:
-    """Status, JSON and headers of an answer to a body, which is sent as it is where it is bytes."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=100)) as connection:
-        connection.request("POST", path, data, {"content-type": "application/json"} | headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-    return response.status, json.loads(text) if text.startswith("{") else text, dict(response.getheaders())
-
-
-def text_of(**more: Any) -> dict[str, Any]:
-    return {"model": "small", "prompt": "abc", "max_tokens": NEW} | more
 
 
 def test_many_clients_have_their_own_tokens(small, served, client):
@@ -251,7 +230,7 @@ def test_text_ends_before_a_stop_string():
                 parts += "" if cut.over else cut.add(text[at : at + size])
             assert parts == shown and cut.over
     kept = Cut(("xyz",))
-    assert (kept.add("abx"), kept.add("y"), kept.kept) == ("ab", "", "xy")
+    assert (kept.add("abx"), kept.add("y"), kept.rest) == ("ab", "", "xy")
 
 
 def test_choices_follow_what_is_asked():

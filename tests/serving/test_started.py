@@ -13,9 +13,19 @@ import pytest
 from typer.testing import CliRunner
 
 from autotp.cli import app
-from tests.helpers.processes.serving import PATIENCE, example, ranks_of, started, until
-
-from .test_server import CLIENTS, NEW, PROMPTS, client_of, raw, text_of
+from tests.helpers.processes.serving import (
+    CLIENTS,
+    NEW,
+    PATIENCE,
+    PROMPTS,
+    client_of,
+    example,
+    ranks_of,
+    raw,
+    started,
+    text_of,
+    until,
+)  # fmt: skip
 
 pytestmark = pytest.mark.ranks
 

@@ -33,7 +33,7 @@ from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
 from .paged import SIDES, RankPages, example, name_of
-from .per_request import Chosen, Fair
+from .per_request import Choices, Fair
 
 AXES = "continuous batching runs over tp alone: this module has {axes}. Compile it without, or take generate()."
 OPTION = "{name}={value!r}: continuous batching would not follow it. Leave it out, or take sharded.generate(...)."
@@ -109,7 +109,7 @@ class Manager(engine.ContinuousBatchingManager):
     def __init__(self, module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> None:
         super().__init__(module, generation, options, hints)
         if choices:
-            self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Chosen()]))
+            self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Choices()]))
             self.logit_processor.tensors_required = 1
         self.distributed_helper = Followers(module)
         self.is_tp_driver = self.distributed_helper.is_tp_driver
@@ -147,6 +147,10 @@ class Manager(engine.ContinuousBatchingManager):
         *args: Any, **kwargs: Any,
     ) -> str | None:  # fmt: skip
         """Add a request; see the engine's own. On ranks but the first it does nothing.
+
+        Args:
+            input_ids: tokens of the prompt. request_id: its name. max_new_tokens: at most.
+            args, kwargs: as the engine has them.
 
         Raises:
             InputError: it has no end, or no tokens. StateError: the manager has stopped.
@@ -232,11 +236,11 @@ def _states(module: Any, config: Any) -> dict[str, torch.Size]:
     every = {
         name_of(i, side): getattr(x, side, None) for i, x in enumerate(getattr(cache, "layers", ())) for side in SIDES
     }
-    kept = {name: x.shape for name, x in every.items() if isinstance(x, torch.Tensor) and x.ndim == DIMENSIONS}
-    if len(kept) != len(SIDES) * config.num_hidden_layers:
-        count = len(kept) // len(SIDES)
+    shapes = {name: x.shape for name, x in every.items() if isinstance(x, torch.Tensor) and x.ndim == DIMENSIONS}
+    if len(shapes) != len(SIDES) * config.num_hidden_layers:
+        count = len(shapes) // len(SIDES)
         raise StateError(UNKEPT.format(model=module._calls.name, count=count, layers=config.num_hidden_layers))
-    return kept
+    return shapes
 
 
 def manager_of(module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> Manager:

@@ -123,11 +123,11 @@ class RankPages(PagedAttentionCache):
         """Copy blocks of a request for another that goes on from it."""
         for name, (source, target) in copy_src_and_dst.items():
             allocator: Any = self.cache_allocators[name]
-            layers = [self.carrier.layers[i] for i in allocator.layer_indices] if source else ()
-            for pool in (pool for layer in layers for pool in (layer.keys, layer.values)):
-                if pool.stride(2):  # else it stands for the part of a rank that has no head
-                    pages = pool.unflatten(2, (-1, allocator.tokens_per_page))
-                    pages[:, :, target] = pages[:, :, source]
+            for i in allocator.layer_indices if source else ():
+                for pool in (self.carrier.layers[i].keys, self.carrier.layers[i].values):
+                    if pool.stride(2):  # else it stands for the part of a rank that has no head
+                        pages = pool.unflatten(2, (-1, allocator.tokens_per_page))
+                        pages[:, :, target] = pages[:, :, source]
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a forward for those of one batch.
@@ -151,9 +151,9 @@ class RankPages(PagedAttentionCache):
         masks = batch["attention_mask"]
         masks = masks if isinstance(masks, Mapping) else {next(iter(self.cache_allocators)): masks}
         indices = zip(self.cache_allocators.values(), batch["read_index"], batch["write_index"], strict=True)
-        found = [_places(x, read, write, masks[x.layer_type], one) for x, read, write in indices]
+        places = [_places(x, read, write, masks[x.layer_type], one) for x, read, write in indices]
         carrier = self.carrier
-        carrier.reads, carrier.writes, carrier.news, own = (list(each) for each in zip(*found, strict=True))
+        carrier.reads, carrier.writes, carrier.news, own = (list(each) for each in zip(*places, strict=True))
         # Always in one order; a mask by kind of layer where there are several.
         mask = dict(zip(self.cache_allocators, own, strict=True)) if len(own) > 1 else own[0]
         return {**keywords, "attention_mask": mask, "past_key_values": carrier, "use_cache": True}

@@ -1,4 +1,4 @@
-"""What continuous batching does for each request by itself: how its tokens are chosen, and when its prompt is read."""
+"""Requests of continuous batching, each by itself: how its tokens are chosen, and when its prompt is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS, STRIDE, APART = 2**63, 1_000_003, 998_244_353_000_003
 
 @dataclass(frozen=True)
 class Choice:
-    """How the tokens of one request are chosen.
+    """Choice of the tokens of one request.
 
     Attributes:
         temperature: 0 for the likeliest token. top_k, top_p: how many tokens, and how much of the probability, are
@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
+        """Return whether the likeliest token is all that is asked for."""
         return not (self.temperature or self.presence or self.frequency) and self.top is None
 
     def nth(self, i: int) -> Choice:
@@ -66,7 +66,7 @@ class Choice:
         return int(torch.multinomial(scores[0].softmax(-1), 1, generator=draw))
 
 
-class Chosen(ContinuousBatchingLogitsProcessor):
+class Choices(ContinuousBatchingLogitsProcessor):
     """The engine's processor by which each request has its own `Choice`; what is chosen alone keeps its score.
 
     Log-probabilities, of the model itself, are kept as the request's own: (chosen, {token: of the likeliest}).
@@ -110,10 +110,10 @@ class Fair(FIFOScheduler):
     def _process_candidates(self, candidates: list[Any], *budgets: Any, **more: Any) -> Any:
         self.turns += 1
         if self.turns % 2:
-            candidates = sorted(candidates, key=_left)
+            candidates = sorted(candidates, key=_unread)
         return super()._process_candidates(candidates, *budgets, **more)
 
 
-def _left(state: Any) -> int:
+def _unread(state: Any) -> int:
     """Tokens of a prompt that are not read yet; 0 for a request that generates."""
     return 0 if state.status == RequestStatus.DECODING else len(state.remaining_prefill_tokens)

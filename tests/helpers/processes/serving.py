@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from openai import OpenAI
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
 import autotp
@@ -28,6 +31,8 @@ from autotp.serving.rank import Dropped
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 120.0  # seconds
+NEW, CLIENTS = 12, 16
+PROMPTS = ["The quick brown fox "[: 3 + i] * (1 + i % 3) for i in range(CLIENTS)]
 
 
 def example() -> Any:
@@ -108,3 +113,21 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
             if parent == process.pid and "spawn_main" in (entry / "cmdline").read_text():
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def client_of(address: str, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=100)
+
+
+def raw(address: str, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON and headers of an answer to a body, which is sent as it is where it is bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=100)) as connection:
+        connection.request("POST", path, data, {"content-type": "application/json"} | headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+    return response.status, json.loads(text) if text.startswith("{") else text, dict(response.getheaders())
+
+
+def text_of(**more: Any) -> dict[str, Any]:
+    return {"model": "small", "prompt": "abc", "max_tokens": NEW} | more

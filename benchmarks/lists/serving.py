@@ -1,4 +1,4 @@
-"""What serving costs on local gloo ranks: `python -m benchmarks.serve [--write]`.
+"""What serving costs on local gloo ranks: `python -m benchmarks.lists.serving [--write]`.
 
 Two processes of one thread each hold the Llama of `benchmarks.decode`, unsharded on the first, under transformers'
 `tp_plan`, and sharded by autotp, and answer requests by transformers' engine of continuous batching: sixteen at once,
@@ -241,7 +241,7 @@ load average {made["load"]} before.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lists.serving", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds (default {ROUNDS})")
     given = parser.parse_args(arguments)
