@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import (
@@ -62,7 +63,7 @@ class Stream(CBStreamer):
             return
         # A request that failed has no text; its reason stands in JSON that a handler writes as it is.
         if output.error is not None:
-            self.over = True
+            self._leave()
             self._queue.put_nowait(_StreamError(json.dumps(output.error)[1:-1]))
             return
         new = output.generated_tokens[self._prev_len :]
@@ -73,16 +74,24 @@ class Stream(CBStreamer):
             self._say(self.cut.add(self._decode_stream.step(self._tokenizer, token) or ""))
             if self.cut.over:
                 break
-        # Without this the engine would go on with what nobody reads.
-        if self.cut.over and not output.is_finished():
-            self.cancel()
         if self.cut.over or output.is_finished():
-            self.over = True
+            (self._leave if output.is_finished() else self.cancel)()
             self._say(self.cut.rest)
             # By the limit the handler tells why it ended: one that ended at its last token by itself was not cut off.
             if self.cut.over or output.generated_tokens[-1] in self.terms.eos:
                 self.terms.max_new_tokens = None
             self.end()
+
+    def cancel(self) -> None:
+        """End the answer; the engine, where it is not at its end, leaves it before the next batch."""
+        super().cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Count as over, once, and take nothing more: of a request that is cancelled the engine says nothing."""
+        if not self.over:
+            self.over, self.answers.running = True, self.answers.running - 1
+            self._cb.output_router.result_handlers.pop(self._request_id, None)
 
     @property
     def tokens(self) -> list[int]:
@@ -97,23 +106,26 @@ class Stream(CBStreamer):
             self._queue.put_nowait(item)
 
 
+@dataclass(eq=False)
 class Answers(BaseGenerateManager):
     """The one model that is served, in all the parts that the handlers of transformers ask for.
 
-    Args:
+    Attributes:
         name: of the model. module: the sharded module. tokenizer: of its folder. manager: of its requests.
         context: tokens that a prompt and its answer may have together. limit: tokens of an answer.
-
-    Attributes:
+        most: answers at once; more are told to come again.
         tokens: generated so far. running: answers that are not over.
     """
 
-    _compile = False
-
-    def __init__(self, name: str, module: Any, tokenizer: Any, manager: Any, context: int, limit: int) -> None:
-        self.name, self.module, self.tokenizer, self.manager = name, module, tokenizer, manager
-        self.context, self.limit = context, limit
-        self.tokens = self.running = 0
+    name: str
+    module: Any
+    tokenizer: Any
+    manager: Any
+    context: int
+    limit: int
+    most: int
+    tokens: int = 0
+    running: int = 0
 
     def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
         """Return that it is a language model."""
@@ -161,23 +173,26 @@ class Answers(BaseGenerateManager):
             request_id: its name. response_parser: of messages, or None.
 
         Raises:
-            Refusal: it is too long. StateError: nothing is answered any more.
+            Refusal: it is too long, or there are too many. StateError: nothing is answered any more.
         """
         ids, terms = inputs["input_ids"], gen_config  # `Terms`, in the place that the handlers have for it
         room = self.context - len(ids)
         if room < (terms.max_new_tokens or 1):
             need = f"max_tokens: a prompt of {len(ids)} tokens and {terms.max_new_tokens or 1} more"
             raise Refusal(400, f"{need} are more than the {self.context} that there is room for.", "max_tokens")
+        if self.running >= self.most:
+            raise Refusal(429, f"{self.running} answers are under way, as many as there may be at once. Come again.")
         terms.max_new_tokens = terms.max_new_tokens or min(room, self.limit)
         queue: asyncio.Queue[Any] = asyncio.Queue()
         tokenizer, loop = processor._tokenizer, asyncio.get_running_loop()
         stream = Stream(terms, self, self.manager, request_id, tokenizer, loop, queue, response_parser)
         terms.stream = stream
-        self.manager.register_result_handler(request_id, stream.take)
+        self.manager.register_result_handler(request_id, stream.take)  # before it can have a result
         self.manager.add_request(
             ids, request_id, terms.max_new_tokens, streaming=terms.streamed or bool(terms.stop),
             eos_token_id=list(terms.eos), choice=terms.choice,
         )  # fmt: skip
+        self.running += 1
         return queue, stream
 
     async def generate_non_streaming(

@@ -91,12 +91,11 @@ class Served:
     """The routes.
 
     Args:
-        answers: the model. key: that clients show, or empty. most: answers at once; more are told to come again.
+        answers: the model. key: that clients show, or empty.
     """
 
-    def __init__(self, answers: Answers, key: str, most: int) -> None:
-        self.answers, self.key, self.most = answers, key, most
-        self.since = int(time.time())
+    def __init__(self, answers: Answers, key: str) -> None:
+        self.answers, self.key, self.since = answers, key, int(time.time())
 
     def models(self, request: Request) -> JSONResponse:
         """List the model."""
@@ -117,37 +116,26 @@ class Served:
         answers = self.answers
         body = read(await _body(request), kind, answers.name, answers.limit)
         terms = answers.terms(body)
-        if answers.running + body.n > self.most:
-            raise Refusal(429, f"{answers.running} answers are under way, of {self.most} at once. Come again.")
-        answers.running += body.n
         name = f"{kind.__name__.lower()}-{uuid.uuid4().hex}"
-        try:
-            call = handler.handle_request(body.model_dump(exclude_none=True) | {"terms": terms}, name)
-            response = await _while_there(request, call)
-        except BaseException:
-            answers.running -= body.n
-            raise
+        call = handler.handle_request(body.model_dump(exclude_none=True) | {"terms": terms}, name)
+        response = await _while_there(request, call)
         if isinstance(response, StreamingResponse):
-            response.body_iterator = self._ended(response.body_iterator)
-        else:
-            answers.running -= body.n
+            response.body_iterator = _ended(response.body_iterator)
         return response
-
-    async def _ended(self, chunks: Any) -> AsyncIterator[str]:
-        """The events of a stream, and the one that says that there are no more."""
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-            yield "data: [DONE]\n\n"
-        finally:
-            self.answers.running -= 1
 
     def _admit(self, request: Request) -> None:
         """Refuse who does not show the key."""
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.key and not hmac.compare_digest(key.encode(), self.key.encode()):
             raise Refusal(401, "show the key of this server: Authorization: Bearer KEY.")
+
+
+async def _ended(chunks: Any) -> AsyncIterator[str]:
+    """The events of a stream, and the one that says that there are no more."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield chunk
+    yield "data: [DONE]\n\n"
 
 
 async def _body(request: Request) -> bytes:

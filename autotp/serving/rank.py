@@ -23,6 +23,7 @@ from .answers import Answers
 from .app import LOCAL, Served, app_of
 
 DRAIN_SECONDS, REPORT_SECONDS, LOOK_SECONDS = 25, 10.0, 0.2  # to end answers in; between lines; between looks
+CONNECTIONS = 8  # connections and tasks for each answer that may be under way
 PAGE, CPU_TOKENS, CPU_SHARE = 64, 512, 0.5  # tokens of a page; of a batch on a CPU; of its memory that all ranks take
 
 
@@ -95,7 +96,7 @@ def run(options: Options) -> None:
     if rank == 0:
         print(module.plan, flush=True)
         name, context = options.folder.resolve().name, _context(module, manager)
-        answers = Answers(name, module, tokenizer, manager, context, options.max_tokens)
+        answers = Answers(name, module, tokenizer, manager, context, options.max_tokens, options.most)
         asyncio.run(_serve(options, answers))
         manager.stop(timeout=DRAIN_SECONDS)
     while manager.is_running():
@@ -107,9 +108,15 @@ def run(options: Options) -> None:
 
 async def _serve(options: Options, answers: Answers) -> None:
     """Serve HTTP until a signal, or the end of the manager; say when it is ready, and what is done."""
-    app = app_of(Served(answers, options.key, options.most), options.origins, options.host in LOCAL)
+    app = app_of(Served(answers, options.key), options.origins, options.host in LOCAL)
     config = uvicorn.Config(
-        app, options.host, options.port, log_level="error", timeout_graceful_shutdown=DRAIN_SECONDS, server_header=False
+        app,
+        options.host,
+        options.port,
+        log_level="error",
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        limit_concurrency=CONNECTIONS * options.most,
+        server_header=False,
     )
     server = Server(config)
     serving, last, before = asyncio.create_task(server.serve()), 0.0, 0

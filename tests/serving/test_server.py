@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,18 @@ def test_a_client_that_goes_frees_its_pages(served):
     answers.manager.batch_processor.cache.evict_cached_blocks()
     answers.manager.batch_processor.cache.pool.try_to_free_sectors()
     assert free_of(answers) == 1
+
+
+def test_a_client_that_goes_before_its_first_token_is_forgotten(served):
+    """Whoever goes at once, in a stream that nothing of was sent, is not counted for ever, nor kept in any table."""
+    address, answers = served
+    for _ in range(20):
+        body = json.dumps(text_of(prompt="at once", max_tokens=64, stream=True)).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    until(lambda: not answers.running and not answers.manager.batch_processor.has_pending_requests())
+    assert not answers.manager.output_router.result_handlers
 
 
 def test_more_than_there_is_room_for_come_again(small):
