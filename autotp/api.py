@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import Ranks, agree, broadcast, leads, together, versions
+from autotp.comm.ranks import Ranks, agree, broadcast, leads, named_axes, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
@@ -26,6 +26,7 @@ from autotp.driver.options import (
     ModuleKeywords,
     Options,
     PlanKeywords,
+    Product,
     axes_beside,
     degrees_of,
     example,
@@ -58,17 +59,17 @@ __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 @overload
 def plan(
-    model: nn.Module, tp: int | DeviceMesh | Literal["auto"], *, devices: None = None, global_batch: None = None,
+    model: nn.Module, tp: Product | DeviceMesh | Literal["auto"], *, devices: None = None, global_batch: None = None,
     example_inputs: Any = None, like: Plan | None = None, **keywords: Unpack[PlanKeywords],
 ) -> Plan: ...  # fmt: skip
 @overload
 def plan(
-    model: nn.Module, tp: int | DeviceMesh | Literal["auto"] | None = None, *, devices: int,
+    model: nn.Module, tp: Product | DeviceMesh | Literal["auto"] | None = None, *, devices: int,
     global_batch: int | None = None, example_inputs: Any = None, **keywords: Unpack[PlanKeywords],
 ) -> MeshChoice: ...  # fmt: skip
 @with_keywords
 def plan(
-    model: nn.Module, tp: int | DeviceMesh | Literal["auto"] | None = None, *, devices: int | None = None,
+    model: nn.Module, tp: Product | DeviceMesh | Literal["auto"] | None = None, *, devices: int | None = None,
     global_batch: int | None = None, example_inputs: Any = None, like: Plan | None = None,
     **keywords: Unpack[PlanKeywords],
 ) -> Plan | MeshChoice:  # fmt: skip
@@ -80,9 +81,9 @@ def plan(
 
     Args:
         model: any `nn.Module`; on the meta device too.
-        tp: number of ranks, or a `DeviceMesh` with dimensions dp, cp and tp, which gives all degrees; "auto": of 1, 2,
-            4, ... 32 that one with the most throughput per device among those that fit into `memory`, by default the
-            device's. The plan then holds the table of all (`Plan.degrees`).
+        tp: number of ranks, as a product too (docs/heads.md): (8, 2); or a `DeviceMesh` with dimensions dp, cp and tp,
+            which gives all degrees; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those
+            that fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
         devices: price every pp x dp x cp x tp of so many, for training (docs/choosing.md); with `tp` those alone.
         global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
         example_inputs: a tensor, args, kwargs, `autotp.Inputs`; of transformers optional. With `devices` a micro-batch.
@@ -108,7 +109,7 @@ def plan(
     Raises: InputError, CaptureError, PlanError.
     """
     refuse_unknown("plan", keywords, PlanKeywords)
-    degree, keywords = degrees_of(tp, keywords)
+    degree, keywords = degrees_of(tp, keywords, model)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
     refuse_beside_devices(devices, global_batch, degree, any(x not in (None, False, 1) for x in others))
     axes = axes_beside(None, keywords, degree)
@@ -173,7 +174,7 @@ def parallelize(
 @Turn("autotp.compile()")
 def compile(
     model: nn.Module,
-    tp: int | DeviceMesh | Literal["auto"] | None = None,
+    tp: int | tuple[int | str, ...] | DeviceMesh | Literal["auto"] | None = None,
     *,
     example_inputs: Any = None,
     mesh: DeviceMesh | None = None,
@@ -185,9 +186,10 @@ def compile(
 
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
-        tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks. Or a
-            `DeviceMesh` that gives all degrees, as for `plan`, and the ranks. "auto": the best divisor of the world;
-            not with `mesh` or `plan`.
+        tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks. A
+            product, as for `plan`, or the names of the last dimensions of `mesh`, which make one: ("outer", "inner").
+            Or a `DeviceMesh` that gives all degrees, as for `plan`, and the ranks. "auto": the best divisor of the
+            world; not with `mesh` or `plan`.
         example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; left out: by config, or at the first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
@@ -213,7 +215,8 @@ def compile(
         if mesh is not None:
             raise InputError("the mesh is given twice, in place of tp and as mesh=. Leave one out.")
         mesh = tp
-    degree, keywords = degrees_of(tp, keywords)
+    tp, mesh = named_axes(tp, mesh)
+    degree, keywords = degrees_of(tp, keywords, model)
     _refuse(plan, keywords, degree, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model

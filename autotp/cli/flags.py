@@ -93,7 +93,7 @@ class DegreeOptions:
     """Ranks
 
     Attributes:
-        tp: Ranks that share the model, or auto. Default: auto; verify: 2.
+        tp: Ranks that share the model, or a product such as 8x2, or auto. Default: auto; verify: 2.
         mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
         cp: Ranks that deal out each sequence, beside tp.
         pp: Pipeline stages (verify alone; plan --devices chooses them).
@@ -124,21 +124,22 @@ class DegreeOptions:
         return {"tp": default, "within_node": self.within_node, **axes, **split, **stages}
 
 
-def read_degree(text: str) -> int | str:
-    """`auto`, or a number of ranks."""
+def read_degree(text: str) -> int | str | tuple[int, ...]:
+    """`auto`, a number of ranks, or a product of them."""
     if text == "auto":
         return text
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"--tp {text}: give a number of ranks, such as 4, or auto.")
-    return int(text)
+    factors = re.split("[x*]", text.strip().lower())
+    if not all(part.isdecimal() and int(part) for part in factors):
+        raise InputError(f"--tp {text}: give a number of ranks, such as 4, a product, such as 8x2, or auto.")
+    return int(factors[0]) if len(factors) == 1 else tuple(map(int, factors))
 
 
-def read_degrees(text: str) -> list[int]:
-    """`1,2,4` as numbers."""
+def read_degrees(text: str) -> list[Any]:
+    """`1,2,4,8x2` as numbers and products."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+    if not parts or "auto" in parts:
         raise InputError(f"--tp {text}: give numbers of ranks, such as 1,2,4,8.")
-    return list(dict.fromkeys(map(int, parts)))
+    return list(dict.fromkeys(map(read_degree, parts)))
 
 
 def read_mesh(text: str) -> dict[str, int]:

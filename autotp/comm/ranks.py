@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -191,6 +191,28 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
         )
     check_order(names)
     return {name: mesh.size(i) for i, name in enumerate(names)}
+
+
+def named_axes(tp: Any, mesh: DeviceMesh | None) -> tuple[Any, DeviceMesh | None]:
+    """The sizes of the dimensions of a mesh that `tp` names, and the mesh with one dimension tp in their place.
+
+    Args:
+        tp: names of its last dimensions; what is none is returned. mesh: as a public function was given it.
+
+    Raises:
+        InputError: they are not its last dimensions, in this order.
+    """
+    if not isinstance(mesh, DeviceMesh) or not isinstance(tp, tuple) or not all(isinstance(n, str) for n in tp):
+        return tp, mesh
+    names = tuple(mesh.mesh_dim_names or ())
+    before = len(names) - len(tp)
+    if not tp or names[before:] != tp:
+        raise InputError(
+            f"tp={tp} is not how the mesh with dimensions {names} ends: tp is of its last dimensions, in their order, "
+            "for ranks that follow each other differ in the last one."
+        )
+    flat = mesh.mesh.flatten(before)
+    return tuple(mesh.shape[before:]), DeviceMesh(mesh.device_type, flat, mesh_dim_names=(*names[:before], "tp"))
 
 
 def _with_tp(mesh: DeviceMesh, degrees: Mapping[str, int]) -> DeviceMesh:

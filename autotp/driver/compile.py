@@ -477,20 +477,10 @@ def _builder(
 ) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
-        reading.program,
-        options.tp,
-        options.cluster,
-        placements or {},
-        options.pins,
-        options.sequence,
-        options.objective,
-        memory,
-        states or {},
-        band=options.band,
-        seconds=options.seconds,
-        cache_parts=parts,
-        read_before=reading,
-    )
+        reading.program, options.tp, options.cluster, placements or {}, options.pins, options.sequence,
+        options.objective, memory, states or {}, band=options.band, seconds=options.seconds, cache_parts=parts,
+        read_before=reading, groups=options.groups,
+    )  # fmt: skip
 
 
 def _shape(node: Any) -> str:

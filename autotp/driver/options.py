@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
@@ -176,10 +179,11 @@ def pick(keywords: Mapping[str, Any], kind: type) -> dict[str, Any]:
 
 def refuse_beside(plan: Plan | None, keywords: Mapping[str, Any]) -> None:
     """Refuse steering beside a finished plan, which it could not change any more."""
-    if plan is not None and pick(keywords, Steering) != pick({}, Steering):
+    if plan is not None and (GROUPS in keywords or pick(keywords, Steering) != pick({}, Steering)):
         raise InputError(
             "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
-            "sequence_parallel, memory, within_node, band or seconds. Give them to autotp.plan, which makes the plan."
+            "sequence_parallel, memory, within_node, band, seconds or a product as tp. Give them to autotp.plan, which "
+            "makes the plan."
         )
 
 
@@ -195,6 +199,7 @@ class Options:
         batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less.
         seconds: of the CPU, after which the search for a better plan ends.
+        groups: ranks that a group with copies of a slice may have; () for what heads and nodes suggest.
     """
 
     tp: int
@@ -206,6 +211,7 @@ class Options:
     batch: Axes = ALONE
     band: float = BAND
     seconds: float = SECONDS
+    groups: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axes = ALONE) -> Options:
@@ -237,7 +243,8 @@ class Options:
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
         band, seconds = read_band(steering["band"]), read_seconds(steering["seconds"])
-        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, band, seconds)
+        groups = (keywords or {}).get(GROUPS, ())
+        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, band, seconds, groups)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -247,7 +254,9 @@ class Options:
         except InputError:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)
-        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band)
+        copies = {x.copies for each in plan.decisions.values() for x in (*each.ins, *each.outs)} - {1}
+        groups = tuple(sorted(copies, reverse=True))
+        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band, groups=groups)
 
 
 def read_invariant(keywords: Mapping[str, Any], axis: str, ranks: int | None = None) -> int | None:
@@ -294,6 +303,8 @@ def refuse_unlike(keywords: Mapping[str, Any]) -> None:
         )
 
 
+Product = int | tuple[int, ...]  # ranks of tp, or their factors
+GROUPS = "groups"  # keyword that a product leaves beside those of a public function
 PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
 DEGREES = {"dp": "data-parallel", "cp": "context-parallel"}
 
@@ -318,15 +329,17 @@ def read_seconds(seconds: Any) -> float:
     return float(seconds)
 
 
-def degrees_of(tp: Any, keywords: Any) -> tuple[Any, Any]:
-    """Read the degrees of a mesh that is given in place of `tp`: the degree of tp, and the keywords with dp and cp.
+def degrees_of(tp: Any, keywords: Any, model: nn.Module) -> tuple[Any, Any]:
+    """Read the degree that is given as `tp`, and the keywords with dp and cp of a mesh, or the groups of a product.
 
     Args:
-        tp: what a public function was given, a number too. keywords: of that function.
+        tp: what a public function was given, a number too. keywords: of that function. model: that is to be split.
 
     Raises:
-        InputError: the mesh cannot give degrees, or `keywords` give one of them too.
+        InputError: the mesh cannot give degrees, or `keywords` give one too; a factor is none, or splits nothing.
     """
+    if isinstance(tp, tuple):
+        return _product_of(tp, keywords, model)
     if not isinstance(tp, DeviceMesh):
         return tp, keywords
     sizes = axes_of(tp)
@@ -337,6 +350,25 @@ def degrees_of(tp: Any, keywords: Any) -> tuple[Any, Any]:
                 "given too. Leave out the number."
             )
     return sizes.pop("tp", 1), {**keywords, **sizes}
+
+
+def _product_of(tp: tuple[Any, ...], keywords: Any, model: nn.Module) -> tuple[int, Any]:
+    """The degree that is a product, and the keywords with its groups: ranks that differ in the last factors alone."""
+    if any(isinstance(n, str) for n in tp):
+        raise InputError(
+            f"tp={tp} names dimensions of a mesh: give compile() that mesh too, mesh=, or numbers, tp=(8, 2)."
+        )
+    if not tp or not all(counts(n) and n > 1 for n in tp):
+        raise InputError(f"tp={tp}: the factors of a degree are ints of at least 2, such as tp=(8, 2) for 16 ranks.")
+    shapes = [p.shape for p in model.parameters()] if isinstance(model, nn.Module) else []
+    for n in itertools.accumulate(tp[:-1], operator.mul):
+        if shapes and not any(size and size % n == 0 for shape in shapes for size in shape):
+            raise InputError(
+                f"tp={tp}: no parameter of {type(model).__name__} has a dimension that {n} ranks share evenly, so the "
+                f"factors before the last split nothing. Take others, or tp={math.prod(tp)}."
+            )
+    groups = tuple(math.prod(tp[i:]) for i in range(1, len(tp)))
+    return math.prod(tp), {**keywords, GROUPS: groups}
 
 
 def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:

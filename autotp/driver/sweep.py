@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -19,9 +20,10 @@ from autotp.log import stage
 from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
+from autotp.text import listed
 
 from .compile import Staged, capture_model, plan_stages
-from .options import Options, Steering, refuse_unknown, required_inputs, with_keywords
+from .options import Options, Product, Steering, degrees_of, refuse_unknown, required_inputs, with_keywords
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
@@ -29,7 +31,7 @@ DEGREES = (1, 2, 4, 8, 16, 32)
 @with_keywords
 def sweep(
     model: nn.Module,
-    tps: int | Iterable[int] = DEGREES,
+    tps: int | Iterable[Product] = DEGREES,
     *,
     example_inputs: Any = None,
     check_capture: bool | None = None,
@@ -41,7 +43,7 @@ def sweep(
     Args:
         model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, seconds, within_node,
             check_capture, precision: see `autotp.plan`.
-        tps: the degrees.
+        tps: the degrees, each as `tp` of `autotp.plan`.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
     Returns:
@@ -55,7 +57,9 @@ def sweep(
     degrees = [tps] if isinstance(tps, int) else list(tps)
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
-    options = [Options.read(tp, keywords) for tp in degrees]
+    options = [Options.read(*degrees_of(tp, keywords, model)) for tp in degrees]
+    if twice := [n for n, times in Counter(each.tp for each in options).items() if times > 1]:
+        raise InputError(f"tps gives {twice[0]} ranks twice: leave out one of {listed(degrees)}.")
     inputs, name = required_inputs(model, example_inputs, "autotp.sweep"), type(model).__name__
     request = CaptureRequest.read(precision=precision)
     sweeps = [

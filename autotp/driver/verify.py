@@ -33,6 +33,7 @@ from .compile import applied, capture_model, plain, solve_plan
 from .decoding import check_count, decoded
 from .options import (
     Options,
+    Product,
     VerifyKeywords,
     axes_beside,
     degrees_of,
@@ -57,7 +58,7 @@ BITS_ALONE = (
 @with_keywords
 def verify(
     model: nn.Module,
-    tp: int | DeviceMesh | None = None,
+    tp: Product | DeviceMesh | None = None,
     example_inputs: Any = None,
     *,
     plan: Plan | None = None,
@@ -75,7 +76,8 @@ def verify(
 
     Args:
         model: the model, with real weights, or on the meta device (then with random ones).
-        tp: number of ranks to simulate, or a `DeviceMesh` with dimensions dp, cp and tp, of which the degrees are read.
+        tp: number of ranks to simulate, as a product too, or a `DeviceMesh` with dimensions dp, cp and tp, of which the
+            degrees are read.
         example_inputs: as for `autotp.compile`; with dp the whole batch, which is dealt here.
         plan: prove this plan, over its axes; otherwise one is made.
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: as for
@@ -104,13 +106,13 @@ def verify(
     if bits:
         others = {"generate": generate, "certify": certify, "precision": precision, "pp": pp}
         return _bits(model, example_inputs, plan, CaptureRequest.read(carried=carried), keywords, others)
-    degree, beside = degrees_of(tp, keywords)
+    degree, beside = degrees_of(tp, keywords, model)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     axes = axes_beside(plan, beside, degree)
     if generate is not None:
         check_count(model, generate, request.carried, axes)
-    report, options = prove_call(model, inputs, degree, plan, keywords, request, certify, axes, pp=pp)
+    report, options = prove_call(model, inputs, degree, plan, beside, request, certify, axes, pp=pp)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))

@@ -4,7 +4,7 @@ decides."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -316,10 +316,20 @@ class Copies(Distribution):
     field = "copies"
 
     @classmethod
-    def of_units(cls, count: Size, tp: int) -> Copies | None:
-        """Make the one that gives every unit a group of ranks of its own; None where that is one rank."""
-        groups = [n for n in range(1, tp) if tp % n == 0 and isinstance(count, int) and 1 < count <= n]
-        return cls(Partition.plain(count, min(groups)), tp // min(groups)) if groups else None
+    def of_units(cls, count: Size, tp: int, groups: Iterable[int] = (), node: int = 0) -> list[Copies]:
+        """The ways to have units on groups of ranks.
+
+        Args:
+            count: of units. tp: ranks.
+            groups: ranks that a group may have; by default as many as leave every unit a group of its own, or `node`.
+            node: ranks of a node, where these are fewer than all.
+        """
+        if not isinstance(count, int) or count < 2:
+            return []
+        alone = [tp // n for n in range(count, tp) if tp % n == 0][:1]
+        sizes = [n for n in groups or [node] if 1 < n < tp and tp % n == 0 and count % (tp // n) == 0]
+        ways = dict.fromkeys(sizes if groups else alone + sizes)
+        return [cls(Partition.plain(count, tp // n), n) for n in ways]
 
     @property
     def length(self) -> Size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -111,6 +112,7 @@ class Builder:
     seconds: float = inf  # of the search for a better plan
     cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
     read_before: Reading | None = None  # of the program by these rules, where that was read already
+    groups: tuple[int, ...] = ()  # sizes that groups with copies may have; () for what heads and nodes suggest
 
     def __post_init__(self) -> None:
         self.reading = self.read_before = reading = self.read_before or Reading(self.program, self.axis)
@@ -257,10 +259,12 @@ class Builder:
         rule = self.rules[node]
         assert rule is not None
         for factor in rule.factors:
-            copies = Copies.of_units(factor.size, self.tp) if several_read(self.ops[node], factor) else None
+            if not several_read(self.ops[node], factor):
+                continue
+            ways = Copies.of_units(factor.size, self.tp, self.groups, self.cluster.devices_per_node)
             for carry, values in zip(factor.ins, slots, strict=True):
-                if copies is not None and carry is not None and carry.repeat == carry.unit == 1:
-                    for value in values:
+                if carry is not None and carry.repeat == carry.unit == 1:
+                    for value, copies in itertools.product(values, ways):
                         self.candidates.add((value, carry.dim), copies)
 
     def _results(self, node: fx.Node) -> list[Any]:

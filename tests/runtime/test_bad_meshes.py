@@ -98,6 +98,19 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         "the mesh has the axes in the order tp, dp",
     ),
     "compile, sequence": (lambda: compiled(1, cp=4, ids=TOKENS[:, :4]), "a sequence of 4 is not dealt to 4 ranks"),
+    "compile, a product": (lambda: compiled((4, 2)), "tp=8 is larger than the world"),
+    "compile, a product that leaves ranks": (lambda: compiled((2, 2), dp=2), "dp=2 and tp=4 do not make up the world"),
+    "compile, a factor of one": (lambda: compiled((4, 1)), "the factors of a degree are ints of at least 2"),
+    "compile, a factor that splits nothing": (lambda: compiled((3, 2)), "that 3 ranks share evenly"),
+    "compile, names in another order": (
+        lambda: compiled(("in", "out"), mesh=of(2, 2, names=("out", "in"))),
+        "tp=('in', 'out') is not how the mesh with dimensions ('out', 'in') ends",
+    ),
+    "compile, names of no mesh": (lambda: compiled(("out", "in")), "names dimensions of a mesh"),
+    "compile, a product of a plan": (
+        lambda: compiled((2, 2), plan=plan_of(dp=4)),
+        "a product as tp. Give them to autotp.plan",
+    ),
     "plan, order": (lambda: planned(of(2, 2, names=("tp", "cp"))), "the mesh has the axes in the order tp, cp"),
     "plan, twice": (lambda: planned(of(2, 2, names=("cp", "tp")), cp=2), "the axis cp is named twice"),
     "verify, order": (lambda: verified(of(2, 2, names=("tp", "dp"))), "the mesh has the axes in the order tp, dp"),
@@ -119,6 +132,12 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "plan, sequence": (lambda: planned(2, cp=3), "a sequence of 8 is not dealt to 3 ranks"),
     "plan, degree": (lambda: planned(2, dp=0), "dp=0: the data-parallel degree counts ranks"),
     "plan, devices": (lambda: planned(devices=4, global_batch=3), "global_batch=3 is not made up of"),
+    "plan, a factor": (lambda: planned((5, 2)), "has a dimension that 5 ranks share evenly"),
+    "plan, names": (lambda: planned(("out", "in")), "names dimensions of a mesh: give compile() that mesh"),
+    "verify, a factor": (lambda: verified((0, 2)), "the factors of a degree are ints of at least 2"),
+    "sweep, a degree twice": (
+        lambda: autotp.sweep(Model(), [4, (2, 2)], example_inputs=TOKENS), "tps gives 4 ranks twice"
+    ),
     "verify, batch": (lambda: verified(2, dp=3), "a batch of 2 is not dealt to dp=3 ranks"),
     "verify, sequence": (lambda: verified(2, cp=3), "a sequence of 8 is not dealt to 3 ranks"),
     "verify, a plan's batch": (

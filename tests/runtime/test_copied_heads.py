@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import autotp
@@ -54,8 +55,17 @@ def using(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     with doubled():
         split: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group), sequence_parallel=True)
         found["sequence"] = step(split, model, batch)
+        found["product"] = [named(model, batch, axes) for axes in ((2, 2), ("outer", "inner"))]
     found["control"] = uncopied(sharded, model, batch)
     return found
+
+
+def named(model: Any, batch: dict[str, Tensor], axes: tuple[int | str, ...]) -> tuple[float, str]:
+    """Difference over a product of two axes, given as numbers or by the names of a mesh's, and what its plan says."""
+    names = ("outer", "inner")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if axes == names else None
+    sharded: Any = autotp.compile(model, axes, example_inputs=batch, mesh=mesh)
+    return difference(sharded(**batch).logits, model(**batch).logits), sharded.plan.to_json()
 
 
 def step(sharded: Any, model: Any, batch: dict[str, Tensor]) -> tuple[float, float, float, float]:
@@ -135,7 +145,21 @@ def test_on_ranks(pool: Pool, tmp_path: Path):
         for way in ("greedy", "beams", "static"):
             assert found["generate"][way] and found["generate"][f"{way} heads"] == 1
         assert found["generate"]["own"]
+        (gap, plan), (by_name, again) = found["product"]
+        assert max(gap, by_name) < EXACT
+        assert plan == again
         assert found["control"] > 1e-3  # of gradients of keys and values
     moved = pool.run(reading, str(tmp_path), world=2)
     assert all(changed > 1e-4 for changed, _ in moved)  # what was trained, and not what a fresh model has
     assert max(pool.run(back, str(tmp_path))) == 0
+
+
+def test_a_product_says_which_ranks_share_a_head():
+    """Four heads of keys on eight ranks: on two ranks each, or two of them on four ranks; and what divides nothing."""
+    ids, local = padded(), {}
+    for tp in (8, (4, 2), (2, 4)):
+        report = autotp.verify(grouped(4, 8), tp, ids)
+        assert report and report.plan is not None
+        local[tp] = next(b.local for b in report.plan.blocks if b.kind == "attention")
+    assert local[8] == local[4, 2] == "1 head, 1 kv head, each whole on 2 ranks"
+    assert local[2, 4] == "1 head, 2 kv heads, each whole on 4 ranks"
