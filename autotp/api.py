@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import Ranks, agree, broadcast, leads, named_axes, together, versions
+from autotp.comm.ranks import Ranks, agree, broadcast, leads, mesh_of, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
@@ -211,11 +211,7 @@ def compile(
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
     refuse_unknown("compile", keywords, CompileKeywords)
-    if isinstance(tp, DeviceMesh):
-        if mesh is not None:
-            raise InputError("the mesh is given twice, in place of tp and as mesh=. Leave one out.")
-        mesh = tp
-    tp, mesh = named_axes(tp, mesh)
+    tp, mesh = mesh_of(tp, mesh)
     degree, keywords = degrees_of(tp, keywords, model)
     _refuse(plan, keywords, degree, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))

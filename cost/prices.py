@@ -112,6 +112,10 @@ class Prices:
             self._bytes[id(val)] = nbytes(val, self.hint), val
         return self._bytes[id(val)][0]
 
+    def cache_bytes(self, value: Any) -> float:
+        """Bytes that the whole value (node, result) has of earlier tokens."""
+        return nbytes(tensors(value[0])[value[1]], self.hint, self.past.values[value], self.whole)
+
     def seconds(self, cost: Cost) -> float:
         """Return what a cost weighs in a step of the objective."""
         return self.objective.seconds(cost)

@@ -36,7 +36,7 @@ TERMS = {
     "surcharge": Term("s", 1.0),  # of a mesh axis, for what it does not want
     "regathered_bytes": Term("B"),  # that a rank sends for that
     "activation_bytes": Term("B"),  # that autograd saves for the backward
-    "parameter_bytes": Term("B"),  # on the rank that has most
+    "parameter_bytes": Term("B"),  # on the rank that has most, for decoding those of the cache too
     "budget_bytes": Term("B"),  # that count against the memory budget
 }
 

@@ -193,15 +193,20 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
     return {name: mesh.size(i) for i, name in enumerate(names)}
 
 
-def named_axes(tp: Any, mesh: DeviceMesh | None) -> tuple[Any, DeviceMesh | None]:
-    """The sizes of the dimensions of a mesh that `tp` names, and the mesh with one dimension tp in their place.
+def mesh_of(tp: Any, mesh: DeviceMesh | None) -> tuple[Any, DeviceMesh | None]:
+    """The degree that `tp` asks for, and the mesh: it may be one itself, or name the dimensions of one, whose sizes are
+    then the degree and which are one dimension tp in what is returned.
 
     Args:
-        tp: names of its last dimensions; what is none is returned. mesh: as a public function was given it.
+        tp: as a public function was given it, names of the last dimensions too. mesh: likewise.
 
     Raises:
-        InputError: they are not its last dimensions, in this order.
+        InputError: there are two, or `tp` does not name its last dimensions, in this order.
     """
+    if isinstance(tp, DeviceMesh):
+        if mesh is not None:
+            raise InputError("the mesh is given twice, in place of tp and as mesh=. Leave one out.")
+        return tp, tp
     if not isinstance(mesh, DeviceMesh) or not isinstance(tp, tuple) or not all(isinstance(n, str) for n in tp):
         return tp, mesh
     names = tuple(mesh.mesh_dim_names or ())

@@ -360,9 +360,10 @@ def _product_of(tp: tuple[Any, ...], keywords: Any, model: nn.Module) -> tuple[i
         )
     if not tp or not all(counts(n) and n > 1 for n in tp):
         raise InputError(f"tp={tp}: the factors of a degree are ints of at least 2, such as tp=(8, 2) for 16 ranks.")
-    shapes = [p.shape for p in model.parameters()] if isinstance(model, nn.Module) else []
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    sizes = {n for p in parameters for n in p.shape if n}
     for n in itertools.accumulate(tp[:-1], operator.mul):
-        if shapes and not any(size and size % n == 0 for shape in shapes for size in shape):
+        if sizes and all(size % n for size in sizes):
             raise InputError(
                 f"tp={tp}: no parameter of {type(model).__name__} has a dimension that {n} ranks share evenly, so the "
                 f"factors before the last split nothing. Take others, or tp={math.prod(tp)}."

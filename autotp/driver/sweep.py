@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -20,7 +19,6 @@ from autotp.log import stage
 from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
-from autotp.text import listed
 
 from .compile import Staged, capture_model, plan_stages
 from .options import Options, Product, Steering, degrees_of, refuse_unknown, required_inputs, with_keywords
@@ -58,8 +56,8 @@ def sweep(
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
     options = [Options.read(*degrees_of(tp, keywords, model)) for tp in degrees]
-    if twice := [n for n, times in Counter(each.tp for each in options).items() if times > 1]:
-        raise InputError(f"tps gives {twice[0]} ranks twice: leave out one of {listed(degrees)}.")
+    if len({each.tp for each in options}) < len(options):
+        raise InputError(f"tps={degrees} gives one number of ranks twice: leave one out.")
     inputs, name = required_inputs(model, example_inputs, "autotp.sweep"), type(model).__name__
     request = CaptureRequest.read(precision=precision)
     sweeps = [

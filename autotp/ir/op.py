@@ -76,7 +76,8 @@ class Rule:
     `linear`: sets of operand slots; with those partial (sums) and the others replicated, all results are partial.
     `addends`: slots added to the result after the contraction (a bias): partial where the result is.
     `localise`: rewrites target and arguments for a rank's shards, where the literals must change.
-    `empty`: whether the operator, and its backward, run on shards without elements; many of torch's kernels refuse.
+    `empty`: whether the operator, and its backward, run on shards without elements, which many of torch's kernels
+    refuse; or the labels of the loops of which they do.
     `summed`: whether the backward of a sum is the sum of the backwards, as it is of every derivative; a backward that
     somebody wrote may clip. Then the results' gradients never arrive as summands.
     """
@@ -85,8 +86,12 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     localise: Localise | None = None
-    empty: bool = True
+    empty: bool | tuple[str, ...] = True
     summed: bool = True
+
+    def runs_without(self, factor: Factor) -> bool:
+        """Say whether a rank may have no step of this loop."""
+        return self.empty if isinstance(self.empty, bool) else factor.label in self.empty
 
 
 def sizes(value: Any) -> Shape:

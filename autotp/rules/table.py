@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from autotp import compat
 from autotp.ir.op import Op, Rule, aten
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
@@ -141,6 +143,8 @@ CAUSAL = ATTENTION.replace("q", "_")
 sdpa = partial(row, "scaled_dot_product_attention.default", last="h")
 sdpa(CAUSAL, lambda a: a["dropout_p"] == 0 and a["is_causal"], empty=compat.ATTENDS_WITHOUT_HEADS)
 sdpa(ATTENTION, lambda a: a["dropout_p"] == 0 and a["attn_mask"] is None, empty=compat.ATTENDS_WITHOUT_HEADS)
+FLAGS = {"empty": ("n", "h") if compat.ATTENDS_WITHOUT_HEADS else False}  # heads, where they are fewer than ranks
+sdpa(ATTENTION, lambda a: a["dropout_p"] == 0 and a["attn_mask"].meta["val"].dtype == torch.bool, **FLAGS)
 # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
 sdpa(ATTENTION, lambda a: a["dropout_p"] == 0, empty=False)
 dealt_attention.rule = partial(  # type: ignore[attr-defined]

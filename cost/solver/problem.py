@@ -14,6 +14,7 @@ from autotp.ir.layouts import Distribution, Layout
 
 from .savings import Saving
 
+CACHE = "cache"  # kind of the items that hold what is kept for the next call
 ValueId = Hashable
 Step = tuple[int, int]
 Price = Callable[[ValueId, Layout, Layout], Cost | None]
@@ -30,7 +31,7 @@ class Choice:
     outs: tuple[Layout, ...]
     seconds: float = 0.0
     activation_bytes: float = 0.0  # that autograd saves for the backward
-    parameter_bytes: float = 0.0  # on the rank that has most
+    parameter_bytes: float = 0.0  # on the rank that has most, for decoding those of the cache too
     budget_bytes: float = 0.0  # that count against the memory budget
     penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule

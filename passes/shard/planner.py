@@ -18,7 +18,7 @@ from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import Prices
 from autotp.cost.saved_tensors import Keepers
-from autotp.cost.solver.problem import Choice, Item, Problem, Use, ValueId
+from autotp.cost.solver.problem import CACHE, Choice, Item, Problem, Use, ValueId
 from autotp.cost.solver.solve import feasible
 from autotp.cost.terms import Cost
 from autotp.errors import PlanError
@@ -134,10 +134,23 @@ class Builder:
         self.candidates = Candidates(self.tp, self.axis.fills, numbers)
         decoded = self.objective.name == "decode" and not reading.past
         self.past = past_of(self.program, self.calls, self.ops, self.rules, self.cache_parts) if decoded else Past()
+        cached = self.states.cached(self.past)
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
-            Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(), past=self.past,
+            Keepers(self.ops, self.same, self.grads), self.axis.surcharge, cached, past=self.past,
         )  # fmt: skip
+        self.cache_reads = self._cache_reads()
+
+    def _cache_reads(self) -> dict[fx.Node, dict[int, float]]:
+        """Bytes of what is kept of earlier tokens, by the operand that reads it first: as that lies, it is kept."""
+        reads: dict[fx.Node, dict[int, float]] = defaultdict(dict)
+        unread = set(self.past.stored)
+        for n in self.calls if unread else ():
+            for slot, operand in enumerate(self.ops[n].slots):
+                if (value := resolve(operand)) in unread:
+                    reads[self.same[n]][slot] = self.prices.cache_bytes(value)
+                    unread.remove(value)
+        return reads
 
     @property
     def flow(self) -> Dataflow:
@@ -315,6 +328,7 @@ class Builder:
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
+        cached = self.cache_reads.get(node, {})
         # An operator of a library without a rule is opaque: unlike one of torch's, nothing is known of its backward.
         foreign = getattr(node.target, "namespace", "aten") not in TORCHS
         read_rule = OPAQUE if self.rules[node] is None and foreign else self.rules[node]
@@ -323,10 +337,14 @@ class Builder:
             if signature[:2] not in choices and self._knows_ends(node, *signature[:2]):
                 rule = self.rules[node]
                 split = rule.factors[signature[2]] if rule is not None and signature[2] is not None else None
-                one = self._choice(*signature[:2], self.prices.operator(op, *signature[:2], split))
+                cost = self.prices.operator(op, *signature[:2], split)
+                if cached:
+                    cost += Cost(parameter_bytes=sum(n * self.prices.share(signature[0][s]) for s, n in cached.items()))
+                one = self._choice(*signature[:2], cost)
                 choices[signature[:2]] = replace(one, factor=signature[2], loop=signature[3])
         pinned_choices = self.user.keep(op, list(choices.values()))
-        return Item(node.name, pinned_choices, operands, results, count, f"activations of {where(node)}")
+        label, kind = f"activations of {where(node)}", CACHE if cached else Item.kind
+        return Item(node.name, pinned_choices, operands, results, count, label, kind)
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
         """Say whether rows dealt by group are so where it is known already where the groups end."""

@@ -21,6 +21,7 @@ from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, dealt_by
 from autotp.ir.op import sizes
+from autotp.ir.program import Past
 
 from .strategies import Candidates, penalty
 
@@ -170,11 +171,12 @@ class States:
         """The program's values, not their classes, that these states are left as."""
         return [resolve(self.results[n]) for n in names if n in self.results]
 
-    def cached(self) -> set[fx.Node]:
-        """Nodes whose values hold what a call began with: what only moves a state, and what is left of it."""
-        nodes = set(self.leaves.values())
+    def cached(self, past: Past) -> set[fx.Node]:
+        """Nodes whose values hold what a call began with: what only moves a state, and what is left of it; in a program
+        that is priced for decoding, what only moves what is kept."""
+        nodes, stored = set(self.leaves.values()), {node for node, _ in past.stored}
         for node in self.program.graph.nodes:
-            if moves(node) and any(i in nodes for i in node.all_input_nodes):
+            if moves(node) and any(i in nodes or resolve(i)[0] in stored for i in node.all_input_nodes):
                 nodes.add(node)
         return nodes | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
 

@@ -199,7 +199,7 @@ def signatures(
             continue
         for loop in candidates.loops(factor, slots, results):
             # Of three rows four ranks have 1, 1, 1 and none, and many kernels refuse a tensor without elements.
-            if not rule.empty and not candidates.full(loop):
+            if not rule.runs_without(factor) and not candidates.full(loop):
                 continue
             # What several ranks have alike would count twice in a sum, and its gradients come as summands.
             if loop.shared and (None in factor.outs or not rule.summed):

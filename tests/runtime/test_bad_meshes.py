@@ -136,7 +136,7 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "plan, names": (lambda: planned(("out", "in")), "names dimensions of a mesh: give compile() that mesh"),
     "verify, a factor": (lambda: verified((0, 2)), "the factors of a degree are ints of at least 2"),
     "sweep, a degree twice": (
-        lambda: autotp.sweep(Model(), [4, (2, 2)], example_inputs=TOKENS), "tps gives 4 ranks twice"
+        lambda: autotp.sweep(Model(), [4, (2, 2)], example_inputs=TOKENS), "gives one number of ranks twice"
     ),
     "verify, batch": (lambda: verified(2, dp=3), "a batch of 2 is not dealt to dp=3 ranks"),
     "verify, sequence": (lambda: verified(2, cp=3), "a sequence of 8 is not dealt to 3 ranks"),
