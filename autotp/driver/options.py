@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
@@ -362,12 +360,12 @@ def _product_of(tp: tuple[Any, ...], keywords: Any, model: nn.Module) -> tuple[i
         raise InputError(f"tp={tp}: the factors of a degree are ints of at least 2, such as tp=(8, 2) for 16 ranks.")
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     sizes = {n for p in parameters for n in p.shape if n}
-    for n in itertools.accumulate(tp[:-1], operator.mul):
-        if sizes and all(size % n for size in sizes):
-            raise InputError(
-                f"tp={tp}: no parameter of {type(model).__name__} has a dimension that {n} ranks share evenly, so the "
-                f"factors before the last split nothing. Take others, or tp={math.prod(tp)}."
-            )
+    outer = math.prod(tp[:-1])
+    if sizes and all(size % outer for size in sizes):
+        raise InputError(
+            f"tp={tp}: no parameter of {type(model).__name__} has a dimension that {outer} ranks share evenly, so the "
+            f"factors before the last split nothing. Take others, or tp={math.prod(tp)}."
+        )
     groups = tuple(math.prod(tp[i:]) for i in range(1, len(tp)))
     return math.prod(tp), {**keywords, GROUPS: groups}
 

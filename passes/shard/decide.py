@@ -17,7 +17,7 @@ from autotp.passes.analysis.axes import PortDims, find_axes
 
 from .axis import TENSOR
 from .planner import Builder
-from .states import decided
+from .states import decided, lying_as_read
 
 
 def problem_of(builder: Builder) -> tuple[Problem, list[fx.Node]]:
@@ -36,6 +36,10 @@ def decide(builder: Builder, problem_and_nodes: tuple[Problem, list[fx.Node]] | 
     problem, heads = problem_and_nodes or problem_of(builder)
     problem.limit = builder.memory
     solution = _solved(builder, problem)
+    readers = {node: problem.items[i].choices[solution.choices[i]] for i, node in enumerate(heads)}
+    layouts = {value: readers[node].ins[slot] for value, (node, slot) in builder.cache_readers.items()}
+    states = lying_as_read(builder.carried_items, problem, solution.choices, layouts)
+    solution = replace(solution, choices=states)
     solution = _priced(builder, problem, solution)
     if solution.rival is not None:
         solution = replace(solution, rival=_priced(builder, problem, solution.rival))

@@ -133,24 +133,23 @@ class Builder:
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
         self.candidates = Candidates(self.tp, self.axis.fills, numbers)
         decoded = self.objective.name == "decode" and not reading.past
-        self.past = past_of(self.program, self.calls, self.ops, self.rules, self.cache_parts) if decoded else Past()
+        parts = self.cache_parts if self.cache_parts is not None else self.states.begun_parts()
+        self.past = past_of(self.program, self.calls, self.ops, self.rules, parts) if decoded else Past()
         cached = self.states.cached(self.past)
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, cached, past=self.past,
         )  # fmt: skip
-        self.cache_reads = self._cache_reads()
-
-    def _cache_reads(self) -> dict[fx.Node, dict[int, float]]:
-        """Bytes of what is kept of earlier tokens, by the operand that reads it first: as that lies, it is kept."""
-        reads: dict[fx.Node, dict[int, float]] = defaultdict(dict)
+        # As the first operand to read it lies, so is kept what is kept of earlier tokens.
+        self.cache_readers: dict[Value, tuple[fx.Node, int]] = {}
+        self.cache_bytes: dict[fx.Node, dict[int, float]] = defaultdict(dict)
         unread = set(self.past.stored)
         for n in self.calls if unread else ():
             for slot, operand in enumerate(self.ops[n].slots):
                 if (value := resolve(operand)) in unread:
-                    reads[self.same[n]][slot] = self.prices.cache_bytes(value)
                     unread.remove(value)
-        return reads
+                    self.cache_readers[self.value(operand)] = self.same[n], slot
+                    self.cache_bytes[self.same[n]][slot] = self.prices.cache_bytes(value)
 
     @property
     def flow(self) -> Dataflow:
@@ -328,7 +327,7 @@ class Builder:
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
-        cached = self.cache_reads.get(node, {})
+        cached = self.cache_bytes.get(node, {})
         # An operator of a library without a rule is opaque: unlike one of torch's, nothing is known of its backward.
         foreign = getattr(node.target, "namespace", "aten") not in TORCHS
         read_rule = OPAQUE if self.rules[node] is None and foreign else self.rules[node]

@@ -14,13 +14,13 @@ from functools import cached_property
 
 from torch import fx
 
-from autotp.cost.prices import Prices
-from autotp.cost.solver.problem import Choice, Item, Problem
+from autotp.cost.prices import Prices, lengths
+from autotp.cost.solver.problem import Choice, Item, Problem, ValueId
 from autotp.cost.terms import Cost
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, dealt_by
-from autotp.ir.op import sizes
+from autotp.ir.op import sizes, symbols_of
 from autotp.ir.program import Past
 
 from .strategies import Candidates, penalty
@@ -180,6 +180,16 @@ class States:
                 nodes.add(node)
         return nodes | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
 
+    def begun_parts(self) -> dict[Value, dict[int, float]] | None:
+        """The values that are kept of a call which begins all its states, with the dimensions along which they are as
+        long as what was said; None where nothing is."""
+        parts: dict[Value, dict[int, float]] = {}
+        for node in self.results.values() if not self.leaves else ():
+            maker, index = resolve(node)
+            long = [d for d, s in enumerate(sizes(tensors(maker)[index])) if symbols_of(s) & lengths(self.program)]
+            parts[maker, index] = dict.fromkeys(long, 1.0)
+        return {value: part for value, part in parts.items() if part} or None
+
     def marks(self) -> dict[fx.Node, str]:
         """Mark states that lie differently from their equals in other blocks."""
         return {node: repr(self.fixed[name]) for name, node in self.leaves.items() if name in self.fixed}
@@ -194,6 +204,24 @@ def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[in
         layout = (*choice.ins, *choice.outs)[0]
         layouts |= dict.fromkeys(names, layout if layout.sharded_dim is not None else R)
     return layouts
+
+
+def lying_as_read(
+    items: Sequence[CarriedItem], problem: Problem, choices: Sequence[int], layouts: Mapping[ValueId, Layout]
+) -> tuple[int, ...]:
+    """The solver's choices, with each state that a program begins as what reads it has it: that is there already.
+
+    Args:
+        items, problem, choices: see `decided`. layouts: of each value where it is read as what is kept.
+    """
+    place, settled = {id(item): i for i, item in enumerate(problem.items)}, [*choices]
+    for item, _ in items:
+        if item.outs or not item.ins:
+            continue
+        read = {layouts.get(value) for value in item.ins[0]}
+        alike = [k for k, choice in enumerate(item.choices) if read == {choice.ins[0]}]
+        settled[place[id(item)]] = [*alike, settled[place[id(item)]]][0]
+    return tuple(settled)
 
 
 def moves(node: fx.Node) -> bool:

@@ -136,7 +136,8 @@ def back(rank: int, world: int, group: Any, folder: str) -> float:
 
 
 def test_on_ranks(pool: Pool, tmp_path: Path):
-    """Two heads on four ranks: a step of training, `generate()` with its caches, saved plans and checkpoints."""
+    """Two heads on four ranks: a step of training, `generate()` with its caches, saved plans and checkpoints; and four
+    on three ranks, of which the last has none."""
     for found in pool.run(using, str(tmp_path)):
         assert found["said"]
         assert max(found["step"]) < EXACT
@@ -152,6 +153,11 @@ def test_on_ranks(pool: Pool, tmp_path: Path):
     moved = pool.run(reading, str(tmp_path), world=2)
     assert all(changed > 1e-4 for changed, _ in moved)  # what was trained, and not what a fresh model has
     assert max(pool.run(back, str(tmp_path))) == 0
+    for rank, found in enumerate(pool.run(without_heads, world=3)):
+        assert max(found["step"]) < EXACT
+        for way in ("greedy", "beams", "static"):
+            # A cache of a rank without heads has room for one: the cache's own classes ask for its size.
+            assert found["generate"][way] and found["generate"][f"{way} heads"] == (2, 2, 1)[rank]
 
 
 def test_a_product_says_which_ranks_share_a_head():
@@ -163,3 +169,21 @@ def test_a_product_says_which_ranks_share_a_head():
         local[tp] = next(b.local for b in report.plan.blocks if b.kind == "attention")
     assert local[8] == local[4, 2] == "1 head, 1 kv head, each whole on 2 ranks"
     assert local[2, 4] == "1 head, 2 kv heads, each whole on 4 ranks"
+
+
+def without_heads(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """A rank that has no head of four."""
+    model, batch = grouped(4, 8), padded()
+    sharded: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group), objective="decode")
+    got: dict[str, Any] = {"generate": generated(sharded, model, batch)}
+    with doubled():
+        again: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group), plan=sharded.plan)
+        return {**got, "step": step(again, model, batch)}
+
+
+def test_a_rank_may_have_no_head():
+    """Four heads on three ranks, two, two and none: half of the cache on each of the first, by the proof and the plan."""
+    report = autotp.verify(grouped(4, 8), 3, padded(), objective="decode", generate=2)
+    assert report and report.plan is not None and report.decoded is not None
+    whole = autotp.plan(grouped(4, 8), 1, example_inputs=padded(), objective="decode", check_capture=False)
+    assert report.plan.memory.cache == whole.memory.cache / 2
