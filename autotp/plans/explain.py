@@ -17,7 +17,7 @@ from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.plans.show.document import RELATIVE_SECONDS, over_tp, primitive, times
 from autotp.plans.show.terminal import Line, Sheet, Table, View
-from autotp.text import amount, near
+from autotp.text import amount, counted, near
 
 if TYPE_CHECKING:
     from .plan import Parameter, Plan
@@ -164,9 +164,10 @@ class _Explainer:
             count, kv = block.heads.count, block.heads.kv
             # Fewer key heads than ranks: each is on several ranks, whole or with the queries that read it.
             if isinstance(kv, int) and isinstance(count, int) and kv < tp and kv < count:
-                local = next(b.local for b in self.plan.blocks if self.parameter.name in b.parameters)
-                copied = local.rpartition(", ")[2]
-                lies = copied if copied.startswith("each whole") else "split, and all of k and v on every rank"
+                reader, slot, _ = block.heads.kv_at
+                layout = self.plan.decisions[reader.name].ins[slot]
+                copied = f"each whole on {counted(layout.copies, 'rank')}"
+                lies = copied if layout.sharded_dim is not None else "split, and all of k and v on every rank"
                 if self.parameter.layout == I:
                     more = alternatives[0].parameter_bytes * (1 - 1 / tp)
                     lies = f"whole on every rank, +{amount(more)}"

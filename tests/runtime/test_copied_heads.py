@@ -182,7 +182,7 @@ def without_heads(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_a_rank_may_have_no_head():
-    """Four heads on three ranks, two, two and none: half of the cache on each of the first, by the proof and the plan."""
+    """Four heads on three ranks, two, two and none: half of the cache on each of the first."""
     report = autotp.verify(grouped(4, 8), 3, padded(), objective="decode", generate=2)
     assert report and report.plan is not None and report.decoded is not None
     whole = autotp.plan(grouped(4, 8), 1, example_inputs=padded(), objective="decode", check_capture=False)
