@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autotp.cost.solver.problem import Choice, Problem, cost_of
+from autotp.cost.solver.problem import Choice, Problem, ValueId, cost_of
 from autotp.cost.solver.solve import Infeasible, solve
 from autotp.errors import PlanError
 from autotp.ir.graph import short_name
+from autotp.ir.layouts import Layout
 from autotp.ir.program import Decided, Decision, GraphPart, Planned, Solution
 from autotp.passes.analysis.axes import PortDims, find_axes
 
@@ -37,7 +38,9 @@ def decide(builder: Builder, problem_and_nodes: tuple[Problem, list[fx.Node]] | 
     problem.limit = builder.memory
     solution = _solved(builder, problem)
     readers = {node: problem.items[i].choices[solution.choices[i]] for i, node in enumerate(heads)}
-    layouts = {value: readers[node].ins[slot] for value, (node, slot) in builder.cache_readers.items()}
+    layouts: dict[ValueId, Layout] = {
+        value: readers[node].ins[slot] for value, (node, slot) in builder.cache_readers.items()
+    }
     states = lying_as_read(builder.carried_items, problem, solution.choices, layouts)
     solution = replace(solution, choices=states)
     solution = _priced(builder, problem, solution)
