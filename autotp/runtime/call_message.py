@@ -129,7 +129,7 @@ class CallMessage(NamedTuple):
         writes: to weights since the call before, all weights together.
         seed, state: what its random numbers come from, and that of its generator.
         exact, near: of the values of the inputs.
-        tied: of what several pipeline stages hold (`autotp.runtime.stages.tied`).
+        tied: of what several pipeline stages hold (`autotp.runtime.stages.weights`).
     """
 
     call: bytes

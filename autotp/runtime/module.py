@@ -28,9 +28,8 @@ from autotp.runtime.checkpoint.wholes import named_tensors
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.batching import Batching
 from autotp.runtime.generation.carriers import Carriers
-from autotp.runtime.generation.generating import Generation, generate
-from autotp.runtime.generation.warming import warmup
-from autotp.runtime.interop import ownership, standalone_program, whole_weights
+from autotp.runtime.generation.generating import Generation, generate, warmup
+from autotp.runtime.interop import methods, ownership, standalone_program
 from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
 from autotp.runtime.lower.hosted import mean_loss
@@ -85,7 +84,7 @@ class ShardedModule(Batching, Part):
         place, layouts = source.places()["tp"], plan.states
         self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, source.hosts, layouts)
         state.populate(self._shards, self, model, plan.placements)
-        whole_weights.load_by_original(self._shards)
+        methods.load_by_original(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._changes = watch(self._shards.parts, source.bare, Changes())
         kind, compares = type(source.bare).__name__, source.sample and not source.check

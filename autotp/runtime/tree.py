@@ -1,26 +1,37 @@
-"""The module tree: one rank's flat program cut up along the original's modules, so that wrapping modules works."""
+"""The module tree: one rank's flat program cut up along the original's modules, so that wrapping modules works.
+
+For a step of decoding a program is one function too, without calls of modules: its arithmetic is so short that what
+surrounds it counts: calls of modules, the lookup among what was compiled, the sizes that it is given, Python between
+one block and the next. Compiled, that has what equal blocks compute once. `regional.py` compiles by parts.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autotp import compat
+from autotp.comm.conversions import KEEPS
 from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Hosts
 from autotp.ir.graph import Env, Function, Nodes, copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
+from autotp.log import log
 from autotp.passes.analysis.flows import flows
-from autotp.runtime.lower import eager, single
-from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
+from autotp.runtime.generation.in_place import METHODS, WRITES, worded
+from autotp.runtime.lower import eager
+from autotp.runtime.lower.regional import Compiler, Watch, either, flow, function_of, pure, renumbered, structure
 
 from .module_hooks import Boundary
 from .part import Part, standing_for
@@ -128,9 +139,9 @@ class Assembler:
     def _at_once(self, inputs: Nodes, by_parts: Function) -> Function:
         """Return the program as one function, and by parts where that would be noticed."""
         reads = [read for unit in self.units.values() for read in unit]
-        function = single.single(self.graph, self.whole, inputs, [*self._fetches(reads)], self.compiler)
+        function = single(self.graph, self.whole, inputs, [*self._fetches(reads)], self.compiler)
         watch = Watch.over(self.parts, [x.path for x in self.whole.inner() if not is_region(x.path)])
-        return single.unless_touched(function, watch, by_parts)
+        return unless_touched(function, watch, by_parts)
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
@@ -159,9 +170,7 @@ class Assembler:
     def _write_reads(self, scope: Scope, graph: fx.Graph, env: Env) -> None:
         """Write the parameters and buffers of a scope, each kind by one call."""
         for nodes, fetch in self._fetches(self.units.get(scope.place, [])):
-            fetched = graph.call_function(fetch, ())
-            for i, node in enumerate(nodes):
-                env[node] = graph.call_function(operator.getitem, (fetched, i))
+            env |= _items(graph, graph.call_function(fetch, ()), nodes)
 
     def _write_operator(self, node: fx.Node, graph: fx.Graph, env: Env) -> None:
         env[node] = copy_node(node, graph, env.__getitem__)
@@ -180,9 +189,8 @@ class Assembler:
         # A module returns one value as it is, as hooks expect of it; a compiled function always a tuple.
         if len(results) == 1 and not isinstance(item, Stretch):
             env[results[0]] = value
-            return
-        for i, node in enumerate(results):
-            env[node] = graph.call_function(operator.getitem, (value, i))
+        else:
+            env |= _items(graph, value, results)
 
     def _fetches(self, reads: Sequence[Read]) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
         parameters = [r for r in reads if r.storage is not None]
@@ -315,9 +323,129 @@ class Assembler:
         return call
 
 
+def _items(graph: fx.Graph, value: fx.Node, nodes: Nodes) -> Env:
+    """Write the reading of a tuple, which has what these nodes have."""
+    return {node: graph.call_function(operator.getitem, (value, i)) for i, node in enumerate(nodes)}
+
+
 def _returned(env: Mapping[fx.Node, fx.Node], gives: Nodes, result: Any) -> Any:
     """Return a function's output: `result` of the nodes of its own graph, or the values that others read."""
     if result is not None:
         return compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result)
     values = tuple(env[node] for node in gives)
     return values[0] if len(values) == 1 else values
+
+
+Fetch = tuple[list[fx.Node], Callable[[], Sequence[Tensor]]]
+WRITTEN = frozenset(WRITES.values())
+NOTHING = type(None)
+TRAINED = attrgetter("requires_grad")
+
+
+def single(graph: fx.Graph, scope: Any, inputs: Nodes, fetches: Sequence[Fetch], compiler: Compiler | None) -> Function:
+    """A whole program as one function of its inputs; it gives None where a module is to read its own weights.
+
+    Args:
+        graph: of one rank. scope: the calls that it is made of (`tree.Scope`). inputs: what it is called with.
+        fetches: what it reads of the module, and what reads that. compiler: knows the backend; None where it runs as
+            it is.
+    """
+    # Weights come as arguments, for a user may change them between calls; each is read as its module would read it.
+    takes = [*inputs, *(node for nodes, _ in fetches for node in nodes)]
+    whole = fx.Graph()
+    env = {node: whole.placeholder(node.name) for node in takes}
+    if compiler is None:
+        _write_operators(whole, graph, env)
+    else:
+        _write_blocks(whole, list(_parts(scope)), env)
+    whole.output(compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, graph.output_node().args[0]))
+    function = worded(function_of(whole, "program")) if compiler is None else compiler.whole(whole)
+    reads = [read for _, read in fetches]
+
+    def run(*arguments: Tensor) -> Any:
+        values: list[Any] = [*arguments]
+        for read in reads:
+            values += read()
+        return None if NOTHING in map(type, values) else function(*values)
+
+    return run
+
+
+def _write_operators(whole: fx.Graph, graph: fx.Graph, env: Env) -> None:
+    """The program's operators, as Python calls them at least cost where there are no gradients."""
+    for node in graph.nodes:
+        if node.target in KEEPS:
+            env[node] = env[node.args[0]]
+        elif node.op not in ("placeholder", "output"):
+            env[node] = copy_node(node, whole, env.__getitem__)
+            if (summed := eager.summed(node)) is not None:
+                env[node].target, env[node].args, env[node].kwargs = summed, env[node].args[:1], {}
+            else:
+                env[node].target = METHODS.get(node.target) or eager.quick(node)
+
+
+def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: Env) -> None:
+    """The program's operators, and calls of what equal blocks share."""
+    # A block that occurs once gains nothing by a function of its own, and inlined it is fused with what is around it.
+    blocks = {id(part): _block(part.nodes()) for part in parts if not isinstance(part, fx.Node)}
+    counts = Counter(key for key, *_ in blocks.values())
+    shared: dict[Any, Function] = {}
+    for part in parts:
+        key, operands, gives = blocks.get(id(part), (None, [], []))
+        if counts[key] < 2:
+            for node in [part] if isinstance(part, fx.Node) else part.nodes():
+                env[node] = copy_node(node, whole, env.__getitem__)
+            continue
+        if key not in shared:
+            function = function_of(pure(part.nodes(), operands, gives), part.path)
+            shared[key] = compat.compiled_once(function, __name__, "block")
+        value = whole.call_function(shared[key], tuple(env[n] for n in operands))
+        env |= _items(whole, value, gives)
+        # A state that the block writes to in place is read afterwards as the same tensor, not as a result.
+        env.update((node, env[node.args[0]]) for node in part.nodes() if node.target in WRITTEN)  # type: ignore[index]
+
+
+def _parts(scope: Any) -> Iterator[Any]:
+    """Operators and repeated blocks, in order."""
+    for item in scope.items:
+        if isinstance(item, fx.Node) or block_of(path := module_of(item.path)) == path != "":
+            yield item
+        else:
+            yield from _parts(item)
+
+
+def _block(nodes: Nodes) -> tuple[Any, list[fx.Node], list[fx.Node]]:
+    """Return what equal blocks share, and what one takes and gives but for states that it writes to."""
+    inside = dict.fromkeys(nodes)
+    takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
+    read = [n for n in nodes if not n.users.keys() <= inside.keys()]  # outside of it
+    gives = [n for n in read if n.target not in WRITTEN]
+    return (renumbered([flow(n) for n in takes]), structure(pure(nodes, takes, gives))), takes, gives
+
+
+def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Function:
+    """A program that runs as one function without gradients, and else by parts.
+
+    By parts it runs too where a module in it, or every module, is hooked or wrapped, and from then on where torch
+    cannot compile it as one; both are the same operators and collectives in the same order.
+
+    Args:
+        whole: the one function. watch: over all modules of the program. by_parts: the same with a function for each.
+    """
+    compiles = [True]
+
+    def run(*inputs: Tensor) -> Any:
+        graded = torch.is_grad_enabled() or any(map(TRAINED, inputs))
+        if graded or not compiles[0] or not watch.untouched() or compat.hooks_all_modules():
+            return by_parts(*inputs)
+        try:
+            with compat.below_autograd():  # above it torch's wait for a collective is a Python function, at every one
+                outputs = whole(*inputs)
+            if outputs is not None:
+                return outputs
+        except compat.CannotCompile as error:
+            log.warning("the program is compiled by parts, since torch cannot compile it as one: %s", error)
+            compiles[0] = False
+        return by_parts(*inputs)
+
+    return run

@@ -24,7 +24,7 @@ from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import read_bytes
 
-from . import folders, huggingface, optimizers
+from . import folders, optimizers, wholes
 from .dcpfiles import Planner, Tensors, Writer
 
 FORMATS = ("dcp", "huggingface")
@@ -69,7 +69,7 @@ def save(
     if format == "huggingface":
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
         with folders.dropped_on_failure(place, first):
-            huggingface.save(shards, ranks, place, max_file)
+            wholes.save(shards, ranks, place, max_file)
         return None
     tensors, own = together(
         ranks, "reading the state", lambda: collect(shards, optimizer, extra, first_names(shards) if weights else ())

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
+import struct
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autotp.comm.ranks import agree, from_all, own_place, together
+from autotp.comm.ranks import Ranks, agree, from_all, own_place, together
+from autotp.comm.sockets import Peers, connected
 from autotp.comm.turn import Turn
-from autotp.errors import InputError, StateError
+from autotp.errors import InputError, RankError, StateError
 from autotp.ir.graph import NamedTensors
 from autotp.log import log
 from autotp.runtime import data_parallel, state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import counts
 
-from . import neighbours, shared_memory
+from . import shared_memory
 from .dcpfiles import Tensors
 from .loading import load
 from .optimizers import PREFIX
 from .saving import as_json, collect, first_names
 from .shared_memory import KeptStep, Layout, Owner, Record, Slot
 
+HEAD = struct.Struct("!QQ")  # bytes of the record, and of the file
+SECONDS = 600.0  # that a connection may be silent: as good as never
 _open = set[Path]()  # folders that this process keeps steps in
 
 
@@ -81,7 +87,7 @@ def resume(shards: ShardState) -> KeptStep | None:
     ranks = shards.planners
     owner = together(ranks, "reading what the run is called", lambda: Owner.of(shards))
     folder = together(ranks, "opening memory of the node", owner.open)
-    places = from_all(ranks, neighbours.place_of(folder), "the nodes' memory")
+    places = from_all(ranks, place_of(folder), "the nodes' memory")
     rank = own_place(ranks)
     local = [other for other, place in enumerate(places) if place == places[rank]]
 
@@ -153,13 +159,13 @@ class Snapshots:
 
     def _meet(self, redundancy: int) -> None:
         """Find who is on this node, and connect to those that hold second copies."""
-        places = from_all(self._ranks, neighbours.place_of(self._folder), "the nodes' memory")
+        places = from_all(self._ranks, place_of(self._folder), "the nodes' memory")
         self._local = [rank for rank, place in enumerate(places) if place == places[self._rank]]
         self._to, self._from, self._peers = -1, list[int](), {}
         if redundancy and self._ranks is not None and len(places) > 1:
-            to = neighbours.neighbours(places)
+            to = neighbours(places)
             self._to, self._from = to[self._rank], [rank for rank, other in enumerate(to) if other == self._rank]
-            self._peers = neighbours.connect(self._ranks)
+            self._peers = connect(self._ranks)
         elif redundancy:
             log.warning("redundancy=1: there is one rank, and no other to hold a second copy of what it keeps")
 
@@ -249,14 +255,14 @@ class Snapshots:
             record = shared_memory.sealed(f'{text}, "digests": {json.dumps(digests)}, "table": {table}}}')
             slot.commit(record)
             if self._to >= 0:
-                neighbours.send(self._peers[self._to], record, memoryview(slot.map))
+                send_file(self._peers[self._to], record, memoryview(slot.map))
 
         return copying
 
     def _taking(self, rank: int) -> Callable[[], None]:
         """Return what takes the second copy of what another rank keeps."""
         number, peer = self._number, self._peers[rank]
-        return lambda: neighbours.receive(peer, lambda size: self._slot(rank, number, size))
+        return lambda: receive_file(peer, lambda size: self._slot(rank, number, size))
 
     def wait(self) -> None:
         """Wait until all ranks have kept the step that is being copied, as each step of the optimizer does first.
@@ -368,3 +374,66 @@ def _states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> 
         return {}
     states: NamedTensors = small.state[parameter]
     return {key: x.dtype for key, x in states.items() if isinstance(x, Tensor) and x.shape == parameter.shape}
+
+
+# ---- second copies on other nodes ------------------------------------------------------------------------------------
+
+
+def place_of(folder: Path) -> tuple[str, int, int]:
+    """Name the memory that a folder lies in: equal on ranks that see the same files."""
+    status = os.stat(folder)
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else "", status.st_dev, status.st_ino
+
+
+def neighbours(places: Sequence[Hashable]) -> list[int]:
+    """Return of each rank which one holds its second copy: on the next node where there are several, else the next.
+
+    Args:
+        places: of each rank, the memory that it is in.
+    """
+    nodes = list(dict.fromkeys(places))
+    out = []
+    for rank, place in enumerate(places):
+        index = places[:rank].count(place)
+        to = nodes[(nodes.index(place) + 1) % len(nodes)]
+        there = [other for other, node in enumerate(places) if node == to]
+        out.append(there[(index + (to == place)) % len(there)])
+    return out
+
+
+def connect(ranks: Ranks) -> Peers:
+    """Connect to all other ranks, beside the connections that they take turns by. A collective call."""
+    peers = connected(ranks.group, ranks.rank, ranks.tp)
+    if peers is None:
+        raise RankError("the ranks cannot connect to each other by TCP, to send_file each other what memory holds.")
+    for peer in peers.values():
+        peer.settimeout(SECONDS)
+    return peers
+
+
+def send_file(peer: socket, record: str, slot: memoryview) -> None:
+    """Send a file and its record."""
+    text = record.encode()
+    peer.sendall(HEAD.pack(len(text), len(slot)) + text)
+    peer.sendall(slot)
+
+
+def receive_file(peer: socket, open_slot: Callable[[int], Slot]) -> None:
+    """Take a file and its record, which is written last, into what `open_slot` gives for so many bytes."""
+    length, size = HEAD.unpack(_take(peer, memoryview(bytearray(HEAD.size))))
+    text = bytes(_take(peer, memoryview(bytearray(length)))).decode()
+    slot = open_slot(size)
+    slot.begin()
+    _take(peer, memoryview(slot.map))
+    slot.commit(text)
+
+
+def _take(peer: socket, into: memoryview) -> memoryview:
+    at = 0
+    while at < len(into):
+        count = peer.recv_into(into[at:])
+        if not count:
+            raise StateError("the rank whose copy this one holds has ended.")
+        at += count
+    return into

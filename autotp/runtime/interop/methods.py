@@ -1,13 +1,24 @@
-"""Methods of the original's class that a sharded module and its parts have in another way; all others they inherit."""
+"""Methods of the original's class that a sharded module and its parts have in another way; all others they inherit.
+
+Some work on whole weights in the place of what a part holds. `nn.Module.load_state_dict` of a larger module, or of a
+single part, copies by the names and shapes of what a module holds; here those are the original's. PEFT merges an
+adapter into a weight by a method of the layer. Some are sums and products, which DTensor splits; others mix weights
+with tensors that they make, or rearrange them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autotp.errors import StateError
 from autotp.ir.graph import Function
+from autotp.runtime.storage import ShardState, Storage
 
 UNLOAD = (
     "{name}() takes the adapters out of the model, and the plan, the parameters and the programs are of the model with "
@@ -73,3 +84,102 @@ def _refuser(name: str) -> Function:
         raise StateError(REFUSED[name].format(name=name))
 
     return refuse
+
+
+WRITERS = ("merge", "unmerge")
+
+
+def load_by_original(shards: ShardState) -> None:
+    """Let every module take the original's whole tensors, and those of its `state_dict`, when it is loaded alone."""
+    for part in dict.fromkeys(shards.parts.values()):
+        storages: Any = part._storages
+        if storages:
+            part.register_load_state_dict_pre_hook(functools.partial(_translate, storages))
+
+
+def _translate(
+    storages: Mapping[str, Storage], module: nn.Module, states: dict[str, Any], prefix: str,
+    metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Put what a state dict has for a whole parameter in the form that the module holds: a hook before torch loads.
+
+    Args:
+        storages: by the parameter's own name in the module, how a rank holds it.
+        module: whose parameters torch is about to load.
+        states: the state dict, changed in place; its keys start with `prefix`.
+        metadata, strict, unexpected: as torch gives them; not read.
+        missing, errors: what torch raises about afterwards.
+    """
+    for leaf, storage in storages.items():
+        key, names = prefix + leaf, storage.names(leaf)
+        own = [prefix + n for n in names]
+        pieces = [p for p in map(module._parameters.get, names) if p is not None]
+        if len(pieces) < len(names):
+            continue  # it was replaced by something of the user's
+        if key in states:
+            value: Any = states.pop(key)
+            if fits := isinstance(value, Tensor) and tuple(value.shape) == storage.shape:
+                # Parameters on the meta device get memory when the sharded module loads by itself.
+                late = [f"{key} is on the meta device: load the sharded module by a call of its own."]
+                errors += late if pieces[0].is_meta else []
+            else:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                errors.append(f"size mismatch for {key}: it is {storage.shape}, and {shape} was given.")
+            states.update(zip(own, storage.laid(value, pieces) if fits else pieces, strict=True))
+        elif len(names) > 1 and not any(n in states for n in own):
+            # A state dict of this module itself has the pieces by name, and torch loads those as they are. Without
+            # either torch would call each piece missing: the user knows the whole.
+            missing.append(key)
+            states.update(zip(own, pieces, strict=True))  # it stays as it is
+
+
+def on_whole_weights(original: type[nn.Module]) -> dict[str, Function]:
+    """Return the methods of a class that its parts run on whole weights. Collective calls.
+
+    What was merged is an attribute of the layer, which ranks compare at their next call; the gathers are turns.
+    """
+    methods = {name: getattr(original, name, None) for name in WRITERS}
+    return {name: _run(method) for name, method in methods.items() if callable(method)}
+
+
+def _run(method: Function) -> Function:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with whole_weights(self):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def whole_weights(part: nn.Module) -> Iterator[None]:
+    """Give a part and those in it whole parameters within this context; what these are then is kept. Collective."""
+    owners: list[Any] = [m for m in part.modules() if getattr(m, "_storages", None)]
+    tables = [(owner, owner._parameters) for owner in owners]
+    wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
+    for owner, table in tables:
+        for _, storage, pieces in _holdings(owner, table):
+            if id(pieces[0]) not in wholes:
+                value = storage.full([p.detach() for p in pieces]).clone()
+                wholes[id(pieces[0])] = nn.Parameter(value, pieces[0].requires_grad)
+        owner._parameters = table | {leaf: wholes[id(pieces[0])] for leaf, _, pieces in _holdings(owner, table)}
+    try:
+        yield
+        for owner, table in tables:
+            _keep(owner, table)
+    finally:
+        for owner, table in tables:
+            owner._parameters = table
+
+
+def _holdings(owner: Any, table: Mapping[str, Any]) -> Iterator[tuple[str, Storage, list[Any]]]:
+    """Iterate over a module's parameters by the original's name: how each is held, and the pieces that `table` has."""
+    for leaf, storage in owner._storages.items():
+        yield leaf, storage, [table[name] for name in storage.names(leaf)]
+
+
+def _keep(owner: Any, table: Mapping[str, Any]) -> None:
+    """Write what a module's whole parameters are now to the pieces that `table` has."""
+    for leaf, storage, pieces in _holdings(owner, table):
+        storage.write(pieces, owner._parameters[leaf].detach())

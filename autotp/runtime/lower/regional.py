@@ -75,7 +75,7 @@ class Compiler:
         return run
 
     def whole(self, graph: fx.Graph) -> Function:
-        """The compiled function of a program that runs without gradients as one (`single.py`)."""
+        """The compiled function of a program that runs without gradients as one (`tree.single`)."""
         self.one = True
         return worded(self.compile(function_of(graph, "program"), True))
 

@@ -27,8 +27,7 @@ from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Program, form
 from autotp.text import amount, divisors, seconds
 
-from .pipeline import Pipeline
-from .stage import BASE, Stage
+from .stage import BASE, Pipeline, Stage
 
 MICROBATCHES = (4, 8, 16, 32)  # of a step, that waiting is shown for
 

@@ -26,7 +26,7 @@ from autotp.ir.program import Sharded
 from autotp.ir.sizes import substitute
 from autotp.passes.stages.cut import Piece, Wire
 
-from .sums import Sums
+from .weights import Sums
 
 Sizes = tuple[tuple[Any, int], ...]  # symbols of a program with their sizes
 

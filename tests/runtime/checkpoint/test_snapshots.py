@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autotp
 from autotp.errors import AutoTPError, InputError, StateError
 from autotp.runtime.checkpoint import shared_memory, snapshots
-from autotp.runtime.checkpoint.neighbours import neighbours
+from autotp.runtime.checkpoint.snapshots import neighbours
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import inputs_of, transformer
 from tests.helpers.states import same

@@ -18,8 +18,8 @@ import autotp
 from autotp import compat
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Watch
-from autotp.runtime.lower.single import unless_touched
 from autotp.runtime.part import Part
+from autotp.runtime.tree import unless_touched
 from tests.helpers.models import transformer
 
 LAYERS, PROMPT = 2, 6
