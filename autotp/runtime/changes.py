@@ -23,7 +23,7 @@ from autotp.capture.copies import parts_of
 from autotp.comm.ranks import Facts
 from autotp.errors import StateError
 
-from .revision import CONTAINERS, HOOKS, Revision, attributes_of, contents, counted, hooks_of, words_of
+from .revision import CONTAINERS, HOOKS, Revision, attributes_of, contents, count_writes, hooks_of, words_of
 from .weight_reads import MADE
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
@@ -143,7 +143,7 @@ class Watched:
         self.module, self.path, self.changes = module, path, changes
         self.children: dict[str, nn.Module] = dict(children)
         self.versions: dict[str, str] = {}
-        vars(module).update((name, counted(vars(module)[name])) for name in HOOKS)
+        count_writes(module, HOOKS)
         self.hooks = hooks_of(module)
         changes.parts.append(self)
 

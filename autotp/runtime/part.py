@@ -21,7 +21,7 @@ from autotp.runtime.interop.tool_refusals import DDP, SET, Refused
 from .changes import TORCHS, Changes, Watched, foreign
 from .data_parallel import refuse_another
 from .module_hooks import Boundary, after_forward, before_forward, is_own, note, on_backward
-from .revision import TABLES, Revision, counted
+from .revision import TABLES, Revision, count_writes, counted
 from .storage import Storage
 
 
@@ -41,7 +41,7 @@ class Part(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         nn.Module.__init__(self)  # never the original's
-        vars(self).update((name, counted(vars(self)[name])) for name in TABLES)
+        count_writes(self, TABLES)
         self._original = type(original).__name__
         self._detail = original.extra_repr()
         self._leaf = "" if original._modules else repr(original)

@@ -12,7 +12,7 @@ import copy
 import functools
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -57,32 +57,23 @@ class Revision:
     number = 0
 
 
-def _counting(kind: type[Any]) -> type[Any]:
-    """Let the methods of a class that write count."""
+def _counting(method: Function) -> Function:
+    """Return a method that writes, which counts."""
 
-    def counting(method: Function) -> Function:
-        @functools.wraps(method)
-        def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-            Revision.number += 1
-            return method(self, *args, **kwargs)
+    @functools.wraps(method)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        Revision.number += 1
+        return method(self, *args, **kwargs)
 
-        return write
-
-    for name in WRITERS:
-        if hasattr(kind, name):
-            setattr(kind, name, counting(getattr(kind, name)))
-    return kind
+    return write
 
 
-@_counting
-class CountedDict(dict[Any, Any]):
+class CountedDict(OrderedDict[Any, Any]):
     """Counts what is written to it."""
 
 
-@_counting
-class CountedOrderedDict(OrderedDict[Any, Any]):
-    """Counts what is written to it."""
-
+for _name in WRITERS:
+    setattr(CountedDict, _name, _counting(getattr(OrderedDict, _name)))
 
 # What of a part is a dictionary that decides what its call does.
 TABLES = (
@@ -90,11 +81,14 @@ TABLES = (
 )  # fmt: skip
 
 
-def counted(table: dict[Any, Any]) -> dict[Any, Any]:
+def counted(table: dict[Any, Any]) -> CountedDict:
     """The dictionary as one that counts what is written to it."""
-    if isinstance(table, CountedDict | CountedOrderedDict):
-        return table
-    return CountedOrderedDict(table) if isinstance(table, OrderedDict) else CountedDict(table)
+    return table if isinstance(table, CountedDict) else CountedDict(table)
+
+
+def count_writes(module: nn.Module, names: Iterable[str]) -> None:
+    """Count from now on what is written to these dictionaries of a module."""
+    vars(module).update((name, counted(vars(module)[name])) for name in names)
 
 
 @dataclass

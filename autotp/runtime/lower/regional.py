@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain, repeat
+from functools import cache
+from itertools import starmap
 from operator import itemgetter
 from typing import Any
 
@@ -25,7 +25,6 @@ from autotp.runtime.generation.in_place import WRITES, worded
 from autotp.runtime.revision import Revision
 
 HOOKS_OF = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHILDREN = itemgetter("_modules")
 
 
 @dataclass
@@ -134,42 +133,29 @@ class Watch:
     Where one is hooked or wrapped, the function runs uncompiled, through the modules.
     """
 
-    owners: tuple[nn.Module, ...]
-    leaves: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
+    places: Sequence[tuple[nn.Module, str, nn.Module]]
     revision: list[int] = field(default_factory=list, compare=False)  # in which they were untouched
-
-    @cached_property
-    def own(self) -> list[dict[str, Any]]:
-        """The attributes of the modules."""
-        return [vars(module) for module in self.modules]
-
-    @cached_property
-    def above(self) -> list[dict[str, Any]]:
-        """Modules of their owners."""
-        return [vars(owner) for owner in self.owners]
 
     @staticmethod
     def over(parts: Mapping[str, nn.Module], paths: Iterable[str]) -> Watch:
         """The modules with these paths of calls, among all by their path."""
-        own = list(dict.fromkeys(map(module_of, paths)))
-        places = [path.rpartition(".") for path in own]
-        owners = tuple([parts[owner] for owner, _, _ in places])
-        leaves = tuple([leaf for _, _, leaf in places])
-        return Watch(owners, leaves, tuple([parts[path] for path in own]))
+        places = []
+        for path in dict.fromkeys(map(module_of, paths)):
+            owner, _, leaf = path.rpartition(".")
+            places.append((parts[owner], leaf, parts[path]))
+        return Watch(places)
 
     def untouched(self) -> bool:
         """Return whether nobody would notice that the modules are not called; looked for again after any change."""
         if self.revision != [Revision.number]:
-            self.revision[:] = [Revision.number] if self._untouched() else []
+            self.revision[:] = [Revision.number] if all(starmap(_is_own, self.places)) else []
         return bool(self.revision)
 
-    def _untouched(self) -> bool:
-        if any(chain.from_iterable(map(HOOKS_OF, self.own))):
-            return False
-        if tuple(map(dict.get, map(CHILDREN, self.above), self.leaves)) != self.modules:
-            return False
-        return not any(map(dict.__contains__, self.own, repeat("forward")))  # a forward of its own
+
+def _is_own(owner: nn.Module, leaf: str, module: nn.Module) -> bool:
+    """Return whether a module stands in its place, without hooks and a forward of its own."""
+    attributes = vars(module)
+    return vars(owner)["_modules"].get(leaf) is module and not any(HOOKS_OF(attributes)) and "forward" not in attributes
 
 
 def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:
@@ -178,13 +164,9 @@ def either(watch: Watch, compiled: Function, through: Callable[[], Function]) ->
     Args:
         watch: sees hooks and wrappers. compiled: of the stretch. through: makes the other, at its first call.
     """
-    uncompiled: list[Function] = []
+    uncompiled = cache(through)
 
     def stretch(*args: Any) -> Any:
-        if watch.untouched():
-            return compiled(*args)
-        if not uncompiled:
-            uncompiled.append(through())
-        return uncompiled[0](*args)
+        return (compiled if watch.untouched() else uncompiled())(*args)
 
     return stretch

@@ -30,6 +30,7 @@ from autotp.text import amount, divisors, seconds
 from .stage import BASE, Pipeline, Stage
 
 MICROBATCHES = (4, 8, 16, 32)  # of a step, that waiting is shown for
+ROW = "{:>5} {:>4}  {:<40} {:>16} {:>10}"  # of a stage
 
 
 UNSUMMED = (
@@ -359,17 +360,15 @@ def table(plan: Plan, staging: Staging, ranks: int, chunks: int, places: Sequenc
         f"{plan.model}: {len(division.sizes)} stages over pp={ranks} x tp={plan.tp}"
         + (f" x {plan.batch.text}" if plan.batch.size > 1 else "")
         + f", {plan.cluster}",
-        f"{'stage':>5} {'rank':>4}  {'blocks':<40} {'of a micro-batch':>16} {'memory':>10}",
+        ROW.format("stage", "rank", "blocks", "of a micro-batch", "memory"),
     ]
     at = 0  # of the stage's first block among all
     for i, (size, time, memory) in enumerate(zip(division.sizes, division.seconds, division.memory, strict=True)):
         names = staging.units[at : at + size]
         blocks = names[0] if size == 1 else f"{names[0]} - {names[-1].rpartition('.')[2]}"
-        blocks += (" with what is before" if i == 0 else "") + (
-            " with what is after" if i == len(division.sizes) - 1 else ""
-        )
-        lines.append(f"{i:>5} {places[i]:>4}  {blocks:<40} {seconds(time):>16} {amount(memory):>10}")
         at += size
+        blocks += " with what is before" * (i == 0) + " with what is after" * (at == len(staging.units))
+        lines.append(ROW.format(i, places[i], blocks, seconds(time), amount(memory)))
     shares = ", ".join(f"{m}: {idle(division.seconds, places, ranks, m):.0%}" for m in MICROBATCHES)
     lines.append(f"idle share of a step ({'interleaved ' if chunks > 1 else ''}1F1B) by micro-batches: {shares}")
     lines.append(
