@@ -30,8 +30,7 @@ from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
-from autotp.runtime.stages.relay import Grid
-from autotp.runtime.stages.stage import Pipeline
+from autotp.runtime.stages.stage import Grid, Pipeline
 from autotp.text import counts
 
 from .compare import kind_of

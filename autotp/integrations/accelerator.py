@@ -20,7 +20,7 @@ from autotp.comm.lockstep import meet_everywhere
 from autotp.compat import tree_leaves
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
-from autotp.runtime.interop.tool_refusals import LOADED
+from autotp.runtime.interop.ownership import LOADED
 from autotp.runtime.module import ShardedModule
 
 HOW = "Compile it over all ranks, with tp ranks that follow each other: autotp.compile(model, tp=..., dp=...)."

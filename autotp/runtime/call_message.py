@@ -29,7 +29,7 @@ from autotp.comm.ranks import Facts
 from autotp.comm.turn import hold
 from autotp.errors import RankError
 from autotp.inputs import Leaves
-from autotp.runtime.interop.tool_refusals import refuse_transforms
+from autotp.runtime.interop.ownership import refuse_transforms
 
 SAMPLES = 16  # floating values of all inputs together
 RELATIVE_TOLERANCE = 1e-2  # of the largest sample

@@ -30,7 +30,7 @@ from autotp.errors import RankError, StateError
 from autotp.inputs import Leaves
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
-from autotp.runtime.interop.tool_refusals import know_virtual
+from autotp.runtime.interop.ownership import know_virtual
 
 from . import state
 from .call_message import (

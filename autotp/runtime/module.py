@@ -30,8 +30,8 @@ from autotp.runtime.generation.batching import Batching
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate, warmup
 from autotp.runtime.interop import methods, ownership, standalone_program
+from autotp.runtime.interop.ownership import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
 from autotp.runtime.interop.profiled import Profile, measure
-from autotp.runtime.interop.tool_refusals import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
 from autotp.runtime.lower.hosted import mean_loss
 from autotp.runtime.moving.replan import replan
 from autotp.runtime.stages import weights

@@ -16,7 +16,7 @@ from autotp.inputs import Args, Kwargs
 from autotp.ir.graph import Function
 from autotp.runtime.generation.generate_methods import while_generating
 from autotp.runtime.interop.methods import ABSENT, AbsentError, in_place_of, on_whole_weights
-from autotp.runtime.interop.tool_refusals import DDP, SET, Refused
+from autotp.runtime.interop.ownership import DDP, SET, Refused
 
 from .changes import TORCHS, Changes, Watched, foreign
 from .data_parallel import refuse_another

@@ -27,8 +27,7 @@ from autotp.comm.lockstep import lost, meet_in, whole_backward
 from autotp.errors import StateError
 from autotp.inputs import Leaves
 
-from .ownership import in_parts, ours, stepping, wide_group
-from .tool_refusals import DDP, refuse_clipping, refuse_drawing
+from .ownership import DDP, in_parts, ours, refuse_clipping, refuse_drawing, stepping, wide_group
 
 aten: Any = torch.ops.aten
 

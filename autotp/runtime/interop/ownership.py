@@ -1,13 +1,23 @@
-"""Tensors of a sharded module told from other DTensors, and the steps of optimizers that are under way."""
+"""Tensors of a sharded module told from other DTensors, steps of optimizers that are under way, and refusals.
+
+What others may not do with a sharded module is refused with a sentence of its own as they try.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from autotp import compat
+from autotp.errors import StateError
+from autotp.inputs import Leaves
 
 INSTEAD = (
     "Save it with sharded.save_checkpoint(folder, optimizer=optimizer), or with torch.distributed.checkpoint, and load "
@@ -82,3 +92,144 @@ def outside_of_steps() -> Iterator[None]:
     _steps.clear()
     yield
     _steps[:] = steps
+
+
+COMPILE = (
+    "torch.compile around a sharded module finds nothing to compile: what runs are programs of autotp, one for each "
+    "kind of call. autotp.compile(model, ..., backend='inductor') compiles those, and equal blocks once."
+)
+JIT = (
+    "torch.jit.trace and torch.jit.script cannot write down a sharded module: they know neither its collectives nor "
+    "that each rank has a program of its own. To run it compiled give autotp.compile backend='inductor'; to keep it, "
+    "save_checkpoint and plan.save."
+)
+DDP = (
+    "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. Give "
+    "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard. In Lightning "
+    "take ModelParallelStrategy instead of 'ddp', and compile in configure_model. accelerate and transformers' Trainer "
+    "wrap modules that they were not told of: give them parallelism_config=ShardedParallelism(sharded), or take "
+    "ShardedAccelerator and ShardedTrainer, all of autotp.integrations."
+)
+TRANSFORM = (
+    "a sharded module takes no part in transforms of torch.func ({}): a rank's program has no rule for them. Gradients "
+    "come from backward(), torch.autograd.grad (with create_graph=True for those of gradients) and "
+    "torch.autograd.functional with vectorize=False; several examples go in as one batch. The original model takes "
+    "all transforms."
+)
+TRACE = (
+    "torch.fx.symbolic_trace cannot look into a sharded module: its programs look at the values that they are called "
+    "with. sharded.program(example_inputs) is a rank's program as a graph."
+)
+
+QUANTISE = (
+    "torch.ao.quantization changes layers of exactly torch's own classes, and would leave a sharded module as it is "
+    "without a word. Quantise the model first, and give that to autotp.compile."
+)
+CLIPPING = (
+    "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a norm of "
+    "its own. pipe.clip_grad_norm_(max_norm) is over all stages."
+)
+NORMS = (
+    "torch.nn.utils.clip_grad_norm_ adds up norms in an order that depends on the number of ranks, and tp_invariant "
+    "asks for the same bits at any. module.clip_grad_norm_(max_norm) adds them up along the tree."
+)
+DRAWING = (
+    "numbers are drawn into a weight of one rank's stages alone: each stage would draw the same ones for its own. "
+    "pipe.module.apply(fn) draws as on the whole model, or initialise the model before autotp.stages."
+)
+TRAINER = (
+    "transformers' Trainer would deal each rank a batch of its own, and save on its first rank alone. Say which ranks "
+    "share a batch: TrainingArguments(..., parallelism_config=ShardedParallelism(sharded), save_only_model=True). With "
+    "optimizer states in checkpoints, or dp, take ShardedTrainer in its place. Both are of autotp.integrations."
+)
+# What transformers' Trainer asks a model, and nobody else. `autotp.integrations` sets it where it tells a trainer more.
+LOADED = "is_distributed_loading_by_transformers"
+SET = {"qconfig": QUANTISE}  # an attribute that says what somebody is about to do -> why it is refused
+
+
+class Refused:
+    """An attribute that one part of torch asks for before all else, and nobody else knows: asked, it is this error.
+
+    A part's `dir` leaves it out, so that a debugger that reads all reads the rest.
+    """
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> NoReturn:
+        if instance is None:
+            raise AttributeError(self.name)
+        raise StateError(self.message)
+
+
+def refuse_transforms(values: Leaves) -> None:
+    """Before a forward or a backward: raise where torch transforms it, or traces it with stand-ins for tensors.
+
+    Args:
+        values: inputs of the forward, or gradients that the backward begins with.
+
+    Raises:
+        StateError: with what to do instead.
+    """
+    if name := compat.transform(values):
+        raise StateError(TRANSFORM.format(name))
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        raise StateError(JIT)
+    if any(isinstance(x, fx.Proxy) for x in values):
+        raise StateError(TRACE)
+
+
+_of_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_of_virtual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_drawing: list[bool] = []  # draws under way for all stages together
+
+
+def know_virtual(module: nn.Module) -> None:
+    """From now on torch's `clip_grad_norm_` is refused for this module, whose ranks run several virtual ones."""
+    _of_virtual.add(module)
+
+
+def know_stages(module: nn.Module) -> None:
+    """From now on torch's `clip_grad_norm_`, and draws of single weights, are refused for this module, a stage's of
+    several."""
+    _of_stages.add(module)
+
+
+@contextlib.contextmanager
+def drawing_all() -> Iterator[None]:
+    """Context in which every rank draws for the weights of all stages."""
+    _drawing.append(True)
+    try:
+        yield
+    finally:
+        _drawing.pop()
+
+
+def refuse_drawing(tensor: DTensor) -> None:
+    """Refuse numbers that are drawn into a weight of one stage by itself.
+
+    Raises:
+        StateError: it says how to draw those of all stages.
+    """
+    if _of_stages and not _drawing:
+        storage = compat.local_of(tensor).untyped_storage()._cdata
+        for p in (p for module in _of_stages for p in nn.Module.parameters(module)):
+            if compat.part_of(p).untyped_storage()._cdata == storage:
+                raise StateError(DRAWING)
+
+
+def refuse_clipping(norms: Sequence[Any]) -> None:
+    """Refuse a norm of norms of one stage's gradients, as `clip_grad_norm_` takes it, outside of a step.
+
+    Args:
+        norms: tensors that are about to be stacked.
+    """
+    if stepping() or not all(ours(norm) and not norm.ndim for norm in norms):
+        return
+    for modules, text in ((_of_stages, CLIPPING), (_of_virtual, NORMS)):
+        parameters = [p for module in modules for p in nn.Module.parameters(module)]
+        if any(isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh for p in parameters):
+            raise StateError(text)

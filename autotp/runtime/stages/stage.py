@@ -1,29 +1,39 @@
-"""One stage: what a call of the whole runs of it, and as a module what torch's `PipelineStage` takes; and all of them.
+"""A call of the whole model through its stages, and one stage as a module, as torch's `PipelineStage` takes it.
 
-Of all stages of a sharded module: the ranks that run them, what they share, and how a program of it is installed.
+In a call of the whole each rank runs its own stages, receives what flows in and sends what flows out; the last one
+gives the results to all. Backward, gradients go the other way. A token orders the sends and receives of a rank in
+autograd's graph. Of all stages of a module: the ranks that run them, what they share, and how a program is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed import ProcessGroup
 
+from autotp import compat
+from autotp.comm.ranks import Ranks
 from autotp.errors import InputError, StateError
 from autotp.inputs import Leaves
 from autotp.ir.graph import SEEDS, Capture, Function
+from autotp.ir.layouts import Layout
 from autotp.ir.program import Sharded
-from autotp.passes.stages.cut import Piece
+from autotp.ir.sizes import substitute
+from autotp.passes.stages.cut import Piece, Wire
 from autotp.runtime import state
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.program_search import built
 from autotp.runtime.programs import Form, Program
 from autotp.runtime.storage import ShardState
 
-from .relay import Grid, Relay
 from .weights import Sums, Tied
 
 BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
@@ -168,3 +178,231 @@ class Pipeline:
         for stage, part in zip(stages.values(), parts, strict=True):
             stage.program, stage.graph = program, part.graph
         return program
+
+
+Sizes = tuple[tuple[Any, int], ...]  # symbols of a program with their sizes
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a pipeline.
+
+    Attributes:
+        world: all of them. pipeline: those of this one's lane, one for each place; `rank` of `size`.
+        chunks: stages of each rank. places: the rank of each stage.
+    """
+
+    world: Ranks
+    pipeline: ProcessGroup
+    rank: int
+    size: int
+    chunks: int
+    places: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return self.size * self.chunks
+
+    @property
+    def last(self) -> int:
+        """The place in the pipeline of the rank that has the last stage."""
+        return self.places[-1]
+
+    def own(self) -> list[int]:
+        """The stages of this rank."""
+        return [i for i, place in enumerate(self.places) if place == self.rank]
+
+    def send(self, values: Sequence[Tensor], place: int) -> None:
+        """Send values to the rank at a place."""
+        for value in values:
+            dist.send(value.contiguous(), group=self.pipeline, group_dst=place)
+
+    def receive(self, values: Sequence[Tensor], place: int) -> None:
+        """Receive values from the rank at a place into these."""
+        for value in values:
+            dist.recv(value, group=self.pipeline, group_src=place)
+
+    def share(self, values: Sequence[Tensor]) -> None:
+        """Give values of the last stage's rank to all; others' are written."""
+        for value in values:
+            if value.numel():
+                dist.broadcast(value, group=self.pipeline, group_src=self.last)
+
+
+@lru_cache(1024)  # in one call there are a few, of many values
+def local_shape(shape: tuple[Any, ...], layout: Layout, sizes: Sizes, rank: int, tp: int) -> tuple[int, ...]:
+    """The shape of what a tp rank holds of a value of the program.
+
+    Args:
+        shape: of the whole, in symbols. layout: how it lies. sizes: of the symbols. rank, tp: this rank and how many.
+    """
+
+    def number(size: Any) -> int:
+        return size if isinstance(size, int) else int(substitute(size, dict(sizes)))
+
+    whole = [*map(number, shape)]
+    if layout.mark != "S":
+        return tuple(whole)
+    spec: Any = layout.to_runtime(number)
+    return tuple(spec.take(torch.empty(whole, device="meta"), rank, tp).shape)
+
+
+@dataclass(frozen=True)
+class Relay:
+    """The function of a program that is cut into stages: it takes the tensors of a call, and gives its flat results.
+
+    Attributes:
+        captured, sharded: the program of one process, and that of the ranks with its pieces.
+        stages: of this rank by their index. grid: the ranks; `tp` those of this stage.
+        sums: of gradients over stages and dp.
+    """
+
+    captured: Capture
+    sharded: Sharded
+    stages: Mapping[int, Any]
+    grid: Grid
+    tp: Ranks
+    sums: Sums
+
+    def __call__(self, *inputs: Tensor) -> list[Any]:
+        count = len(self.names)  # the seeds come behind
+        tensors, seeds = dict(zip(self.names, inputs[:count], strict=True)), inputs[count:]
+        sizes = self._sizes(inputs[:count])
+        results: dict[int, Any] = {}
+        grad, grid = torch.is_grad_enabled(), self.grid
+        token = torch.zeros((), device=self.tp.device, requires_grad=grad)
+        flow: tuple[Tensor, ...] = ()  # what flows from one stage of this rank to the next
+        for index, stage in self.stages.items():
+            piece, values_in = stage.piece, flow
+            if index and grid.places[index - 1] != grid.rank:
+                empty = [self._empty(wire, sizes) for wire in piece.wires_in]
+                token, *values_in = _Receive.apply(self, index, token, *empty)  # type: ignore[misc]
+            values = [*values_in, *map(tensors.__getitem__, piece.inputs)]
+            values += seeds if stage.draws else ()
+            outputs = stage.run(values)
+            results.update(zip(piece.positions, outputs, strict=False))
+            flow = tuple(outputs[len(piece.positions) :])
+            if flow and grid.places[index + 1] != grid.rank:
+                token = _Send.apply(self, index, token, *flow)  # type: ignore[assignment]
+        return self._results(results, inputs, token, sizes)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the tensors among the program's inputs."""
+        return [x.name for x in self.captured.tensor_inputs]
+
+    @cached_property
+    def results(self) -> Any:
+        """The results of the program of one process: nodes and constants."""
+        return self.captured.graph.output_node().args[0]
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """Positions of the results that the last stage gives to all."""
+        return [i for i in self.sharded.pieces[-1].shared if isinstance(self.results[i], fx.Node)]
+
+    @cached_property
+    def absent(self) -> dict[int, Wire]:
+        """Results of other stages by position, but for what they write, as they would be sent."""
+        elsewhere = {*range(len(self.results))} - {i for s in self.stages.values() for i in s.piece.positions}
+        elsewhere -= self.captured.mutations.keys() - {*self.shared}
+        places = sorted(i for i in elsewhere if isinstance(self.results[i], fx.Node))
+        return {i: Wire("", whole, layout, False) for i in places for layout, whole in [self.sharded.result(i)]}
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> Sizes:
+        """The sizes of the program's symbols with these tensors."""
+        return tuple(self.captured.sizes_of(tensors).items())
+
+    def examples(self, piece: Piece, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Examples of what flows into a stage and out of it, for the tensors of a call: on the meta device."""
+        sizes = self._sizes(tensors)
+        inputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_in)
+        outputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_out)
+        # Of the last stage's outputs their number counts.
+        return inputs, outputs or (torch.empty(1, device="meta"),) * len(piece.shared)
+
+    def _results(self, own: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
+        """All results: of other stages' states the shapes alone, and nothing of what these write to buffers."""
+        shared = self.shared
+        out: list[Any] = []
+        for i, node in enumerate(self.results):
+            taker = self.captured.mutations.get(i)
+            if i in own or not isinstance(node, fx.Node):
+                out.append(own.get(i, node))
+            elif isinstance(taker, int) and i not in shared:
+                out.append(inputs[taker])
+            else:
+                device = self.tp.device if i in shared else "meta"  # which takes no memory
+                out.append(None if isinstance(taker, str) else self._empty(self.absent[i], sizes, device))
+        outputs = _Share.apply(self, token, *map(out.__getitem__, shared)) if shared else ()
+        for i, value in zip(shared, outputs, strict=True):
+            out[i] = value
+        return out
+
+    def _empty(self, wire: Wire, sizes: Sizes, device: Any = None) -> Tensor:
+        """A tensor that a value of another stage comes into."""
+        shape = local_shape(wire.shape, wire.layout, sizes, self.tp.rank, self.tp.tp)
+        return torch.empty(shape, dtype=wire.value.dtype, device=device or self.tp.device)
+
+
+class _Receive(torch.autograd.Function):
+    """Receive from the stage before; backward, send it the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, relay: Relay, index: int, token: Tensor, *empty: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        wires = relay.stages[index].piece.wires_in
+        ctx.relay, ctx.place = relay, relay.grid.places[index - 1]
+        ctx.graded = [wire.graded for wire in wires]
+        relay.grid.receive(empty, ctx.place)
+        ctx.mark_dirty(*empty)
+        ctx.mark_non_differentiable(*compress(empty, map(not_, ctx.graded)))
+        return token.clone(), *empty
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> Any:  # type: ignore[override]
+        ctx.relay.grid.send([*compress(grads, ctx.graded)], ctx.place)
+        return None, None, grad, *[None] * len(grads)
+
+
+class _Send(torch.autograd.Function):
+    """Send to the stage after; backward, receive the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, relay: Relay, index: int, token: Tensor, *values: Tensor) -> Tensor:  # type: ignore[override]
+        wires = relay.stages[index].piece.wires_out
+        ctx.relay, ctx.place = relay, relay.grid.places[index + 1]
+        ctx.graded = [wire.graded for wire in wires]
+        ctx.like = [torch.empty_like(x, device="meta", memory_format=torch.contiguous_format) for x in values]
+        relay.grid.send(values, ctx.place)
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        grads: list[Any] = [None] * len(ctx.like)
+        for i in compress(range(len(grads)), ctx.graded):
+            grads[i] = torch.empty_like(ctx.like[i], device=ctx.relay.tp.device)
+        ctx.relay.grid.receive([*compress(grads, ctx.graded)], ctx.place)
+        return None, None, grad, *grads
+
+
+class _Share(torch.autograd.Function):
+    """Give the last stage's results to all ranks; backward, begin there, for every rank has the same gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, relay: Relay, token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.relay, ctx.last = relay, relay.grid.rank == relay.grid.last
+        out = values
+        if ctx.last:
+            out = tuple(x.contiguous().clone() for x in values)
+        relay.grid.share(out)
+        ctx.mark_non_differentiable(*(x for x in out if not x.is_floating_point()))
+        if not ctx.last:
+            ctx.mark_dirty(*out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        ctx.relay.sums.begin()
+        compat.after_backward(ctx.relay.sums.end)
+        own = grads if ctx.last else [None] * len(grads)
+        return None, torch.zeros((), device=ctx.relay.tp.device), *own

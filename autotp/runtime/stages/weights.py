@@ -37,8 +37,7 @@ from autotp.runtime.call_message import (
     refuse_samples,
     sampled,
 )
-from autotp.runtime.interop.ownership import begin_step, end_step
-from autotp.runtime.interop.tool_refusals import drawing_all
+from autotp.runtime.interop.ownership import begin_step, drawing_all, end_step
 from autotp.runtime.storage import ShardState
 
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import autotp
 from autotp.integrations.accelerator import ShardedParallelism
 from autotp.integrations.trainer import ShardedTrainer
-from autotp.runtime.interop.tool_refusals import LOADED
+from autotp.runtime.interop.ownership import LOADED
 from tests.helpers.errors import error_of
 from tests.helpers.modules.stacked import kept_bytes
 from tests.helpers.processes import own_world
