@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp.errors import AutoTPError, StateError
-from autotp.runtime.checkpoint import folders, huggingface
+from autotp.runtime.checkpoint import folders, wholes
 
 WRITES = {
     "os.rename",
@@ -53,7 +53,7 @@ class Steps:
     @contextlib.contextmanager
     def watch(self, exchange: bool) -> Iterator[None]:
         """Count from here on; without `exchange` the file system cannot swap two folders."""
-        real_sync, real_save, real_exchange = os.fsync, huggingface.save_file, folders._exchange
+        real_sync, real_save, real_exchange = os.fsync, wholes.save_file, folders._exchange
 
         def sync(descriptor: int) -> None:
             self.step()
@@ -74,7 +74,7 @@ class Steps:
 
         with (
             patch.object(os, "fsync", sync),
-            patch.object(huggingface, "save_file", save),
+            patch.object(wholes, "save_file", save),
             patch.object(folders, "_exchange", swap),
         ):
             self.on = True

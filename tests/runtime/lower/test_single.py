@@ -110,18 +110,18 @@ def test_what_hooks_a_block_sees_it():
 
 
 def test_what_has_gradients_or_lacks_a_weight_goes_by_parts():
-    x, one = torch.ones(1), unless_touched(lambda *_: "one", Watch((), (), ()), lambda *_: "parts")
+    x, one = torch.ones(1), unless_touched(lambda *_: "one", Watch(()), lambda *_: "parts")
     assert one(x) == "parts"
     with torch.no_grad():
         assert one(x) == "one" and one(x, torch.ones(1, requires_grad=True)) == "parts"
-        assert unless_touched(lambda *_: None, Watch((), (), ()), lambda *_: "parts")(x) == "parts"
+        assert unless_touched(lambda *_: None, Watch(()), lambda *_: "parts")(x) == "parts"
 
 
 def test_one_function_runs_below_autograd_and_parts_do_not():
     def excluded(*_: Tensor) -> bool:
         return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradFunctionality)
 
-    run = unless_touched(excluded, Watch((), (), ()), excluded)
+    run = unless_touched(excluded, Watch(()), excluded)
     assert not run(torch.ones(1))
     with torch.no_grad():
         assert run(torch.ones(1)) and not run(torch.ones(1, requires_grad=True))
