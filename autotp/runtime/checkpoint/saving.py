@@ -66,26 +66,26 @@ def save(
     shards.agree_on_writes("a save")
     shards.show_own()
     first = leads(ranks)
-    if format == "huggingface":
-        together(ranks, "making the folder", lambda: _begin(place) if first else None)
-        with folders.dropped_on_failure(place, first):
-            wholes.save(shards, ranks, place, max_file)
-        return None
-    tensors, own = together(
-        ranks, "reading the state", lambda: collect(shards, optimizer, extra, first_names(shards) if weights else ())
+    tensors, notes = {}, ""
+    if format == "dcp":
+        tensors, own = together(
+            ranks,
+            "reading the state",
+            lambda: collect(shards, optimizer, extra, first_names(shards) if weights else ()),
+        )
+        if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
+            own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
+        notes = together(ranks, "reading the state", lambda: as_json(own))
+        agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
+    together(
+        ranks, "making the folder", lambda: folders.writing(place, lambda: folders.begin(place)) if first else None
     )
-    if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
-        own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
-    notes = together(ranks, "reading the state", lambda: as_json(own))
-    agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
-    together(ranks, "making the folder", lambda: _begin(place) if first else None)
     with folders.dropped_on_failure(place, first):
+        if format == "huggingface":
+            wholes.save(shards, ranks, place, max_file)
+            return None
         pending = Pending(ranks, place, notes, _copies(tensors) if background else tensors)
     return pending.start() if background else pending.result()
-
-
-def _begin(place: Path) -> Path:
-    return folders.writing(place, lambda: folders.begin(place))
 
 
 def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:

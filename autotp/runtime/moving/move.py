@@ -8,7 +8,7 @@ yet it is split as on the source.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,13 +288,14 @@ def begin_caches(
             if name in states.numbers:
                 tensors.append(torch.empty(states.numbers[name], dtype=torch.uint8))
                 continue
+            entry = entries[CACHE + name]
             # A number, or one for each sequence, is whole anywhere.
-            if name not in carriers.layouts and carriers.tp > 1 and len(entries[CACHE + name].shape) > 1:
+            if name not in carriers.layouts and carriers.tp > 1 and len(entry.shape) > 1:
                 raise StateError(UNKNOWN.format(name=name, how="whole"))
-            entry, slices = entries[CACHE + name], _slice(module, len(entries[CACHE + name].shape))
-            shape_here = _local(carriers, name, entry.shape, slices[1])
-            local = torch.empty(shape_here, dtype=entry.dtype, device=module._shards.device)
-            boxes[CACHE + name] = _boxes(carriers, name, local, slices)[1]
+            slices = _slice(module, len(entry.shape))
+            size = _local(carriers, name, entry.shape, slices[1])
+            local = torch.empty(size, dtype=entry.dtype, device=module._shards.device)
+            _, boxes[CACHE + name] = _boxes(carriers, name, local, slices)
             tensors.append(carriers.of_caller(name, local))
         objects[argument] = rebuilt(Carried(shape, tensors))
 
@@ -316,9 +317,8 @@ def _adopted(name: str, layout: Layout, before: int, tp: int) -> Layout:
 def _slice(module: Any, dims: int) -> tuple[int, int]:
     """Return this rank's slice of the batch, and how many there are; a vector or a number is no batch."""
     ranks = module._shards.ranks
-    if dims < 2 or ranks is None or "dp" not in ranks.beside:
-        return 0, 1
-    return ranks.beside["dp"].rank, ranks.beside["dp"].tp
+    dp = ranks.beside.get("dp") if ranks is not None and dims > 1 else None
+    return (dp.rank, dp.tp) if dp is not None else (0, 1)
 
 
 def _local(carriers: Carriers, name: str, shape: tuple[int, ...], slices: int) -> list[int]:
@@ -334,24 +334,18 @@ def _local(carriers: Carriers, name: str, shape: tuple[int, ...], slices: int) -
 def _boxes(carriers: Carriers, name: str, local: Tensor, slices: tuple[int, int]) -> tuple[tuple[int, ...], list[Box]]:
     """The shape of a whole state, and the blocks of it that this rank's part is."""
     cut, (place, count) = carriers.cut(name), slices
-    whole, parts = list(local.shape), [Box((0,) * local.ndim, local)]
+    whole, block, boxes = list(local.shape), Block.whole(local.shape), [Box((0,) * local.ndim, local)]
     if cut is not None and cut.dim < local.ndim:
-        whole[cut.dim] = cut.length
-        parts = [*_parts(carriers, name, local, cut.dim)]
+        partition: Any = carriers.layouts[name].distribution
+        whole[cut.dim], at, boxes = cut.length, 0, []
+        # The spans of a split state lie one after the other in this rank's part.
+        for rank in range(carriers.rank, carriers.rank + carriers.own_ranks):
+            for start, length in partition.spans(rank, carriers.tp):
+                offset = block.span(cut.dim, start, length).offset
+                boxes += [Box(offset, local.narrow(cut.dim, at, length))] if length else []
+                at += length
     if count > 1:
         rows = whole[0]
         whole[0] = rows * count
-        parts = [Box((box.offset[0] + place * rows, *box.offset[1:]), box.tensor) for box in parts]
-    return tuple(whole), parts
-
-
-def _parts(carriers: Carriers, name: str, local: Tensor, dim: int) -> Iterator[Box]:
-    """The spans of a split state, which lie one after the other in this rank's part."""
-    at = 0
-    partition: Any = carriers.layouts[name].distribution
-    for rank in range(carriers.rank, carriers.rank + carriers.own_ranks):
-        for start, length in partition.spans(rank, carriers.tp):
-            if length:
-                block = Block.whole(tuple(local.shape)).span(dim, start, length)
-                yield Box(block.offset, local.narrow(dim, at, length))
-                at += length
+        boxes = [Box((box.offset[0] + place * rows, *box.offset[1:]), box.tensor) for box in boxes]
+    return tuple(whole), boxes
