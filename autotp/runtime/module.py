@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.export import ExportedProgram
 from torch.optim import Optimizer
 
 from autotp import compat
@@ -29,9 +28,10 @@ from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.batching import Batching
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generating import Generation, generate, warmup
-from autotp.runtime.interop import methods, ownership, standalone_program
+from autotp.runtime.interop import methods, ownership
 from autotp.runtime.interop.ownership import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
-from autotp.runtime.interop.profiled import Profile, measure
+from autotp.runtime.interop.profiled import profile
+from autotp.runtime.interop.standalone_program import program
 from autotp.runtime.lower.hosted import mean_loss
 from autotp.runtime.moving.replan import replan
 from autotp.runtime.stages import weights
@@ -61,7 +61,9 @@ class ShardedModule(Batching, Part):
 
     __jit_ignored_attributes__ = Refused(JIT)
     _initialize_hook = Refused(COMPILE)
-    warmup, named_tensors, replan, mean_loss, snapshot = warmup, named_tensors, replan, mean_loss, checkpoint.snapshot
+    generate, warmup, named_tensors, replan, mean_loss = generate, warmup, named_tensors, replan, mean_loss
+    profile, program, by_itself = profile, program, program_search.by_itself
+    snapshot, save_pretrained = checkpoint.snapshot, checkpoint.save_pretrained
     is_distributed_loading_by_transformers = Refused(TRAINER)
     _generation: Generation | None = None
 
@@ -154,10 +156,6 @@ class ShardedModule(Batching, Part):
             inputs = [call.flat[i] for i in order]
             outputs = self._run(program, inputs, self._calls.seed(program) if seed is None else seed)
         return call.settle(self._finish(program, outputs, inputs), program.returns)
-
-    def by_itself(self, entry: str, args: Args, kwargs: Kwargs) -> Any:
-        """Run the module at this path as a call of its own; see `program_search.by_itself`."""
-        return program_search.by_itself(self, entry, args, kwargs)
 
     def _arguments(self, args: Args, kwargs: Kwargs, entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""
@@ -363,69 +361,7 @@ class ShardedModule(Batching, Part):
         """Original parameter name -> how it is held."""
         return iter(self._shards.storages.items())
 
-    def save_pretrained(self, save_directory: PathLike, max_shard_size: int | str = "5GB", **kwargs: Any) -> None:
-        """Write the whole weights and the config as transformers does, for its `from_pretrained`. A collective call.
-
-        `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside whatever
-        else lies there.
-
-        Args:
-            save_directory: the folder.
-            max_shard_size: largest size of one file, in bytes or such as "5GB"; with more, files have an index.
-            kwargs: of those that transformers takes, what says how one process writes all is not needed here:
-                state_dict, is_main_process, save_function and safe_serialization=True.
-
-        Raises:
-            InputError: another argument, or a size that cannot be read.
-            StateError: the folder cannot be written.
-            RankError: that is so on another rank.
-        """
-        checkpoint.save_into(self._shards, save_directory, max_shard_size, kwargs)
-
     # ---- other ways to run -----------------------------------------------------------------------------------------
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
-
-        Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done (the option
-        `synced_gpus`). The cache is this rank's part. Random numbers are rank 0's.
-
-        Raises:
-            RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
-            StateError: the class has no `generate`; there is cp; or an option is one that ranks cannot follow.
-        """
-        return generate(self, args, kwargs)
-
-    def program(
-        self, example_inputs: Any, *, training: bool = False, group: str = standalone_program.WORLD
-    ) -> ExportedProgram | fx.GraphModule:
-        """This rank's program for a call, with this rank's weights, for a process without the model. A collective call.
-
-        For inference it is an `ExportedProgram` of torch's operators and functional collectives alone:
-        `torch.export.save` and `torch.export.load` need no autotp, and `.module()` runs it. For training it is a
-        `torch.fx.GraphModule` whose collectives have gradients (`autotp.comm.conversions`): `torch.save` and
-        `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
-        generator, which must be in the same state on every tp rank.
-
-        A program takes the tensors of the call, whole and the same on every rank: those that were given by position by
-        position, by name by name, in a container apart (`name_0`, ...); what is no tensor is as in the example. Outputs
-        are full: tensors, and tuples, lists and dicts of them. Weights have the original's names and the rank's shapes.
-
-        Args:
-            example_inputs: of one call, as for `autotp.compile`. Dimensions that the plan keeps symbolic, such as batch
-                and length, stay free where the program allows it: see `range_constraints`.
-            training: for training; the module must be in that mode.
-            group: name of the process group, in the process that loads it, whose ranks are the tp ranks in their order:
-                its `group_name`. "0" is the group of all processes, that `init_process_group` makes.
-
-        Returns: the program; it shares its weights with this module until it is saved.
-
-        Raises:
-            InputError: the inputs do not fit `forward`, or hold a cache; the module is in another mode; or with dp.
-            CaptureError: torch cannot export the program.
-            RankError: that is so on another rank.
-        """
-        return standalone_program.program(self, example_inputs, training, group)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: see `autotp.compile`'s `backend`."""
@@ -454,24 +390,6 @@ class ShardedModule(Batching, Part):
         latest = self._programs_made[-1]
         return "\n".join(map(render_graph, [stage.graph for stage in latest.stages.values()] or [latest.graph]))
 
-    def profile(self, batch: Any) -> Profile:
-        """Measure a step on all ranks by torch's profiler, beside what the plan predicts. A collective call.
-
-        In training mode a step is a forward, and a backward from the sum of the first tensor in the outputs that has a
-        gradient, which is the loss where the model gives one; else a forward. A step before it is not measured.
-        Gradients, buffers and random numbers are afterwards what they were.
-
-        Args:
-            batch: the inputs of one call, as for `autotp.compile`; the same on every tp rank.
-
-        Returns: a table, when printed, with torch's own profile of this rank as its `trace`.
-
-        Raises:
-            InputError: the batch does not fit `forward`, or nothing that the module returns has a gradient.
-            RankError: the ranks' batches differ.
-        """
-        return measure(self, batch)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
@@ -485,8 +403,8 @@ class ShardedModule(Batching, Part):
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         watch(new._shards.parts, self._source.bare, new._changes).stale = True
         new._begin_stages()
-        for program in self._programs_made:
-            program_search.install(new, program.capture, program.sharded, program.changes, program.entry)
+        for own in self._programs_made:
+            program_search.install(new, own.capture, own.sharded, own.changes, own.entry)
         new._calls.settle()
         optimizer_steps.watch(new._calls)
         return new

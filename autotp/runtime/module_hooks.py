@@ -8,6 +8,7 @@ torch itself, as those of `fully_shard`, take what flows as it is.
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,18 +74,12 @@ class Boundary:
         Args:
             values, flows: those at the boundary, this rank's part of each. graded: whether these are gradients.
         """
-        out: dict[int, Any] = {}
         # One value may flow in several layouts (sharded for one reader, whole for another), and is shown once.
-        places = {flow.place for flow in flows if flow.shown}
+        wholes: dict[int, list[Any]] = {flow.place: [] for flow in flows if flow.shown}
         for value, flow in zip(values, flows, strict=True):
-            if flow.place in places and (flow.shown or graded):
-                whole, before = self._whole(value, self._spec(value, flow, graded)), out.get(flow.place)
-                if before is None or whole is None:
-                    out[flow.place] = whole if before is None else before
-                else:  # a gradient, of which each of those layouts carries a summand
-                    out[flow.place] = before + whole
-        places = dict.fromkeys(f.place for f in flows if f.shown)
-        return tuple(out[place] for place in places)
+            if flow.place in wholes and (flow.shown or graded):
+                wholes[flow.place].append(self._whole(value, self._spec(value, flow, graded)))
+        return tuple(map(_total, wholes.values()))
 
     def with_replaced(
         self, values: Leaves, flows: Sequence[Flow], before: Sequence[Any], new: Any, graded: bool = False
@@ -164,15 +159,23 @@ class Boundary:
         return ShardSpec(layout.dim, 1, ((total // unit, unit),))
 
 
+def _total(values: Sequence[Any]) -> Any:
+    """Add up the gradients of a value, of which each of its layouts carries a summand; None where there is none."""
+    there = [value for value in values if value is not None]
+    return functools.reduce(operator.add, there) if there else None
+
+
 def _plain(spec: Any) -> bool:
     """Return whether a slice is told in numbers."""
     return isinstance(spec.repeat, int) and all(isinstance(n, int) for pair in spec.segments for n in pair)
 
 
-def _of(module: Any, options: Kwargs) -> Boundary | None:
-    """The boundary at which a hook is called, where it would see parts."""
-    boundary = module._boundaries.get(options.get("program"))
-    return boundary if boundary is not None and boundary.split else None
+def _at(module: Any, kwargs: Kwargs) -> tuple[Boundary | None, Kwargs, Kwargs]:
+    """The boundary at which a hook is called, where it would see parts, the arguments that it sees, and ours."""
+    own = {name: value for name, value in kwargs.items() if name == "program"}
+    boundary = module._boundaries.get(own.get("program"))
+    others = {name: value for name, value in kwargs.items() if name not in own}
+    return boundary if boundary is not None and boundary.split else None, others, own
 
 
 def _name(hook: Any) -> str:
@@ -242,18 +245,19 @@ def before_forward(hook: Function, with_kwargs: bool) -> Function:
 
     @_shows_whole
     def run(module: Any, args: Args, kwargs: Kwargs) -> Any:
-        boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
+        boundary, rest, own = _at(module, kwargs)
         wholes = args if boundary is None else boundary.whole_values(args, boundary.takes)
         new, wrote = _call(hook, module, wholes, wholes, *((rest,) if with_kwargs else ()))
         if new is None and (boundary is None or not wrote):
             return None
-        if new is not None and with_kwargs:
+        if new is None:
+            new = wholes
+        elif with_kwargs:
             new, rest = new
-        new = wholes if new is None else new
         new = new if isinstance(new, tuple) else (new,)
         if boundary is not None:
             new = boundary.with_replaced(args, boundary.takes, () if wrote else wholes, new)
-        return new, rest | {k: v for k, v in kwargs.items() if k == "program"}
+        return new, rest | own
 
     return run
 
@@ -263,7 +267,7 @@ def after_forward(hook: Function, with_kwargs: bool) -> Function:
 
     @_shows_whole
     def run(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
+        boundary, rest, _ = _at(module, kwargs)
         options = (rest,) if with_kwargs else ()
         if boundary is None:
             return call_hook(hook, module, args, *options, output)

@@ -49,28 +49,28 @@ ALONG = (
 TREE = "every sum along one tree, {0}; no rewrite for speed"
 
 
-def by_itself(module: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
+def by_itself(self: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
     """Run the module at this path as a call of its own, which begins with a turn; no hooks of the whole are called.
 
     Args:
-        module: the sharded module. entry: the path. args, kwargs: of the call.
+        self: the sharded module. entry: the path. args, kwargs: of the call.
 
     Raises:
         StateError: collectives of a call are under way, in which a hook calls it.
     """
     if holding():
-        raise StateError(WITHIN.format(entry=entry or "the module", name=module._calls.name))
-    with module._calls.turn():
-        if not issubclass(type(module), FSDPModule):
-            return module._call(entry, args, kwargs)
+        raise StateError(WITHIN.format(entry=entry or "the module", name=self._calls.name))
+    with self._calls.turn():
+        if not issubclass(type(self), FSDPModule):
+            return self._call(entry, args, kwargs)
         grad = torch.is_grad_enabled()
-        if not grad and not module._shards.axis.fully_shard:  # weights are whole over the axis
-            compat.outermost(module)
-            return module._call(entry, args, kwargs)
-        with data_parallel.recovering(module._shards), module._calls.gathering():
-            outputs = compat.gathered(module, partial(_run_at, module, entry), args, kwargs)
+        if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
+            compat.outermost(self)
+            return self._call(entry, args, kwargs)
+        with data_parallel.recovering(self._shards), self._calls.gathering():
+            outputs = compat.gathered(self, partial(_run_at, self, entry), args, kwargs)
         if not grad:
-            data_parallel.show_gradients(module._shards)
+            data_parallel.show_gradients(self._shards)
         return outputs
 
 

@@ -211,16 +211,27 @@ class Pending:
             folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))
 
 
-def save_into(shards: ShardState, folder: PathLike, max_file: int | str, options: Mapping[str, Any]) -> None:
-    """Write weights into a folder that holds other things too, as transformers' `save_pretrained` does. Collective.
+def save_pretrained(self: Any, save_directory: PathLike, max_shard_size: int | str = "5GB", **kwargs: Any) -> None:
+    """Write the whole weights and the config as transformers does, for its `from_pretrained`. A collective call.
+
+    `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside whatever
+    else lies there.
 
     Args:
-        shards: of the module. folder: to write into. max_file: bytes, or a text as "5GB".
-        options: others of transformers', refused where they ask for what is not written.
+        save_directory: the folder.
+        max_shard_size: largest size of one file, in bytes or such as "5GB"; with more, files have an index.
+        kwargs: of those that transformers takes, what says how one process writes all is not needed here:
+            state_dict, is_main_process, save_function and safe_serialization=True.
+
+    Raises:
+        InputError: another argument, or a size that cannot be read.
+        StateError: the folder cannot be written.
+        RankError: that is so on another rank.
     """
+    shards: ShardState = self._shards
     ranks = shards.planners
-    size = together(ranks, "reading the options", lambda: _size(max_file, options))
-    into = Path(os.path.abspath(folder))
+    size = together(ranks, "reading the options", lambda: _size(max_shard_size, kwargs))
+    into = Path(os.path.abspath(save_directory))
     draft = into / ".weights"
     save(shards, draft, format="huggingface", max_file=size)
     first = leads(ranks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autotp.comm.ranks import Facts
 from autotp.errors import InputError, StateError
-from autotp.inputs import Args, Inputs, Kwargs, Leaves, normalise
+from autotp.inputs import Inputs, Leaves, normalise
 from autotp.runtime.program_search import program_of
 
 from .generate_methods import one_generator
@@ -96,24 +96,28 @@ class Generation:
     own: set[str] = field(default_factory=set)
 
 
-def generate(module: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run the original class's `generate` on a sharded module; see `ShardedModule.generate`. A collective call.
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
 
-    Args:
-        module: the sharded module. args, kwargs: of `generate`.
+    Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done (the option
+    `synced_gpus`). The cache is this rank's part. Random numbers are rank 0's.
+
+    Raises:
+        RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
+        StateError: the class has no `generate`; there is cp; or an option is one that ranks cannot follow.
     """
-    shards, calls, original = module._shards, module._calls, type(module._source.bare)
+    shards, calls, original = self._shards, self._calls, type(self._source.bare)
     function = getattr(original, "generate", None)
     if not callable(function):
         raise StateError(NO_GENERATE.format(name=original.__name__))
     if shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(original):
         kwargs.setdefault("synced_gpus", True)
     with calls.turn("generate()"):
-        config = getattr(module, "generation_config", None)
+        config = getattr(self, "generation_config", None)
         calls.agree("generate()", option_texts(args, kwargs, config))
         refuse(args, kwargs, config, shards.axis.size)
-        with one_generator(module._source.ranks, shards.device), _under_way(module):
-            outputs = function(module, *args, **kwargs)
+        with one_generator(self._source.ranks, shards.device), _under_way(self):
+            outputs = function(self, *args, **kwargs)
         calls.agree("end of generate()", {})
         return outputs
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import profile, record_function
+from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 
 from autotp import compat
 from autotp.comm.lockstep import meet
@@ -45,7 +46,7 @@ class Profile:
     plan: Plan
     rows: Mapping[str, tuple[float, ...]]
     predicted: Mapping[str, float]
-    trace: profile = field(repr=False, compare=False)
+    trace: torch_profile = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         lines = [f"{self.plan.model}, tp={self.plan.tp}, as measured, and as planned for {self.plan.cluster}", HEAD]
@@ -73,31 +74,41 @@ class Marks(dict[str, Any]):
             value.register_hook(partial(self.switch, "backward", path))
 
 
-def measure(module: Any, batch: Any) -> Profile:
-    """Measure a step on all ranks; see `ShardedModule.profile`. A collective call.
+def profile(self: Any, batch: Any) -> Profile:
+    """Measure a step on all ranks by torch's profiler, beside what the plan predicts. A collective call.
+
+    In training mode a step is a forward, and a backward from the sum of the first tensor in the outputs that has a
+    gradient, which is the loss where the model gives one; else a forward. A step before it is not measured.
+    Gradients, buffers and random numbers are afterwards what they were.
 
     Args:
-        module: the sharded module. batch: inputs of a call.
+        batch: the inputs of one call, as for `autotp.compile`; the same on every tp rank.
+
+    Returns: a table, when printed, with torch's own profile of this rank as its `trace`.
+
+    Raises:
+        InputError: the batch does not fit `forward`, or nothing that the module returns has a gradient.
+        RankError: the ranks' batches differ.
     """
-    inputs, plan, layer, marks = normalise(batch), module._plan, layer_of(module._plan), Marks()
-    trace = profile(acc_events=True)
+    inputs, plan, layer, marks = normalise(batch), self._plan, layer_of(self._plan), Marks()
+    trace = torch_profile(acc_events=True)
     with ExitStack() as undo:
         # Blocks get their names in the trace by hooks, and all that the steps change is put back at the end.
-        for path, part in module._shards.parts.items():
+        for path, part in self._shards.parts.items():
             undo.callback(part._buffers.update, dict(part._buffers))
             if generic(path) == generic(layer.module):
                 undo.callback(part.register_forward_pre_hook(partial(marks.switch, "forward", path)).remove)
                 undo.callback(part.register_forward_hook(partial(marks.leave, path)).remove)
         # What an optimizer will step by is not what this backward leaves.
-        for p in module.parameters():
+        for p in self.parameters():
             undo.callback(setattr, p, "grad", p.grad)
-        module.zero_grad()
+        self.zero_grad()
         undo.enter_context(torch.random.fork_rng())
         # A step that is not measured comes first: it captures and compiles what is new.
         for context in (nullcontext(), trace):
             with context, record_function(f"{OURS}step"):
-                outputs = module(*inputs.args, **inputs.kwargs)
-                if module.training:
+                outputs = self(*inputs.args, **inputs.kwargs)
+                if self.training:
                     # The gradients that a pass leaves are not the user's, so any scalar will do.
                     if not (graded := _graded(outputs)):
                         raise InputError(
@@ -107,7 +118,7 @@ def measure(module: Any, batch: Any) -> Profile:
                     graded[0].sum().backward()
                     marks.switch("backward", "")
     wire = json.dumps(_seconds(trace.events() or [])).encode()
-    ranks = [json.loads(other) for other in meet(module._calls.channel, "profile", wire)]
+    ranks = [json.loads(other) for other in meet(self._calls.channel, "profile", wire)]
     rows = {}
     for name in dict.fromkeys(chain.from_iterable(ranks)):  # stages have blocks and collectives of their own
         rows[name] = tuple(other.get(name, 0.0) for other in ranks)
@@ -116,7 +127,7 @@ def measure(module: Any, batch: Any) -> Profile:
     for direction in ("forward", "backward"):
         took = sum(getattr(step, direction) for step in layer.steps)
         predicted[f"{direction} {generic(layer.module)}"] = layer.count * took
-    return Profile(plan, rows, predicted if module.training == (plan.objective == "training") else {}, trace)
+    return Profile(plan, rows, predicted if self.training == (plan.objective == "training") else {}, trace)
 
 
 def _graded(values: Any) -> list[Tensor]:

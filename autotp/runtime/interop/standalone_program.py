@@ -59,16 +59,43 @@ class Reader(fx.Tracer):
         return super().trace(root, concrete_args)
 
 
-def program(module: Any, example_inputs: Any, training: bool, group: str) -> ExportedProgram | fx.GraphModule:
-    """Write a sharded module's program of this rank; see `ShardedModule.program`. A collective call."""
-    ranks = module._source.ranks
-    if module._source.virtual:
+def program(
+    self: Any, example_inputs: Any, *, training: bool = False, group: str = WORLD
+) -> ExportedProgram | fx.GraphModule:
+    """This rank's program for a call, with this rank's weights, for a process without the model. A collective call.
+
+    For inference it is an `ExportedProgram` of torch's operators and functional collectives alone:
+    `torch.export.save` and `torch.export.load` need no autotp, and `.module()` runs it. For training it is a
+    `torch.fx.GraphModule` whose collectives have gradients (`autotp.comm.conversions`): `torch.save` and
+    `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
+    generator, which must be in the same state on every tp rank.
+
+    A program takes the tensors of the call, whole and the same on every rank: those that were given by position by
+    position, by name by name, in a container apart (`name_0`, ...); what is no tensor is as in the example. Outputs
+    are full: tensors, and tuples, lists and dicts of them. Weights have the original's names and the rank's shapes.
+
+    Args:
+        example_inputs: of one call, as for `autotp.compile`. Dimensions that the plan keeps symbolic, such as batch
+            and length, stay free where the program allows it: see `range_constraints`.
+        training: for training; the module must be in that mode.
+        group: name of the process group, in the process that loads it, whose ranks are the tp ranks in their order:
+            its `group_name`. "0" is the group of all processes, that `init_process_group` makes.
+
+    Returns: the program; it shares its weights with this module until it is saved.
+
+    Raises:
+        InputError: the inputs do not fit `forward`, or hold a cache; the module is in another mode; or with dp.
+        CaptureError: torch cannot export the program.
+        RankError: that is so on another rank.
+    """
+    ranks = self._source.ranks
+    if self._source.virtual:
         raise StateError("program() is of one rank, and with tp_invariant a process runs several. Compile without it.")
-    with module._calls.together("program"):
-        call = together(ranks, "reading the inputs", lambda: _call_of(module, example_inputs, training, group))
+    with self._calls.together("program"):
+        call = together(ranks, "reading the inputs", lambda: _call_of(self, example_inputs, training, group))
         with torch.set_grad_enabled(training):
-            match = find(module, call)
-            return together(ranks, "exporting the program", lambda: _write(module, match, call, training, group))
+            match = find(self, call)
+            return together(ranks, "exporting the program", lambda: _write(self, match, call, training, group))
 
 
 def _call_of(module: Any, example: Any, training: bool, group: str) -> Arguments:
