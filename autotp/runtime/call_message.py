@@ -11,6 +11,7 @@ the CPU, which a loader makes, for reading others would wait for the device. Who
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 import zlib
@@ -60,6 +61,11 @@ def sampled(flat: Leaves, anywhere: bool = False) -> Sample:
     except RuntimeError:  # under a transform, such as vmap, values cannot be read
         return NOTHING
     return exact, near + [0.0] * (SAMPLES - len(near))
+
+
+def short(value: Any) -> bytes:
+    """A digest of a value's text."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
 
 
 def few(value: Tensor) -> str:

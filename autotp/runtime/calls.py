@@ -51,11 +51,12 @@ from .call_message import (
     refuse_generators,
     refuse_samples,
     sampled,
+    short,
 )
 from .changes import Changes
 from .data_parallel import follow_types, show_gradients
 from .module_hooks import compare_hooks
-from .programs import MAX_KINDS, CallKind, Program, short
+from .programs import MAX_KINDS, CallKind, Program
 from .revision import Inventory, WriteCount
 from .storage import ShardState
 

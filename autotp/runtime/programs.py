@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from autotp.runtime.generation.generate_methods import LEFT_ON_MODELS
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
+from .call_message import short
 from .storage import ShardState, wrap
 from .weight_reads import Read
 
@@ -261,11 +261,6 @@ class CallKind:
         """Note a program that ran such a call."""
         if (program, order) not in self.programs:
             self.programs.insert(0, (program, order))
-
-
-def short(value: Any) -> bytes:
-    """A digest of a value's text."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
 
 
 class Programs(list[Program]):

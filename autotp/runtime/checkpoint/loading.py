@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
 from autotp.ir.files import PathLike, opened
 from autotp.runtime import state
-from autotp.runtime.call_message import few
+from autotp.runtime.call_message import few, short
 from autotp.runtime.storage import Box, ShardState, as_dtensor, same_layout
 from autotp.text import indented
 
@@ -84,7 +83,8 @@ def load(
     facts = {"name": "" if tensors else Path(archive.path).name, "notes": str(archive.extra.get("extra", {}))[:NOTES]}
     facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": str(optimizer is not None)}
     facts |= {n: few(t) for n, t in tensors.items()}
-    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(stored), **facts})
+    kinds = [(name, e.shape, str(e.dtype)) for name, e in sorted(stored.entries.items())]
+    agree(ranks, "the checkpoint", {"names, shapes and types": short(kinds).hex(), **facts})
     shards.show_own()
     together(ranks, "checking the checkpoint", lambda: _check(shards, archive, matches, check_finite))
     replacements = together(ranks, "reading the tensors", lambda: _read(shards, archive, matches, tensors))
@@ -150,11 +150,6 @@ def _pickled(files: Sequence[Path], trusted: bool) -> TensorArchive:
             raise StateError(f"{file} holds a {type(state_dict).__name__} and no state dict.")
         tensors |= state_dict
     return TensorArchive(tensors, files[0])
-
-
-def _digest(archive: Archive) -> str:
-    text = repr([(name, e.shape, str(e.dtype)) for name, e in sorted(archive.entries.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finite: bool) -> None:

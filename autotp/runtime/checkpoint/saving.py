@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.ir.files import PathLike
 from autotp.runtime import state
+from autotp.runtime.call_message import short
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import read_bytes
 
@@ -146,8 +146,7 @@ def as_json(notes: Mapping[str, Any]) -> str:
 def _in_short(note: Any) -> str:
     """Return the same text for the same note: its beginning, and a digest of all."""
     text = json.dumps(note)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return text if len(text) <= NOTE_CHARACTERS else f"{text[:NOTE_CHARACTERS]}... ({digest})"
+    return text if len(text) <= NOTE_CHARACTERS else f"{text[:NOTE_CHARACTERS]}... ({short(text).hex()})"
 
 
 class Pending:

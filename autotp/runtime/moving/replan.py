@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from autotp.text import counts
 
 from .move import Sides, carry
 
+SHAPE = attrgetter("shape")
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_is_full_backward_hook",
@@ -182,7 +184,7 @@ def _identities(before: Pieces, after: Pieces) -> dict[Any, Any]:
     stand: dict[Any, Any] = {}
     for name, pieces in after.items():
         olds = before[name]
-        same = list(map(_shape, olds)) == list(map(_shape, pieces))
+        same = list(map(SHAPE, olds)) == list(map(SHAPE, pieces))
         for new, was in zip(pieces, olds if same else pieces, strict=True):
             new.requires_grad_(olds[0].requires_grad)
             stand[new] = was
@@ -190,10 +192,6 @@ def _identities(before: Pieces, after: Pieces) -> dict[Any, Any]:
                 was.grad = None
                 compat.lie_as(was, new)
     return stand
-
-
-def _shape(tensor: Tensor) -> torch.Size:
-    return tensor.shape
 
 
 def _twin(optimizer: Optimizer, before: Pieces, after: Pieces) -> Any:

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.errors import InputError, StateError
-from autotp.inputs import Leaves
 from autotp.ir.graph import SEEDS, Capture, Function
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Sharded
@@ -62,14 +61,6 @@ class Stage(nn.Module):
         first = module._shards.aliases
         self.names = {first.get(n, n) for n in piece.names}
 
-    def run(self, values: Leaves) -> list[Any]:
-        """All that the stage gives: what is written or kept, the model's results or what flows on.
-
-        Args:
-            values: what flows in, the model's own inputs, and seeds of random numbers where it draws.
-        """
-        return list(self.function(*values))
-
     def forward(self, *values_in: Tensor, **inputs: Any) -> Any:
         """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
         # A schedule that a user has made passes what he gave it: it is checked before the program reads it by position.
@@ -85,7 +76,7 @@ class Stage(nn.Module):
         if self.draws:
             values += self.program.random(self.module._shards, int(inputs[BASE]))
         with self.module.plain(self.program):
-            results = self.run(values)
+            results = list(self.function(*values))
         outputs = []
         for i, value in enumerate(results):
             taker = self.piece.capture.mutations.get(i)
@@ -279,7 +270,7 @@ class Relay:
                 token, *values_in = _Receive.apply(self, index, token, *empty)  # type: ignore[misc]
             values = [*values_in, *map(tensors.__getitem__, piece.inputs)]
             values += seeds if stage.draws else ()
-            outputs = stage.run(values)
+            outputs = list(stage.function(*values))
             results.update(zip(piece.positions, outputs, strict=False))
             flow = tuple(outputs[len(piece.positions) :])
             if flow and grid.places[index + 1] != grid.rank:
