@@ -109,7 +109,8 @@ class Calls:
             know_virtual(self.shards.root)
         # There from now on, as the other: to make one is a collective that no turn comes before.
         ranks = self.shards.ranks
-        _ = self.own, self.joint, ranks and ranks.place and ranks.place.channel
+        for each in (ranks, ranks.joint, ranks.place or ranks) if ranks is not None else ():
+            _ = each.channel
         if self.channel is not None:
             self.channel.modules += self.copy == ""
             self.place = self.channel.modules
@@ -131,11 +132,6 @@ class Calls:
     def own(self) -> Channel | None:
         """By which the tp ranks alone do."""
         return self.shards.ranks.channel if self.shards.ranks is not None else None
-
-    @property
-    def joint(self) -> Channel | None:
-        """By which the ranks do that run one program together: the tp ranks of all stages."""
-        return self.shards.ranks.joint.channel if self.shards.ranks is not None else None
 
     @cached_property
     def groups(self) -> Groups:
@@ -281,12 +277,14 @@ class Calls:
         seed, generator = self._numbers(program)
         if not (program.seeds or program.draws):
             return seed
-        everyone = meet(self.joint, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
+        ranks = self.shards.ranks
+        everyone = meet(
+            ranks and ranks.joint.channel, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator)
+        )
         pairs = [struct.unpack("!q8s", one) for one in everyone]
         refuse_generators([pair[1] for pair in pairs], self.what)
         axis = "dp" if self.shards.hosts else "cp"
-        beside = self.shards.ranks.beside.get(axis) if self.shards.ranks is not None else None
-        return int(broadcast(beside, pairs[0][0]))
+        return int(broadcast(self.shards.along(axis), pairs[0][0]))
 
     def agree(self, what: str, facts: Facts) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import Ranks, own_place
 from autotp.comm.virtual import Host, Hosts, Virtual
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, Leaves, bind, without_cache
@@ -212,8 +212,7 @@ class Program:
         if len(shards.hosts) > 1:  # of each virtual micro-batch
             own = [seeds(self.seeds, place, base).to(shards.device) for place in shards.hosts[0].here]
             return [Virtual(own, "dp") if len(own) > 1 else own[0]]  # type: ignore[list-item]
-        dp = shards.ranks.beside.get("dp") if shards.ranks is not None else None
-        return [seeds(self.seeds, dp.rank if dp is not None else 0, base).to(shards.device)]
+        return [seeds(self.seeds, own_place(shards.along("dp")), base).to(shards.device)]
 
     def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks | None) -> Any:
         """An output of this rank as a DTensor."""

@@ -334,6 +334,10 @@ class ShardState:
             return kind
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+    def along(self, axis: str) -> Ranks | None:
+        """The ranks of this one's place on an axis beside tp; None where there is no such axis."""
+        return self.ranks.beside.get(axis) if self.ranks is not None else None
+
     @property
     def planners(self) -> Ranks | None:
         """The ranks of all axes; None in one plain process."""

@@ -57,7 +57,7 @@ class Planner(DefaultSavePlanner):
         for name, (shape, own) in self.tensors.items():
             for box in own:
                 data = TensorWriteData(
-                    chunk=_chunk(box.offset, box.tensor.shape),
+                    chunk=ChunkStorageMetadata(torch.Size(box.offset), box.tensor.shape),
                     properties=TensorProperties.create_from_tensor(box.tensor),
                     size=torch.Size(shape),
                 )
@@ -263,10 +263,6 @@ def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
         raise StateError(f"the .metadata of this DCP folder has a tensor of layout {name}: only strided ones are read.")
     return torch.strided
-
-
-def _chunk(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
 
 
 def _notes(file: Path) -> dict[str, Any]:

@@ -354,9 +354,7 @@ def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
         group, boxes = groups[parts[0]], storage.boxes(parts)
         kinds = kinds_of.setdefault(id(group), _states(optimizer, group, parts[0].dtype))
         for key, dtype in kinds.items():
-            empty = [
-                Box(box.offset, box.tensor.new_empty(box.tensor.shape, dtype=dtype, device="meta")) for box in boxes
-            ]
+            empty = [Box(box.offset, torch.empty_like(box.tensor, dtype=dtype, device="meta")) for box in boxes]
             tensors[f"{PREFIX}{name}.{key}"] = storage.shape, empty
     return tensors
 

@@ -28,6 +28,7 @@ from autotp.text import seconds
 
 OURS, TORCHS = "autotp ", "_c10d_functional::"  # what names of blocks, and of collectives, begin with in a trace
 HEAD = "                                           predicted     fastest     slowest"
+ROW = "{:40}{:>12}{:>12}{:>12} (rank {})"
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Profile:
         lines = [f"{self.plan.model}, tp={self.plan.tp}, as measured, and as planned for {self.plan.cluster}", HEAD]
         for name, ranks in self.rows.items():
             planned, slowest = self.predicted.get(name), max(ranks)
-            cells = seconds(planned) if planned else "", seconds(min(ranks)), seconds(slowest)
-            lines.append(f"{name:40}{''.join(map('{:>12}'.format, cells))} (rank {ranks.index(slowest)})")
+            cells = seconds(planned) if planned else "", seconds(min(ranks)), seconds(slowest), ranks.index(slowest)
+            lines.append(ROW.format(name, *cells))
         return "\n".join(lines)
 
 

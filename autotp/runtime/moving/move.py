@@ -316,8 +316,7 @@ def _adopted(name: str, layout: Layout, before: int, tp: int) -> Layout:
 
 def _slice(module: Any, dims: int) -> tuple[int, int]:
     """Return this rank's slice of the batch, and how many there are; a vector or a number is no batch."""
-    ranks = module._shards.ranks
-    dp = ranks.beside.get("dp") if ranks is not None and dims > 1 else None
+    dp = module._shards.along("dp") if dims > 1 else None
     return (dp.rank, dp.tp) if dp is not None else (0, 1)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from autotp import compat
 from autotp.comm.lockstep import meet
-from autotp.comm.ranks import together
+from autotp.comm.ranks import broadcast, together
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, Kwargs
 from autotp.ir.files import PathLike
@@ -206,9 +206,7 @@ class Pipe:
         """The numbers that random numbers of each micro-batch are made from: the first rank's."""
         if not program.seeds:
             return {}
-        seeds = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
-        dist.broadcast(seeds, group=self._grid.world.group, group_src=0)
-        return {BASE: seeds.cpu()}
+        return {BASE: torch.tensor(broadcast(self._grid.world, [base_seed() for _ in range(microbatches)]))}
 
     def _ready(self, schedule: Any, inputs: Inputs, target: Tensor | None) -> tuple[int, Program, Any]:
         """Read how many micro-batches a schedule runs, and what is this rank's; or say why it cannot run them."""
