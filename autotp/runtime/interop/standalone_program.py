@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,46 +125,34 @@ def _write(module: Any, match: Match, call: Arguments, training: bool, group: st
     if program.capture.carried:
         raise InputError("program() of a call that returns a cache, which no file can hold. Give use_cache=False.")
     writer = _Writer(module._source, module._shards, program, training)
-    flat = writer.module([names[i].name for i in order], group, module._plan.memory.peak)
+    flat = writer.module([names[i][0] for i in order], group, module._plan.memory.peak)
     if training:
         return flat
-    tensors = {i: call.flat[i] for i in sorted(order)}
-    args = tuple(x for i, x in tensors.items() if names[i].positional)
-    kwargs = {names[i].name: x for i, x in tensors.items() if not names[i].positional}
-    free = {names[i].name: dims for i, dims in _free(program, order).items()}
-    return _exported(flat, args, kwargs, free)
+    args, kwargs, free = list[Tensor](), dict[str, Tensor](), dict[str, dict[int, Any]]()
+    for i in sorted(order):
+        name, by_place = names[i]
+        if by_place:
+            args.append(call.flat[i])
+        else:
+            kwargs[name] = call.flat[i]
+    # Of dimensions whose size is a symbol of the plan's any size is taken.
+    for i, leaf in zip(order, program.capture.tensor_inputs, strict=True):
+        shape = leaf.node.meta["val"].shape
+        free[names[i][0]] = {d: Dim.AUTO for d, n in enumerate(shape) if isinstance(n, torch.SymInt)}
+    return _exported(flat, tuple(args), kwargs, free)
 
 
-@dataclass(frozen=True)
-class LeafName:
-    """The name of a leaf of a call, and whether it was given by position."""
-
-    name: str
-    positional: bool
-
-
-def _names(spec: Any, positional: Sequence[str]) -> list[LeafName]:
-    """Return the name of every leaf of a call's arguments, in order."""
+def _names(spec: Any, positional: Sequence[str]) -> list[tuple[str, bool]]:
+    """Return the name of every leaf of a call's arguments, in order, and whether it was given by position."""
     args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
     more = (f"argument_{i}" for i in range(len(positional), len(args)))
     positional_values = [(name, value, True) for name, value in zip([*positional, *more], args, strict=False)]
     out = []
     for name, value, by_place in [*positional_values, *((k, v, False) for k, v in kwargs.items())]:
         leaves = compat.tree_leaves(value)
-        if leaves == [value]:
-            out.append(LeafName(name, by_place))
-            continue
-        out += [LeafName(f"{name}_{i}", by_place) for i in range(len(leaves))]
+        names = [name] if leaves == [value] else [f"{name}_{i}" for i in range(len(leaves))]
+        out += [(each, by_place) for each in names]
     return out
-
-
-def _free(program: Program, order: Sequence[int]) -> dict[int, dict[int, Any]]:
-    """Return the dimensions of each tensor of a call, by its place, whose size is a symbol of the plan's."""
-    values = [x.node.meta["val"] for x in program.capture.tensor_inputs]
-    return {
-        i: {d: Dim.AUTO for d, n in enumerate(v.shape) if isinstance(n, torch.SymInt)}
-        for i, v in zip(order, values, strict=True)
-    }
 
 
 def _exported(
