@@ -27,7 +27,7 @@ from autotp.runtime.checkpoint.wholes import named_tensors
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.batching import Batching
 from autotp.runtime.generation.carriers import Carriers
-from autotp.runtime.generation.generating import Generation, generate, warmup
+from autotp.runtime.generation.generating import generate, warmup
 from autotp.runtime.interop import methods, ownership
 from autotp.runtime.interop.ownership import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
 from autotp.runtime.interop.profiled import profile
@@ -65,7 +65,7 @@ class ShardedModule(Batching, Part):
     profile, program, by_itself = profile, program, program_search.by_itself
     snapshot, save_pretrained = checkpoint.snapshot, checkpoint.save_pretrained
     is_distributed_loading_by_transformers = Refused(TRAINER)
-    _generation: Generation | None = None
+    _generation: set[str] | None = None  # under way: names of what `generate` takes for itself, and forwards do not get
 
     def __new__(cls, *args: Any) -> Any:
         """An instance of this class and the original's; of this one alone, as a copy begins, without arguments."""
@@ -137,7 +137,7 @@ class ShardedModule(Batching, Part):
             entry: the path. args, kwargs: of the call.
         """
         if self._generation is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name not in self._generation.own}
+            kwargs = {name: value for name, value in kwargs.items() if name not in self._generation}
         if self._source.ranks is None and self._source.tp * self._shards.axis.size > 1:
             raise no_ranks_error(self._source.tp, self._shards.axis.degrees)
         refuse_transforms([*args, *kwargs.values()])

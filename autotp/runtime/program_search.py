@@ -26,7 +26,6 @@ from autotp.inputs import Args, Inputs, Kwargs
 from autotp.ir.carried import classes
 from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
-from autotp.plans.plan import Collective
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.lower.hosted import host_batch, host_program, host_states
@@ -46,6 +45,7 @@ ALONG = (
     "{own} of the plan's {size} {axis} ranks in each of {processes} processes, which sends {sent} in a step of the "
     "example inputs, where rings send {ring}"
 )
+GROUPED = {kind.name for kind in KINDS.values() if kind.grouped}  # collectives among groups of ranks
 TREE = "every sum along one tree, {0}; no rewrite for speed"
 
 
@@ -213,7 +213,9 @@ def _along(module: Any) -> Iterator[str]:
             ways = [(each, *way) for each in plan.collectives for way in each.ways]
             for each, at, name, own in ways:
                 if name and (plan.objective == "training" or at == "forward"):
-                    calls.append(_call(name, each, own, host.size))
+                    # A group of ranks sums for itself what all gather.
+                    alone = name == "reduce_scatter" and each.name in GROUPED
+                    calls.append(("all_gather", each.bytes + own * host.size) if alone else (name, each.bytes))
         else:  # gradients of the slices that there are of each weight
             trained = {name for name, piece, _ in shards.pieces() if piece.requires_grad}
             for p in plan.parameters:
@@ -225,16 +227,6 @@ def _along(module: Any) -> Iterator[str]:
         ring = sum(collective_bytes(name, size, processes) for name, size in calls)
         of = {"own": host.own, "size": host.size, "axis": host.axis, "processes": processes}
         yield ALONG.format(**of, sent=amount(along), ring=amount(ring))
-
-
-def _call(name: str, each: Collective, own: float, ranks: int) -> tuple[str, float]:
-    """The primitive, and the bytes of the whole value, of a collective of virtual ranks: a group sums what all gather.
-
-    Args:
-        name: of the primitive. each: the plan's. own: bytes that one of the plan's ranks sends. ranks: of the plan.
-    """
-    grouped = name == "reduce_scatter" and any(kind.grouped for kind in KINDS.values() if kind.name == each.name)
-    return ("all_gather", each.bytes + own * ranks) if grouped else (name, each.bytes)
 
 
 def _spread(module: Any, program: Program) -> None:

@@ -115,10 +115,8 @@ def _cut(shards: ShardState, storage: Storage, full: Tensor) -> list[Tensor]:
 
 def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
     """The inputs that this rank computes, and whether those that it is given are whole sequences over cp."""
-    if shards.axis.cp == 1 or shards.ranks is None:
-        return inputs, False
-    parts = shards.ranks.beside["cp"]
-    return inputs.own_part(parts.rank, parts.tp)
+    parts = shards.along("cp")
+    return inputs.own_part(parts.rank, parts.tp) if parts is not None and shards.axis.cp > 1 else (inputs, False)
 
 
 def pieces(shards: ShardState, name: str) -> list[Any]:

@@ -29,7 +29,7 @@ def while_generating(original: type[nn.Module]) -> dict[str, Function]:
         options = extract(self, *args, **kwargs)
         generation = _whole(self)._generation
         if generation is not None:
-            generation.own.update(set(options) - set(inspect.signature(self.forward).parameters))
+            generation.update(set(options) - set(inspect.signature(self.forward).parameters))
         return options
 
     def goes_on(self: Any, this_peer_finished: Any, synced_gpus: bool, device: torch.device) -> bool:

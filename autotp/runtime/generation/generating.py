@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,17 +84,6 @@ def _text(value: Any) -> str:
     return f"{type(value).__name__} {options}".rstrip()
 
 
-@dataclass
-class Generation:
-    """A call of `generate` that is under way.
-
-    Attributes:
-        own: names of what `generate` takes for itself, which forwards do not get.
-    """
-
-    own: set[str] = field(default_factory=set)
-
-
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
 
@@ -127,7 +115,7 @@ def _under_way(module: Any) -> Iterator[None]:
     """Note a generation on the module, and take off what `generate` leaves there, such as a cache to use again."""
     attributes, before = vars(module), {*vars(module)}
     outer = module._generation
-    attributes["_generation"] = Generation(outer.own if outer is not None else set())
+    attributes["_generation"] = outer if outer is not None else set()
     try:
         yield
     finally:
