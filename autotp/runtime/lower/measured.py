@@ -31,6 +31,7 @@ from autotp.ir.files import read_json
 from autotp.kernels.common import triton
 from autotp.log import log
 from autotp.passes.optimise import Alternative, Value, Verdict
+from autotp.proof.differences import relative
 
 Outputs = tuple[Tensor, ...]
 Clock = Callable[[Callable[[], object]], float]
@@ -204,9 +205,9 @@ def differs(results: Outputs, expected: Outputs) -> str:
     if list(map(_form, results)) != list(map(_form, expected)):
         return "differs in shape or type"
     for a, b in zip(results, expected, strict=True):
-        apart = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30) if a.numel() else 0.0
-        if not float(apart) <= TOLERANCES.get(a.dtype, OTHER_TOLERANCE):  # nan too
-            return f"differs by {float(apart):.1e} of the largest value"
+        error = relative(a, b)
+        if error > TOLERANCES.get(a.dtype, OTHER_TOLERANCE):
+            return f"differs by {error:.1e} of the largest value"
     return ""
 
 
