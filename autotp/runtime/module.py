@@ -377,9 +377,9 @@ class ShardedModule(Batching, Part):
         latest = self._programs_made[-1]
         texts = dict(latest.fired)
         if latest.compiler is not None:
-            for name, text in latest.compiler.summaries(self._source.lowering.name):
-                measured = texts.get(name, "").partition("; ")[2]
-                texts[name] = f"{text}; {measured}" if measured else text
+            name, text = self._source.lowering.name, latest.compiler.summary
+            measured = texts.get(name, "").partition("; ")[2]
+            texts[name] = f"{text}; {measured}" if measured else text
         return self._plan.running(tuple(f"{name}: {what}" for name, what in texts.items()))
 
     @property

@@ -7,7 +7,7 @@ tensors and sizes flow in: parameters are read off the tree outside, so that all
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import starmap
@@ -61,28 +61,26 @@ class Compiler:
 
     def _by_mode(self, graph: fx.Graph, name: str) -> Function:
         """Compiled apart with and without gradients: torch keeps a few variants of one function only."""
-        functions: dict[bool, Function] = {}
         writes = any(node.target in WRITES.values() for node in graph.nodes)
 
-        def run(*args: Any) -> Any:
-            graded = torch.is_grad_enabled()
-            if graded not in functions:
-                compiled = self.compile(function_of(graph, name), False)
-                functions[graded] = worded(compiled) if writes else compiled
-            return functions[graded](*args)
+        @cache
+        def of_mode(graded: bool) -> Function:
+            compiled = self.compile(function_of(graph, name), False)
+            return worded(compiled) if writes else compiled
 
-        return run
+        return lambda *args: of_mode(torch.is_grad_enabled())(*args)
 
     def whole(self, graph: fx.Graph) -> Function:
         """The compiled function of a program that runs without gradients as one (`tree.single`)."""
         self.one = True
         return worded(self.compile(function_of(graph, "program"), True))
 
-    def summaries(self, backend: str) -> Iterator[tuple[str, str]]:
-        """Summaries of what became of it until now: names, the backend's first, and words."""
+    @property
+    def summary(self) -> str:
+        """What became of it until now, in words."""
         one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
         parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.functions)} functions"
-        yield backend, parts + one
+        return parts + one
 
 
 def function_of(graph: fx.Graph, name: str) -> Function:
