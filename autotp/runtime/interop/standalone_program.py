@@ -150,8 +150,10 @@ def _names(spec: Any, positional: Sequence[str]) -> list[tuple[str, bool]]:
     out = []
     for name, value, by_place in [*positional_values, *((k, v, False) for k, v in kwargs.items())]:
         leaves = compat.tree_leaves(value)
-        names = [name] if leaves == [value] else [f"{name}_{i}" for i in range(len(leaves))]
-        out += [(each, by_place) for each in names]
+        if leaves == [value]:
+            out.append((name, by_place))
+            continue
+        out += [(f"{name}_{i}", by_place) for i in range(len(leaves))]
     return out
 
 

@@ -77,7 +77,7 @@ class Compiler:
 
     @property
     def summary(self) -> str:
-        """What became of it until now, in words."""
+        """Words for what became of it until now."""
         one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
         parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.functions)} functions"
         return parts + one
