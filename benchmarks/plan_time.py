@@ -3,7 +3,8 @@
     python -m benchmarks.plan_time           # prints the table and a JSON line
     python -m benchmarks.plan_time --write   # and the section of docs/performance.md
 
-Llama shapes on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process of its own. The
+Llama shapes and DeepSeek-V3 on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process
+of its own. The comparison of the capture with the model, which is made unless `check_capture=False`, stands apart. The
 peer is meta-pytorch/autoparallel (`benchmarks.helpers.peer`), where it is installed.
 """
 
@@ -46,10 +47,15 @@ MODELS = {
     "Llama-70B": (80, 8192, 28672, 64),
     "Llama-405B": (126, 16384, 53248, 128),
 }
+DEEPSEEK = "DeepSeek-V3, 61 layers"  # by its class's own config
 
 
-def build(name: str) -> transformers.LlamaForCausalLM:
+def build(name: str) -> transformers.PreTrainedModel:
     """A model of these shapes on the meta device."""
+    if name == DEEPSEEK:
+        with torch.device("meta"):
+            config: Any = transformers.DeepseekV3Config(use_cache=False)
+            return transformers.DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     layers, hidden, wide, heads = MODELS[name]
     config = transformers.LlamaConfig(
         num_hidden_layers=layers, hidden_size=hidden, intermediate_size=wide, num_attention_heads=heads,
@@ -75,12 +81,21 @@ def plan(name: str, send: Send) -> None:
     model = build(name)
     inputs: Any = for_model(model)
     began = time.process_time()
-    captured, notes = capture_model(model, inputs, torch.device("cpu"))
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=False)
     between = time.process_time()
     solve_plan(captured, notes, Options.read(TP), name)
     ended = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     send({"capture": between - began, "plan": ended - between, "total": ended - began, "peak_gb": peak})
+
+
+def compare(name: str, send: Send) -> None:
+    """CPU seconds of a capture that is compared with the model."""
+    model = build(name)
+    inputs: Any = for_model(model)
+    began = time.process_time()
+    capture_model(model, inputs, torch.device("cpu"))
+    send({"compared": time.process_time() - began})
 
 
 def shard(name: str, send: Send) -> None:
@@ -95,7 +110,7 @@ def measured(name: str, rounds: int) -> Record:
     """Medians over processes, one after another."""
     found: dict[str, list[float]] = {}
     for round_ in range(rounds):
-        for function in (plan, shard, export)[: 3 if round_ == 0 else 2]:
+        for function in (plan, compare, shard, export)[: 4 if round_ == 0 else 3]:
             record, why = isolate.run(function, name, limit=LIMIT)
             if why:
                 raise RuntimeError(f"{name}, {function.__name__}: {why}")
@@ -104,6 +119,7 @@ def measured(name: str, rounds: int) -> Record:
     other, why = isolate.run(peer.plan, functools.partial(build, name), TP, limit=LIMIT)
     taken = other.get("peer", why)
     times = {key: round(statistics.median(values), 2) for key, values in found.items()}
+    times["comparison"] = round(times.pop("compared") - times["capture"], 2)
     return {**times, "peer": round(taken, 2) if isinstance(taken, float) else taken}
 
 
@@ -114,11 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"processes for each figure (default {ROUNDS})")
     given = parser.parse_args(arguments)
     before = os.getloadavg()[0]
-    results = {
-        n: measured(n, given.rounds) for n in track(MODELS, "measuring", console=Console(stderr=True), transient=True)
-    }
-    head = "", "torch.export", "capture", "plan", "module to plan", "module to sharded module", "peak memory, GB", PEER
-    keys = "export", "capture", "plan", "total", "compile", "peak_gb", "peer"
+    rows = track([*MODELS, DEEPSEEK], "measuring", console=Console(stderr=True), transient=True)
+    results = {name: measured(name, given.rounds) for name in rows}
+    head = ("", "torch.export", "capture", "plan", "module to plan", "comparison", "module to sharded module",
+            "peak memory, GB", PEER)  # fmt: skip
+    keys = "export", "capture", "plan", "total", "comparison", "compile", "peak_gb", "peer"
     shown = table(head, [[n, *(_cell(r[k]) for k in keys)] for n, r in results.items()])
     record = {"benchmark": "plan_time", **made("benchmarks.plan_time", arguments), "load_before": round(before, 1)}
     record |= {"tp": TP, "rounds": given.rounds, "models": results}
@@ -134,12 +150,12 @@ def _cell(value: Any) -> str:
 
 def _told(record: Record) -> str:
     machine = f"{os.cpu_count()} cores of {record['machine']}"
-    return (
-        f"`{record['command']}`: CPU seconds at tp={TP}, median of {record['rounds']} processes (`torch.export`: one), "
-        "on the\nmeta device with symbolic batch and length. Equal blocks are traced once: capture grows by the "
-        f"bookkeeping of a\nlayer, not by its trace. {machine};\n{versions(record)}, {record['date']}, load average "
-        f"{record['load_before']} before the run."
-    )
+    return f"""\
+`{record["command"]}`: CPU seconds at tp={TP}, median of {record["rounds"]} processes (`torch.export`: one), on the
+meta device with symbolic batch and length. Equal blocks are traced once: capture grows by the bookkeeping of a
+layer, not by its trace. The comparison of the capture with the model comes on top, unless `check_capture=False`; the
+seconds to the sharded module have it in them. {machine};
+{versions(record)}, {record["date"]}, load average {record["load_before"]} before the run."""
 
 
 if __name__ == "__main__":
