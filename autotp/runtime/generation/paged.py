@@ -188,7 +188,8 @@ def _slots(allocator: Any, index: Tensor) -> Tensor:
     """Places in a pool of one layer's keys or values for rows of the engine's memory, which holds those of a block of
     all layers one after another."""
     stride = allocator.block_physical_stride
-    return torch.div(index, stride, rounding_mode="floor") * allocator.tokens_per_page + index % stride
+    blocks = torch.div(index, stride, rounding_mode="floor")
+    return torch.sub(index, blocks, alpha=stride - allocator.tokens_per_page)
 
 
 def example(pages: RankPages, keeps: bool, device: torch.device) -> dict[str, Any]:
