@@ -332,9 +332,8 @@ class Prices:
         if kind is None:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
-        if conversions.among_few(a, b):
-            _, size, ranks = conversions.sending(a, b, size, ranks or self.tp)
-        return call_seconds(work, size, ranks or self.tp, self.cluster, stride)
+        _, size, ranks = conversions.sending(a, b, size, ranks or self.tp)
+        return call_seconds(work, size, ranks, self.cluster, stride)
 
 
 def lengths(program: Capture) -> set[Any]:

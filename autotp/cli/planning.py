@@ -103,7 +103,7 @@ def _meshes(
     """Compare meshes of devices."""
     degrees = read_degrees(tp) if tp is not None else [None]
     if len(degrees) > 1:
-        raise InputError(f"--tp {tp} beside --devices: give one degree, or none to try all that stay in a node.")
+        raise InputError(f"--tp {tp} beside --devices: give one degree, or none to try those of up to two nodes.")
     with screen.working(f"planning {type(source.model).__name__}"):
         options = {"example_inputs": source.inputs, "global_batch": global_batch, **steering.arguments()}
         choice = autotp.plan(source.model, degrees[0], devices=devices, **options)

@@ -473,8 +473,12 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
         src, dst: layouts. nbytes: of the whole value. tp: ranks of the axis.
     """
     kind = None if src == dst else KINDS[key(src, dst)]
-    ranks = copies_of(src, dst) if kind is not None and among_few(src, dst) else tp
-    return (kind and kind.primitive) or "none", nbytes * ranks / tp, ranks
+    primitive = (kind and kind.primitive) or "none"
+    if among_few(src, dst):
+        ranks = copies_of(src, dst)
+        return primitive, nbytes * ranks / tp, ranks
+    # Among all, every rank gives its slice, which others of its group give too.
+    return primitive, nbytes * (src.copies if primitive == "all_gather" else 1), tp
 
 
 def among_few(src: Layout, dst: Layout) -> bool:

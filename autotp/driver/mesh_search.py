@@ -41,8 +41,8 @@ def refuse_beside_devices(devices: Any, examples: Any, tp: Any, others: bool) ->
         raise InputError("global_batch= goes with devices=: without them the example inputs are what a rank passes.")
     if devices is not None and others:
         raise InputError(
-            "devices= chooses the mesh itself: dp, fully_shard, like and within_node (a tp group always is) do not go "
-            "with it. Leave them out, or leave out devices."
+            "devices= chooses the mesh itself: dp, fully_shard, like and within_node do not go with it. "
+            "Leave them out, or leave out devices."
         )
 
 
@@ -57,7 +57,7 @@ def choose_mesh(
         inputs: of that micro-batch.
         options: of the plans, whose tp does not count; `memory`: bytes that a rank may hold, by default the device's.
         name: the model's. devices: how many. examples: of a step over all devices; None: a micro-batch for each.
-        only: degrees of tp to choose from; None: those whose groups fill a node.
+        only: degrees of tp to choose from; None: those whose groups fill a node, and two nodes.
 
     Raises:
         InputError: the objective is not training, or no micro-batches make up so many examples.
@@ -67,7 +67,9 @@ def choose_mesh(
             f"devices= searches for training, and objective={options.objective.name!r} is asked for. For inference "
             "use autotp.sweep, and as many copies as there are devices."
         )
-    inside = [tp for tp in divisors(devices) if options.cluster.devices_per_node % tp == 0]
+    node = options.cluster.devices_per_node
+    # Over more than two nodes the slow link carries what a tp group sends at every layer several times.
+    inside = [tp for tp in divisors(devices) if node % tp == 0 or tp == 2 * node]
     tps = inside
     if only is not None:
         tps = [tp for tp in only if devices % tp == 0]

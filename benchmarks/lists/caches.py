@@ -5,6 +5,7 @@ Asked is at most ceil(kv heads / tp) of them on a rank.
 
 python -m benchmarks.lists.caches --write           # all, into results/caches.json
 python -m benchmarks.lists.caches --only llama-70b  # one family, shown
+python -m benchmarks.lists.caches --picture         # who holds what of 8 heads on 16 ranks, into docs/assets/heads.svg
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import torch
 import transformers
 
 import autotp
+from autotp.ir.layouts import Copies, Partition
 from benchmarks.helpers.command import made
 
 RESULTS = Path(__file__).parents[1] / "results" / "caches.json"
+PICTURE = Path(__file__).parents[2] / "docs" / "assets" / "heads.svg"
+CELL, LEFT, TOP = 46, 96, 64  # of the picture
+INKS = ("#2a63a6", "#b04a0c", "#3d7a3a", "#7a3d78")  # of heads beside each other
 DEGREES = (2, 3, 4, 6, 8, 16, 32)
 TOKENS, EXAMPLES = 4096, 32
 # family -> class of the transformers library; heads of queries, of keys, their width, the hidden width, and that of the
@@ -104,13 +109,40 @@ def shown(family: str, rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def picture(kv: int, queries: int, tp: int) -> str:
+    """Draw as SVG which heads of keys and values, and of queries, each rank holds.
+
+    Args:
+        kv, queries: heads. tp: ranks, more than heads of keys.
+    """
+    (copies,), dealt = Copies.of_units(kv, tp), Partition.plain(queries, tp)
+    width, parts = LEFT + tp * CELL + 20, []
+    title = f"{kv} heads of keys and values, {queries} of queries, on {tp} ranks"
+    for y, name in enumerate(("rank", "keys, values", "queries")):
+        parts.append(f'<text x="14" y="{TOP + 40 * y + 25}">{name}</text>')
+    for rank in range(tp):
+        ((head, _),), ((first, n),), x = copies.spans(rank, tp), dealt.spans(rank, tp), LEFT + rank * CELL
+        parts.append(f'<text x="{x + 14}" y="{TOP + 25}">{rank}</text>')
+        for y, text in ((1, f"{head}"), (2, f"{first}-{first + n - 1}")):
+            place = f'x="{x}" y="{TOP + 40 * y}" width="{CELL - 3}" height="34"'
+            parts.append(f'<rect {place} rx="3" style="fill: {INKS[head % len(INKS)]}"/>')
+            parts.append(f'<text class="in" x="{x + CELL / 2 - 1}" y="{TOP + 40 * y + 22}">{text}</text>')
+    style = "text { font: 13px system-ui, sans-serif; fill: #777; } .in { fill: #fff; text-anchor: middle; }"
+    head_line = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 200" role="img" aria-label="{title}">'
+    return "\n".join([head_line, f"<style>{style}</style>", f'<text x="14" y="30">{title}</text>', *parts, "</svg>\n"])
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lists.caches", description=__doc__)
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--tp", nargs="+", type=int, default=list(DEGREES))
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.name}")
+    parser.add_argument("--picture", action="store_true", help=f"who holds what, into docs/assets/{PICTURE.name}")
     asked = parser.parse_args()
+    if asked.picture:
+        PICTURE.write_text(picture(8, 64, 16))
+        return
     torch.set_num_threads(1)
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"families": {}}
     for family in asked.only:

@@ -5,9 +5,10 @@
     python -m benchmarks.predicted.against_megatron --render               # the page from the results that are there
 
 Models are built on the meta device, at full depth, and captured once. Megatron's plan is the one that the same solver
-finds with heads, feed-forward width and vocabulary split; of a mixture of experts with the experts dealt out, and with
-each expert split, of which the better one counts. A plan is asked to take no longer and to send at most 1.05 of its
-bytes; or to be faster by more than the band, by operators that are named.
+finds with heads, feed-forward width and vocabulary split, and heads of keys that are fewer than the ranks each on a
+group of these; of a mixture of experts with the experts dealt out, and with each expert split, of which the better one
+counts. A plan is asked to take no longer and to send at most 1.05 of its bytes; or to be faster by more than the band,
+by operators that are named.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROWS, LENGTH = 8, 2048
 BYTES = 1.05  # times Megatron's: what a plan may send that is not faster by more than the band
 ROUNDED = 1e-6
 GOALS = ("training", "prefill", "decode")
-DEGREES = (2, 4, 8, 16)
+DEGREES = (2, 4, 8, 16, 32)
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-8B": ("Llama", {**LLAMA, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,

@@ -12,7 +12,7 @@ from autotp.cost.solver.problem import Choice, Problem, ValueId, cost_of
 from autotp.cost.solver.solve import Infeasible, solve
 from autotp.errors import PlanError
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Layout, Size
 from autotp.ir.program import Decided, Decision, GraphPart, Planned, Solution
 from autotp.passes.analysis.axes import PortDims, find_axes
 
@@ -173,12 +173,19 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     axes = find_axes(builder.flow, builder.parts)
     always = [port for axis in AXES for port in axes[axis]]
     index = {n: i for i, n in enumerate(heads)}
+    # Heads of keys that are fewer than the ranks it has on groups of these; a single one is whole on all.
+    few = [part.heads for part in builder.parts if part.heads is not None and _few(part.heads.kv, builder.tp)]
+    copied = [PortDims(each.kv_at[0], "in", *each.kv_at[1:]) for each in few]
     ways = []
     for ports in _experts(builder, builder.parts):
-        ruled_out = _ruled_out(builder, problem, index, [*always, *ports])
+        ruled_out = _ruled_out(builder, problem, index, [*always, *copied, *ports], copied)
         if ruled_out is not None:
             ways.append(ruled_out)
     return tuple(dict.fromkeys(ways))
+
+
+def _few(count: Size, tp: int) -> bool:
+    return isinstance(count, int) and 1 < count < tp
 
 
 def splits(builder: Builder, parts: Sequence[GraphPart]) -> bool:
@@ -237,19 +244,22 @@ def _stacked(builder: Builder, node: fx.Node) -> list[PortDims]:
 
 
 def _ruled_out(
-    builder: Builder, problem: Problem, index: Mapping[fx.Node, int], ports: Iterable[PortDims]
-) -> RuledOut | None:
-    """The choices that do not split all these dimensions; None where an item has no other."""
+    builder: Builder, problem: Problem, index: Mapping[fx.Node, int], ports: Iterable[PortDims],
+    copied: Sequence[PortDims],
+) -> RuledOut | None:  # fmt: skip
+    """The choices that do not split all these dimensions, fewer heads than ranks on groups; None where an item has no
+    other."""
     out: dict[int, set[int]] = {}
     for port in ports:
         i = index[builder.same[port.node]]
         choices = problem.items[i].choices
-        out.setdefault(i, set()).update(k for k, c in enumerate(choices) if _layout(c, port) not in port.dims)
+        out.setdefault(i, set()).update(k for k, c in enumerate(choices) if not _splits(c, port, port in copied))
         if len(out[i]) == len(choices):
             return None
     return frozenset((i, k) for i, ruled_out in out.items() for k in ruled_out)
 
 
-def _layout(choice: Choice, port: PortDims) -> int | None:
-    """The dimension that a choice splits at a port."""
-    return (choice.ins if port.side == "in" else choice.outs)[port.slot].sharded_dim
+def _splits(choice: Choice, port: PortDims, copied: bool) -> bool:
+    """Say whether a choice splits a port's dimensions, on groups of ranks where these have copies."""
+    layout = (choice.ins if port.side == "in" else choice.outs)[port.slot]
+    return layout.sharded_dim in port.dims and (layout.copies > 1) >= copied

@@ -15,7 +15,7 @@ from autotp.comm import conversions as cv
 from autotp.comm.conversions import KINDS, ConversionKind, kind_of, local_size, simulate
 from autotp.compat import FakeTensorMode
 from autotp.errors import PlanError
-from autotp.ir.layouts import I, P, Partial, Partition, R, Segment, Shard
+from autotp.ir.layouts import Copied, Copies, I, P, Partial, Partition, R, Segment, Shard
 from autotp.ir.specs import (
     INVARIANT,
     REPLICATED,
@@ -410,3 +410,12 @@ def compiled(rank: int, world: int, group: dist.ProcessGroup, backend: str) -> b
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 def test_compiles_without_a_break(backend: str, pool: Pool) -> None:
     assert pool.run(compiled, backend, world=2) == [True, True]
+
+
+def test_what_is_sent_of_copies():
+    """Among the ranks of a group the parts of its slice; among all of them every copy of each."""
+    (pairs,) = Copies.of_units(8, 16)
+    heads, parts = Copied(0, pairs.lift(1, 4, 16)), Shard(0, Partition.plain(32, 16))
+    assert cv.sending(parts, heads, 320.0, 16) == ("all_gather", 40.0, 2)
+    assert cv.sending(heads, R, 320.0, 16) == ("all_gather", 640.0, 16)
+    assert cv.sending(heads.dual, R, 320.0, 16) == ("all_reduce", 320.0, 16)

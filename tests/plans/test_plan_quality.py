@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import autotp
 from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.ir.layouts import P, R
+from autotp.passes.shard.decide import rivals
 from benchmarks.plan_quality import SIDES, found, ratios, section, sent, written
 from benchmarks.predicted.against_megatron import savings
 from tests.helpers.models import inputs_of, transformer
@@ -36,6 +38,20 @@ def test_what_wins_is_an_operator_or_a_conversion():
     reader = Item("add", [Choice((R,), (R,), 1.0)], [frozenset([0])], [1], 2)
     problem = Problem([product, reader], [Use(0, ((1, 0),), 2)], lambda value, a, b: 5.0 if (a, b) == (P, R) else None)
     assert savings(problem, (0, 0), (1, 0)) == {"linear": -2.0, "add": 0.0, "conversion of linear": 10.0}
+
+
+def test_megatron_copies_heads_that_are_fewer_than_the_ranks():
+    """The choices that its plan leaves of what reads keys have them on groups of ranks; of a single head any."""
+    for kv, left in ((4, {2}), (1, {1})):
+        model = transformer("llama", num_key_value_heads=kv)
+        builder = autotp.plan(model, 8, example_inputs=inputs_of(model), check_capture=False).builder
+        assert builder is not None
+        problem, nodes = builder.build()
+        node, slot, _ = next(part.heads for part in builder.parts if part.heads is not None).kv_at
+        (ruled_out,) = rivals(builder, problem, nodes)
+        at = nodes.index(builder.same[node])
+        choices = [c for k, c in enumerate(problem.items[at].choices) if (at, k) not in ruled_out]
+        assert {c.ins[slot].copies for c in choices} == left
 
 
 def test_a_plan_sends_both_ways():
