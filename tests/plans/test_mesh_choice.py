@@ -144,8 +144,8 @@ def test_it_can_be_read_drawn_and_run(choice, tmp_path):
 
 
 def test_a_slow_network_keeps_stages_apart_rather_than_tokens(captured):
-    """Negative control of where groups lie: with one device a node nothing is cheap, and of tp groups those of two nodes
-    are tried, which lose by the network."""
+    """Negative control of where groups lie: with one device a node nothing is cheap, and tp groups of two nodes are
+    tried and lose by the network."""
     lonely = replace(autotp.Cluster.preset("h100"), devices_per_node=1)
     found = chosen(captured, cluster=lonely)
     assert {row.mesh.tp for row in found.ranked} == {1, 2} and "cp" in found.place(cp=4)[1].network
