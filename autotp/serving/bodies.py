@@ -93,7 +93,8 @@ class Body(Strict):
         )  # fmt: skip
         seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS
         penalties = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
-        return Choice(temperature, int(top_k), top_p, seed, *penalties, self.top)
+        repetition = generation.repetition_penalty or 1.0
+        return Choice(temperature, int(top_k), top_p, seed, repetition, *penalties, self.top)
 
 
 class Text(Body):

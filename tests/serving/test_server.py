@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from openai import APIStatusError, OpenAI
+from transformers import GenerationConfig
 
 from autotp.runtime.generation.per_request import Choice
 from autotp.serving.answers import Answers, Cut
@@ -133,6 +134,19 @@ def test_what_is_not_followed_is_refused_by_its_name(served):
     assert raw(address, text_of(), **{"content-type": "text/plain"})[0] == 415  # what a page's script may always send
     assert raw(address, text_of(), Host="elsewhere.example")[0] == 400
     assert raw(address, text_of(temperature=None))[0] == 200 and answers.running == 0
+
+
+def test_a_folders_own_options_hold_where_a_request_has_none(tmp_path):
+    """Such as sampling by default, beside which a request for the likeliest tokens gets those."""
+    model = example().small_model(tmp_path)
+    GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, repetition_penalty=1.3).save_pretrained(tmp_path)
+    with here(tmp_path) as (address, answers):
+        ids = answers.tokenizer("abcab", return_tensors="pt")["input_ids"]
+        own = model.generate(ids, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.3)[0, ids.shape[1] :]
+        without = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+        best = [raw(address, text_of(prompt="abcab", temperature=0))[1]["choices"][0]["text"] for _ in range(3)]
+        drawn = {raw(address, text_of(prompt="abcab"))[1]["choices"][0]["text"] for _ in range(3)}
+    assert {*best} == {answers.tokenizer.decode(own)} and own.tolist() != without.tolist() and len(drawn) > 1
 
 
 def free_of(answers: Answers) -> float:

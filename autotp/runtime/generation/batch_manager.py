@@ -33,7 +33,7 @@ from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
 from .paged import SIDES, RankPages, example, name_of
-from .per_request import Choices, Fair
+from .per_request import CHOSEN, Choices, Fair
 
 AXES = "continuous batching runs over tp alone: this module has {axes}. Compile it without, or take generate()."
 OPTION = "{name}={value!r}: continuous batching would not follow it. Leave it out, or take sharded.generate(...)."
@@ -83,7 +83,7 @@ class Followers(DistributedHelper):
 
     def __init__(self, module: Any) -> None:
         super().__init__(None, None)  # heads are not the engine's to split
-        self.ranks, self.device = module._source.ranks, module._shards.device
+        self.ranks = module._source.ranks
         self.tp_local_rank = self.ranks.rank if self.ranks is not None else 0
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
 
@@ -258,6 +258,8 @@ def manager_of(module: Any, generation: Any, options: Any, hints: Any, choices: 
     options = copy.deepcopy(options) if options is not None else ContinuousBatchingConfig()
     texts = {"generation_config": str(generation.to_dict()), "continuous_batching_config": str(options)}
     module._calls.agree("init_continuous_batching()", texts)
+    for name in CHOSEN if choices else ():
+        setattr(generation, name, None)
     refuse(module, generation, options)
     options.auto_switch_to_flash = False
     if generation.eos_token_id is None:

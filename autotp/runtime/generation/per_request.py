@@ -12,8 +12,13 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+CHOSEN = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")  # of a generation config, by a choice
 # How many seeds there are; how far those of tokens and of answers that follow each other are apart.
 SEEDS, STRIDE, APART = 2**63, 1_000_003, 998_244_353_000_003
 
@@ -25,6 +30,7 @@ class Choice:
     Attributes:
         temperature: 0 for the likeliest token. top_k, top_p: how many tokens, and how much of the probability, are
             drawn from; 0 and 1 for all. seed: of what is drawn; whatever else is in a batch changes nothing.
+        repetition: divides the scores above zero of tokens that the prompt or the answer has, and multiplies others.
         presence, frequency: taken off a token's score that was generated before, once and for each time.
         top: of how many tokens log-probabilities are kept beside the chosen one's; None for none at all.
     """
@@ -33,6 +39,7 @@ class Choice:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
     top: int | None = None
@@ -40,18 +47,23 @@ class Choice:
     @property
     def plain(self) -> bool:
         """Return whether the likeliest token is all that is asked for."""
-        return not (self.temperature or self.presence or self.frequency) and self.top is None
+        penalties = self.presence or self.frequency or self.repetition != 1
+        return not (self.temperature or penalties) and self.top is None
 
     def nth(self, i: int) -> Choice:
         """Return how the tokens of the answer with this number are chosen, of several to one request."""
         return replace(self, seed=(self.seed + i * APART) % SEEDS)
 
-    def token(self, scores: Tensor, before: Sequence[int]) -> int:
+    def token(self, scores: Tensor, before: Sequence[int], prompt: Sequence[int] = ()) -> int:
         """Choose a token.
 
         Args:
             scores: of all tokens, [vocabulary], which are changed. before: tokens that were generated.
+            prompt: those before them.
         """
+        if self.repetition != 1:
+            ids = torch.tensor([[*prompt, *before]], device=scores.device)
+            scores = RepetitionPenaltyLogitsProcessor(self.repetition)(ids, scores[None])[0]  # type: ignore[arg-type]
         if self.presence or self.frequency:
             for token, count in Counter(before).items():
                 scores[token] -= self.presence + self.frequency * count
@@ -91,8 +103,9 @@ class Choices(ContinuousBatchingLogitsProcessor):
                 continue
             own = row.log_softmax(-1) if choice.top is not None else row
             # Of a request that gave up its pages the tokens are a part of its prompt now.
-            earlier = state.initial_tokens[state._true_initial_tokens :] if state._true_initial_tokens else []
-            token = choice.token(row.clone(), earlier + state.generated_tokens)
+            begun = state._true_initial_tokens or len(state.initial_tokens)
+            prompt, earlier = state.initial_tokens[:begun], state.initial_tokens[begun:]
+            token = choice.token(row.clone(), earlier + state.generated_tokens, prompt)
             if choice.top is not None:
                 values, tokens = own.topk(choice.top)
                 likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
