@@ -1,12 +1,14 @@
 """Write sixty plans as files, so that two checkouts can be compared byte for byte: `python -m tests.frozen FOLDER`.
 
 Twenty architectures, each for training at tp=2, for training at dp=2 x tp=4, and for prefill at tp=3: the saved plan,
-what `print` shows, the report and the page. A change that keeps plans leaves `diff -r` of the two folders empty.
+what `print` shows, the report and the page. A change that keeps plans leaves `diff -r` of the two folders empty;
+`--against OLDER` plans nothing, and lists those plans of two folders that differ, with bytes and step of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,27 @@ def models(only: list[str]) -> Iterator[tuple[str, Any, Any]]:
         yield name, model, for_model(model)
 
 
+def changes(older: Path, newer: Path) -> Iterator[str]:
+    """A line for each plan that differs in two folders, with the bytes that a rank sends and the step."""
+    for path in sorted(newer.glob("*.json")):
+        texts = [(folder / path.name).read_text() for folder in (older, newer)]
+        if texts[0] != texts[1]:
+            totals = [json.loads(text)["totals"] for text in texts]
+            sent = [f"{t['forward_bytes'] + t['backward_bytes']:.0f}" for t in totals]
+            steps = [f"{1e3 * t['seconds']:.4f}" for t in totals]
+            yield f"{path.stem}: {' to '.join(sent)} bytes, {' to '.join(steps)} ms"
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.frozen", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these architectures")
+    parser.add_argument("--against", type=Path, metavar="OLDER", help="list what differs from this folder")
     asked = parser.parse_args()
+    if asked.against is not None:
+        print("\n".join(changes(asked.against, asked.folder)))
+        return
     asked.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for name, model, inputs in models(asked.only):

@@ -18,6 +18,7 @@ from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError
 from autotp.plans.choices import Sweep
 from autotp.plans.plan import Plan
+from benchmarks.lists.caches import model_of
 from tests.helpers.models import inputs_of, transformer
 
 
@@ -198,3 +199,12 @@ def test_a_sweep_in_float8_stands_beside_the_models_own():
     assert any("3 of 4 linear layers are in float8" in note for note in found.plans[2].notes)
     with pytest.raises(InputError, match="float8-rowwise"):
         autotp.sweep(wide(), [1], precision="fp8", **tokens())
+
+
+@pytest.mark.parametrize(("family", "degrees"), [("qwen2.5-0.5b", (1, 2, 3, 8)), ("llama-1b", (6, 8, 16))])
+def test_more_ranks_hold_no_fewer_sequences(family, degrees):
+    """Decoding beside 4,096 tokens, with 2 and 8 heads of keys: fewer than the ranks, or not dealt evenly."""
+    inputs = {"input_ids": torch.zeros(32, 4096, dtype=torch.long)}
+    rows = autotp.sweep(model_of(family), degrees, example_inputs=inputs, objective="decode", check_capture=False).rows
+    batches = [row.largest_batch for row in rows]
+    assert batches == sorted(batches) and min(batches) > 0

@@ -187,3 +187,25 @@ def test_a_rank_may_have_no_head():
     assert report and report.plan is not None and report.decoded is not None
     whole = autotp.plan(grouped(4, 8), 1, example_inputs=padded(), objective="decode", check_capture=False)
     assert report.plan.memory.cache == whole.memory.cache / 2
+
+
+class Latent(torch.nn.Module):
+    """Attention of eight heads over one latent of sixteen numbers a token, with what expands it absorbed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down, self.up = (torch.nn.Linear(*sizes, bias=False) for sizes in ((32, 128), (32, 16), (128, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, latent = self.q(x).view(b, n, 8, 16).transpose(1, 2), self.down(x).unsqueeze(1)
+        y = torch.nn.functional.scaled_dot_product_attention(q, latent, latent, is_causal=True, enable_gqa=True)
+        return self.up(y.transpose(1, 2).reshape(b, n, 128))
+
+
+def test_a_latent_is_whole_and_the_plan_says_why():
+    plan = autotp.plan(Latent(), 4, example_inputs=torch.randn(2, 16, 32), objective="decode", check_capture=False)
+    (block,) = (b for b in plan.blocks if b.kind == "attention")
+    assert block.local.startswith("2 heads")
+    assert block.limit == "1 kv head for 4 ranks: each has all of k and v in its attention"
+    assert block.limit in plan.report()
