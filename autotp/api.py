@@ -34,6 +34,7 @@ from autotp.driver.options import (
     read_invariant,
     refuse_beside,
     refuse_late,
+    refuse_travel,
     refuse_unknown,
     refuse_unlike,
     required_inputs,
@@ -98,7 +99,8 @@ def plan(
         within_node: refuse a degree that leaves the node. seconds: of the CPU, after which the best plan is taken.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
-            of the batch, with cp whole sequences. `fully_shard` splits weights over both too.
+            of the batch, with cp whole sequences. `fully_shard` splits weights over both too. ep: as dp, or 1: experts
+            of a mixture are dealt to the dp ranks too, and rows travel to them (docs/axes.md).
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -110,7 +112,7 @@ def plan(
     """
     refuse_unknown("plan", keywords, PlanKeywords)
     degree, keywords = degrees_of(tp, keywords, model)
-    others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp")))
+    others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp", "ep")))
     refuse_beside_devices(devices, global_batch, degree, any(x not in (None, False, 1) for x in others))
     axes = axes_beside(None, keywords, degree)
     options = Options.read(1 if degree is None or degree == "auto" else degree, keywords, axes)
@@ -158,6 +160,7 @@ def parallelize(
     options = Options.of_plan(plan)
     request, lowering = _request(keywords, plan.batch).within(options.tp, options.cluster), Lowering.read(keywords)
     kind = kind_of(keywords.get("compare"))
+    refuse_travel(plan.batch, keywords)
     ranks = Ranks.find(plan.tp, mesh, plan.batch.dp, plan.batch.cp)
     dealt = replace(plan.batch, cp=request.cp)
     inputs = None if example_inputs is None else _examples(model, example_inputs, dealt, ranks)
@@ -194,7 +197,7 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see `autotp.plan`.
-        dp, cp, fully_shard: see `plan`: each dp rank passes its slice of the batch, all cp ranks whole sequences.
+        dp, cp, ep, fully_shard: see `plan`: each dp rank passes its slice of the batch, all cp ranks whole sequences.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.

@@ -34,6 +34,7 @@ class CaptureRequest:
         random: what draws random numbers: "counter", or "torch".
         carried: which outputs come back as which inputs.
         precision: of large products; None for the model's own.
+        ep: ranks of dp to which experts are dealt.
     """
 
     dp: int = 1
@@ -44,6 +45,7 @@ class CaptureRequest:
     cp: int = 1
     inner: int = 1
     cluster: Cluster | None = None
+    ep: int = 1
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -65,7 +67,7 @@ class CaptureRequest:
         axes = Axes(axes) if isinstance(axes, int) else axes
         names = read_carried(carried)
         cp = 1 if names else axes.cp  # a call that goes on with a state is computed by each rank of cp
-        return cls(axes.dp, outputs, random, names, Precision.read(precision), cp)
+        return cls(axes.dp, outputs, random, names, Precision.read(precision), cp, ep=axes.ep)
 
     def within(self, tp: int, cluster: Cluster) -> CaptureRequest:
         """Copy it for the tp ranks and the cluster of a plan, which matter with cp alone."""

@@ -96,6 +96,7 @@ class DegreeOptions:
         tp: Ranks that share the model, or a product such as 8x2, or auto. Default: auto; verify: 2.
         mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
         cp: Ranks that deal out each sequence, beside tp.
+        ep: As dp, to deal out experts over it too.
         pp: Pipeline stages (verify alone; plan --devices chooses them).
         fully_shard: Split weights over dp or cp too.
         within_node: Refuse a degree that leaves the node.
@@ -104,12 +105,13 @@ class DegreeOptions:
     tp: str | None = None
     mesh: str | None = None
     cp: int | None = None
+    ep: int = 1
     pp: int = 1
     fully_shard: bool = False
     within_node: bool = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
-        """`tp`, `within_node`, and where they are asked for `dp`, `cp`, `pp` and `fully_shard`."""
+        """`tp`, `within_node`, and where they are asked for `dp`, `cp`, `ep`, `pp` and `fully_shard`."""
         alone = {"tp": read_degree(self.tp) if self.tp is not None else None, "cp": self.cp}
         degrees = {name: n for name, n in alone.items() if n is not None}
         mesh = read_mesh(self.mesh) if self.mesh is not None else {}
@@ -120,6 +122,7 @@ class DegreeOptions:
                 )
         axes = {name: n for name, n in {"dp": 1, "cp": 1, **mesh, **degrees}.items() if name == "tp" or n != 1}
         split = {"fully_shard": True} if self.fully_shard else {}
+        split |= {"ep": self.ep} if self.ep != 1 else {}
         stages = {"pp": self.pp} if self.pp != 1 else {}
         return {"tp": default, "within_node": self.within_node, **axes, **split, **stages}
 

@@ -35,16 +35,20 @@ _all_to_all = c10d_ops.all_to_all_single.default
 
 
 def real(
-    primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str, peers: Sequence[int] = ()
+    primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str, peers: Sequence[int] = (),
+    rows: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:  # fmt: skip
     """This rank's result of a functional collective over the process group named `group`.
 
     Args:
         primitive: of the collective. x: this rank's operand. reduction: of sums. tp, group: the ranks.
         peers: those of them that gather, or scatter a sum, each group among itself; none for all.
+        rows: of an exchange, those that go to each rank and come from each; None for a dimension of all ranks.
     """
     try:
         with _unrecorded():
+            if rows is not None:
+                return _decode(_wait(_all_to_all(_encode(x), rows[1], rows[0], group)), x.dtype)
             if peers:
                 return _among(primitive, x, tp, group, peers)
             return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)

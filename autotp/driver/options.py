@@ -75,6 +75,7 @@ class AxisKeywords(TypedDict, total=False):
 
     dp: int | None
     cp: int | None
+    ep: int | None
     fully_shard: bool
     check_capture: bool | None
 
@@ -88,6 +89,7 @@ class VerifyKeywords(Steering, total=False):
 
     dp: int | None
     cp: int | None
+    ep: int | None
     tp_invariant: int | None
     dp_invariant: int | None
 
@@ -304,7 +306,7 @@ def refuse_unlike(keywords: Mapping[str, Any]) -> None:
 Product = int | tuple[int, ...]  # ranks of tp, or their factors
 GROUPS = "groups"  # keyword that a product leaves beside those of a public function
 PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
-DEGREES = {"dp": "data-parallel", "cp": "context-parallel"}
+DEGREES = {"dp": "data-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 
 
 def read_band(band: Any) -> float:
@@ -370,16 +372,16 @@ def _product_of(tp: tuple[Any, ...], keywords: Any, model: nn.Module) -> tuple[i
     return math.prod(tp), {**keywords, GROUPS: groups}
 
 
-def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
+def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None, ep: Any = None) -> Axes:
     """Read the axes beside tp that a public function's arguments ask for, checked.
 
     Args:
-        dp, cp: their sizes; None for 1. fully_shard: split weights over both. tp: ranks, or "auto".
+        dp, cp, ep: their sizes; None for 1. fully_shard: split weights over both. tp: ranks, or "auto".
 
     Raises:
         InputError: a value that is none, or two that contradict each other.
     """
-    sizes = {"dp": dp, "cp": cp}
+    sizes = {"dp": dp, "cp": cp, "ep": ep}
     sizes = {name: n for name, n in sizes.items() if n is not None}
     for name, size in sizes.items():
         if not counts(size):
@@ -387,10 +389,40 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None) -> Axes:
                 f"{name}={size!r}: the {DEGREES[name]} degree counts ranks, so it is an int of at least 1."
             )
     axes = Axes(**sizes, fully_shard=bool(fully_shard))
+    if axes.ep not in (1, axes.dp):
+        raise InputError(
+            f"ep={axes.ep} deals experts to the ranks of dp, and dp is {axes.dp}: experts over a part of these ranks, "
+            f"or over others, are not supported. Give dp={axes.ep}, or leave out ep."
+        )
     if fully_shard and axes.size == 1:
         raise InputError("fully_shard=True splits weights over dp and cp: give dp or cp, the size of such an axis.")
     if axes.size > 1 and tp == "auto":
         raise InputError(f"tp='auto' picks the degree for tp alone, and {axes.name} is given. Give tp as a number.")
+    return axes
+
+
+# With experts over ep: the keyword, what it may be, and why not another.
+STAYING: dict[str, tuple[Any, str]] = {
+    "cp": ((None, 1), "rows of parts of sequences do not travel"),
+    "pp": ((None,), "what a stage sends does not go with rows that travel in it"),
+    "precision": ((None,), "scales of float8 of rows that travel are not those of one device"),
+    "backend": ((None, "eager"), "a compiler needs to know how many rows there are, which the router decides"),
+    "compare": ((None,), "autotp.verify(model, tp, inputs, dp=2, ep=2) compares with the original"),
+    "devices": ((None,), "the search of meshes does not price it: plan with dp= and ep= and compare"),
+    "tp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
+    "dp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
+}
+
+
+def refuse_travel(axes: Axes, keywords: Mapping[str, Any]) -> Axes:
+    """Refuse what does not go with experts over ep; gives the axes.
+
+    Args:
+        axes: beside tp. keywords: of a public function, whichever it has.
+    """
+    for name, (values, why) in STAYING.items() if axes.ep > 1 else ():
+        if keywords.get(name) not in values:
+            raise InputError(f"ep={axes.ep} with {name}={keywords[name]!r}: {why}. Leave out one of them.")
     return axes
 
 
@@ -405,12 +437,13 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
     """
     cp, split, dp = keywords.get("cp"), keywords.get("fully_shard"), read_invariant(keywords, "dp")
     dp = keywords.get("dp") if dp is None else dp  # of which a process of the plan's has one, or several
-    if plan is not None and dp is None and cp is None:
-        return plan.batch
-    axes = read_axis(dp, split, tp, cp)
+    ep = keywords.get("ep")
+    if plan is not None and dp is None and cp is None and ep is None:
+        return refuse_travel(plan.batch, keywords)
+    axes = refuse_travel(read_axis(dp, split, tp, cp, ep), keywords)
     if plan is None:
         return axes
-    if axes.degrees != plan.batch.degrees or split not in (None, plan.batch.fully_shard):
+    if axes.text != plan.batch.text or split not in (None, plan.batch.fully_shard):
         raise PlanError(
             f"the plan is for {plan.batch.text}, and {axes.text} is asked for. Leave it out, or plan again."
         )

@@ -62,7 +62,7 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = No
         canonical=(*CANONICAL, ExplicitCasts()),
         requested=(
             *((products,) if early else ()),
-            DealAxis(BatchRules, request.dp),
+            DealAxis(BatchRules, request.dp, ep=request.ep),
             CountedRandom(request.random),  # of a slice of the batch, and of whole sequences
             DealAxis(SequenceRules, request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),

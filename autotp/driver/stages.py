@@ -199,7 +199,7 @@ def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords
     objective = keywords.get("objective", TRAINING.name)
     if objective != TRAINING.name:
         raise InputError(f"objective={objective!r}: stages are planned for training. Leave it out.")
-    return axes_beside(plan, keywords, tp)
+    return axes_beside(plan, {**keywords, "pp": pp}, tp)  # type: ignore[typeddict-unknown-key]
 
 
 def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:

@@ -39,6 +39,7 @@ from .options import (
     degrees_of,
     read_invariant,
     refuse_beside,
+    refuse_travel,
     refuse_undealt,
     refuse_unknown,
     required_inputs,
@@ -87,7 +88,7 @@ def verify(
             with what `carried` names, and prove each of these calls: every value, the logits and the cached tensors
             (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the program, as `autotp.certify` does (`Report.certificate`).
-        dp, cp: ranks to which examples and sequences are dealt, simulated too; only results and gradients are compared.
+        dp, cp, ep: ranks to which examples, sequences and experts are dealt; only results and gradients are compared.
         pp: cut the program into so many stages, as `autotp.stages` does, and run these one after another.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
         tp_invariant, dp_invariant: in place of `tp` and `dp`: compare all meshes of divisors of them with the largest.
@@ -156,6 +157,7 @@ def prove_call(
 
     Returns: the report, with the plan, and what that was made for.
     """
+    refuse_travel(axes, {"pp": pp if pp > 1 else None, "precision": request.precision})
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     refuse_beside(plan, keywords)
@@ -201,7 +203,7 @@ def programs_on(
     program, beside = own_copy(captured) if degrees else captured, []
     for policy in (BatchRules, SequenceRules):
         if ranks := degrees.get(policy.axis):
-            beside.append(DealAxis(policy, ranks, options.tp, options.cluster).deal(program))
+            beside.append(DealAxis(policy, ranks, options.tp, options.cluster, options.batch.ep).deal(program))
     if plan is None:
         for dealt in beside:
             notes += dealt.notes

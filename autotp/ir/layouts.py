@@ -273,6 +273,20 @@ class Grouped(_Dealt):
 
 
 @dataclass(frozen=True)
+class Travelled(_Dealt):
+    """Rows along dimension `dim` with the ranks that own their groups, and with no other; its gradient likewise."""
+
+    partition: Groups
+    mark, key = "T", "travelled"
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import TravelledSpec  # noqa: PLC0415  a plan is read without torch
+
+        spec: Any = TravelledSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
+        return spec
+
+
+@dataclass(frozen=True)
 class Copied(_Sliced):
     """A slice of dimension `dim`, which a group of ranks has alike; each rank's gradient of it is a summand."""
 

@@ -248,6 +248,46 @@ class GroupedSpec(NamedTuple):
         return reduce(torch.add, [self.take(x, rank, len(xs)) for rank, x in enumerate(xs)])
 
 
+class TravelledSpec(NamedTuple):
+    """`layouts.Travelled`: groups are dealt by `segments`; `counts` has each rank's own rows of each group, on the CPU.
+
+    What a rank sends lies sorted by group, so that each rank's groups follow each other in it. What it gets it holds
+    sorted by group too, and among the rows of one group by who sent them.
+    """
+
+    dim: int
+    counts: Tensor
+    segments: Segments
+    mark: str = "T"
+    whole = False
+    sharded_dim = None
+    reduction = "sum"
+
+    @property
+    def dual(self) -> TravelledSpec:
+        return self
+
+    def sent(self, rank: int, tp: int) -> tuple[list[int], list[int]]:
+        """Return the rows that this rank sends to each, and those that it gets from each."""
+        bounds = [windows.shares(self.segments, each, tp)[0] for each in range(tp)]
+        sums = torch.stack([self.counts[:, start : start + n].sum(1) for start, n in bounds], 1)
+        return sums[rank].tolist(), sums[:, rank].tolist()
+
+    def order(self, rank: int, tp: int) -> Tensor:
+        """Return the places, among rows by who sent them, of the rows by group."""
+        ((start, n),) = windows.shares(self.segments, rank, tp)
+        own = self.counts[:, start : start + n]
+        return torch.arange(n).repeat(tp).repeat_interleave(own.flatten()).argsort(stable=True)
+
+    def collect(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """Sort rows by group that came sorted by who sent them."""
+        return x if x.is_meta else x.index_select(0, self.order(rank, tp).to(x.device))
+
+    def deal(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """Undo `collect`."""
+        return x if x.is_meta else x.index_select(0, self.order(rank, tp).argsort().to(x.device))
+
+
 class CopiedSpec(NamedTuple):
     """`layouts.Copied`: `copies` ranks that follow each other have one slice of `dim`, dealt to such groups of ranks.
 

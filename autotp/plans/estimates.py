@@ -85,6 +85,7 @@ class Axes:
 
     Attributes:
         dp: ranks that have a slice of the batch each; `cp`: of each of these, ranks that have a part of every sequence.
+        ep: ranks of dp to which experts are dealt; the rows of the others' examples travel to them.
         fully_shard: whether weights, gradients and optimizer states are split over both too, gathered before use.
         sent: bytes that a rank sends over them in a step for gradients, and for gathering weights; `seconds`: of that,
             which can run beside the backward's `backward` seconds.
@@ -98,6 +99,7 @@ class Axes:
     seconds: float = 0.0
     backward: float = 0.0
     values: float = 0.0
+    ep: int = 1
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -117,7 +119,8 @@ class Axes:
     @property
     def text(self) -> str:
         """The degrees in words, such as "dp=2 x cp=2"."""
-        return " x ".join(f"{name}={n}" for name, n in self.degrees.items()) or "dp=1"
+        degrees = self.degrees | ({"ep": self.ep} if self.ep > 1 else {})
+        return " x ".join(f"{name}={n}" for name, n in degrees.items()) or "dp=1"
 
     @property
     def exposed(self) -> float:

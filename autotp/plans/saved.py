@@ -54,7 +54,7 @@ def write_plan(plan: Plan) -> str:
     data |= {key: list(data[key].items()) for key in ("states", "tables")}
     axes = [[name, {"size": n}] for name, n in {**plan.batch.degrees, "tp": plan.tp}.items()]
     if plan.batch.degrees:
-        axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE}
+        axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE and (key, x) != ("ep", 1)}
     return sealed({"format": FORMAT, "axes": axes, **data, **{key: fold(data[key]) for key in FOLDED}})
 
 
@@ -136,7 +136,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
         )
     mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE)}
     if sizes:
-        mesh["batch"] = {**dict.fromkeys(BESIDE, 1), **sizes, **axes[0][1]}
+        mesh["batch"] = {**dict.fromkeys((*BESIDE, "ep"), 1), **sizes, **axes[0][1]}
         del mesh["batch"]["size"]
     # Records of equal blocks stand in a file once, decisions as rows without the names of their fields.
     folded = {key: unfold(data[key]) for key in FOLDED}

@@ -58,6 +58,7 @@ class BatchRules(AxisRules):
     """The batch axis: inputs come as slices, weights are whole, outputs stay as they are made."""
 
     axis: ClassVar[Axis] = "dp"
+    by_examples: ClassVar[bool] = True  # rows of different ranks are of different examples
     batch: sympy.Symbol
     ignores_states: bool = True
 
@@ -239,7 +240,8 @@ def across(op: Op) -> Rule:
         labels[d] = None
     sums = all(spec.reduction == "sum" for spec in specs)
     linear = (frozenset({0}),) if sums else ()
-    base = loops(op, [labels], [labels], linear=linear)
+    whole = [[None] * len(shape) for shape in op.ins[1:]]  # numbers that a layout holds
+    base = loops(op, [labels, *whole], [labels], linear=linear)
     return replace(with_factors(base, _inner(op, specs)), localise=_local_conversion)
 
 
@@ -264,8 +266,8 @@ def _whole_numbers(spec: ShardSpec) -> bool:
 
 def _local_conversion(op: Op, local: ShardCall) -> Any:
     """The conversion of a tp rank's slice."""
-    args: list[Any] = [fx.map_arg(a, lambda n: local.env.get(n, n)) for a in op.node.args]
-    args[0] = local.operand(0)
+    operands = {**local.env, **dict(zip(op.slots, local.operands, strict=True))}
+    args: list[Any] = [fx.map_arg(a, lambda n: operands.get(n, n)) for a in op.node.args]
     if local.factor is not None and local.factor.label == INNER:
         dims = [c.dim for c in local.factor.outs if c is not None]
         for i, spec in enumerate(args):

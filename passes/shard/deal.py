@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -33,8 +33,10 @@ from autotp.rules.local import ARITHMETIC
 
 from .batch_axis import BatchRules, BatchWriter
 from .decide import decide
+from .own_rows import calls, copied, fold, unfold
 from .planner import Builder
 from .rewrite import Rewriter
+from .travel import Journey, refuse_staying, travelling
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class DealAxis(Pass[Capture]):
         policy: of the axis. ranks: on it.
         inner: ranks of tp that each of them has, where these split heads first.
         cluster: the machines that it is priced on; None for h100.
+        ep: ranks of it to which experts are dealt, whose rows travel; 1 for experts whole on each.
     """
 
     name = "deal-axis"
@@ -70,6 +73,7 @@ class DealAxis(Pass[Capture]):
     ranks: int = 1
     inner: int = 1
     cluster: Cluster | None = None
+    ep: int = 1
 
     def idle(self, program: Capture) -> str:
         """One rank has everything."""
@@ -88,6 +92,10 @@ class DealAxis(Pass[Capture]):
         """Do so, and return how inputs and outputs lie over the axis; see `run`."""
         symbol = self.policy.symbol(program)
         take_sums_apart(program)
+        if self.policy.by_examples:
+            fold(program)
+        if self.ep > 1:
+            refuse_staying(program)
         rules = self.policy.of(program, symbol, self.ranks, self.inner)
         machines = Cluster.resolve(self.cluster)
         # Ranks that are neighbours here have those of tp between them.
@@ -99,6 +107,8 @@ class DealAxis(Pass[Capture]):
         sharded = Rewriter(planned, builder.prices.convert, BatchWriter(symbol, self.ranks, layouts)).run()
         Localised(program, sharded.graph, self, symbol).run()
         notes = rules.settle(program, planned, inputs)
+        notes += [travelling(calls(program), self.ranks)] if self.ep > 1 else []
+        unfold(program, copied if self.ep == 1 else partial(Journey, ranks=self.ranks))
         return Dealt(self.policy.axis, self.ranks, symbol, inputs, goals, notes)
 
 

@@ -69,6 +69,7 @@ class SequenceRules(BatchRules):
     """
 
     axis: ClassVar[Axis] = "cp"
+    by_examples: ClassVar[bool] = False
     surcharges: Tokenwise | None = None
     heads: tuple[Seed, ...] = ()
     weights: frozenset[fx.Node] = frozenset()

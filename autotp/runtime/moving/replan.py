@@ -64,7 +64,7 @@ def replan(
         module._calls.agree("replan()", {**facts, "bucket": str(bucket)})
         shards.show_own()
         original = _original(shards)
-        axes = Axes(dp=dp, fully_shard=fully_shard and dp > 1)
+        axes = Axes(dp=dp, fully_shard=fully_shard and dp > 1, ep=dp if module.plan.batch.ep > 1 else 1)
         parts = module._source.again(original, module._source.origin, tp, axes)
         old = _Old(module)
         try:

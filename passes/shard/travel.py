@@ -1,0 +1,285 @@
+"""Experts over the batch axis: rows travel to the rank that owns their expert, and what it makes of them back.
+
+Between the first and the last product by expert a region (`own_rows.py`) is rewritten: what enters is sent by an uneven
+all-to-all, the products read a rank's own experts, and what leaves is sent back. Counts go around first, so that all
+ranks know how many rows go where, and refuse together what cannot be. Backward is by the table of conversions: the
+exchange the other way. An expert's gradient then has the rows of all ranks in it, and lies in zeros for those of the
+others: one summand over the axis as that of every weight, of which data parallelism takes the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.comm import conversions
+from autotp.errors import CaptureError, InputError
+from autotp.ir.graph import Capture, copy_node, shape_of, tensors, where
+from autotp.ir.layouts import Groups, Layout, Partition, R, Shard, Travelled
+from autotp.ir.marks import Axis, BatchConversion, inherit
+from autotp.ir.op import EXPERTS, Op, Rule, sizes
+from autotp.ir.specs import Runs
+from autotp.rules.core import loops, rule_of
+from autotp.text import listed
+
+from .own_rows import Kind, OwnRows, Read, Region, calls
+
+AXIS: Axis = "dp"
+
+
+def counts_of(ends: Tensor) -> Tensor:
+    """Rows of each expert on this rank, [1, experts], of the row after each expert's last, [experts]."""
+    return torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64).unsqueeze(0)
+
+
+def agreed_counts(counts: Tensor, rows: int) -> Tensor:
+    """The counts of all ranks where each has an expert for each of its rows; every rank sees the same ones.
+
+    Args:
+        counts: rows of each expert on each rank, [ranks, experts]. rows: of each rank.
+
+    Returns: they, on the CPU: how much is sent where is asked for there.
+
+    Raises:
+        InputError: a rank has counted other rows than it has; on all ranks.
+    """
+    if counts.is_meta:
+        return counts
+    counts = counts.cpu()
+    odd = (counts.sum(1) != rows) | (counts < 0).any(1)
+    if bool(odd.any()):
+        ranks = odd.nonzero().flatten().tolist()
+        raise InputError(
+            f"with ep rows travel to their experts, and of the {rows} rows that each dp rank has, dp ranks {ranks} "
+            f"have an expert for {counts.sum(1)[odd].tolist()}: a router has named an expert that is not there, or "
+            f"counted rows twice. Names of experts go from 0 to {counts.shape[1] - 1}."
+        )
+    return counts
+
+
+def own_ends(counts: Tensor, experts: Runs, dtype: torch.dtype, like: Tensor, *, rank: int, tp: int) -> Tensor:
+    """The row after the last of each of this rank's experts, among the rows that it gets.
+
+    Args:
+        counts: of all ranks, [ranks, experts]. experts: how they are dealt. dtype: of the ends. like: on what device.
+        rank, tp: this rank, of how many.
+    """
+    ((start, length),) = experts.spans(rank, tp)
+    return counts[:, start : start + length].sum(0).cumsum(0).to(like.device, dtype)
+
+
+def _whole(op: Op) -> Rule:
+    return loops(op, [[None] * len(x) for x in op.ins], [[None] * len(x) for x in op.outs])
+
+
+for _function in (counts_of, agreed_counts, own_ends):
+    _function.rule = _whole  # type: ignore[attr-defined]
+
+
+def refuse_staying(program: Capture) -> None:
+    """Refuse a program with products by expert that are in no region, or with none.
+
+    Args:
+        program: whose regions stand as one operator each.
+
+    Raises:
+        CaptureError: it is one.
+    """
+    staying = [n for n in program.graph.nodes if n.op == "call_function" and _by_expert(n)]
+    if staying:
+        raise CaptureError(
+            f"with ep the rows of {where(staying[0])} do not travel to their experts: more than products by expert of "
+            "rows that a sort of their experts' numbers has ordered, and their return to where they came from, depends "
+            "on that order. Use ep=1."
+        )
+    if not any(calls(program)):
+        raise CaptureError(
+            "ep deals out experts, and this call of the model has no products by expert (grouped_mm) of rows that are "
+            "sorted by it. Use ep=1, or of a transformers model config._experts_implementation = 'grouped_mm'."
+        )
+
+
+def travelling(regions: Iterable[fx.Node], ranks: int) -> str:
+    """Say which experts are dealt out, in a note of the plan."""
+    names = listed(list(dict.fromkeys(map(where, regions))))
+    return f"over dp rows travel to their experts, of which each of {ranks} ranks computes its own: {names}"
+
+
+def _by_expert(node: fx.Node) -> bool:
+    """Say whether a node is a product by expert."""
+    if isinstance(node.target, OwnRows) or not tensors(node):
+        return False
+    rule = rule_of(Op.of(node))
+    return rule is not None and any(f.label == EXPERTS for f in rule.factors)
+
+
+@dataclass
+class Journey:
+    """Writes the nodes of a region so that rows travel; called with each in order.
+
+    Attributes:
+        region: of a program. ranks: of the axis.
+        there: of each node whose rows travel, what a rank has of it; `sent`: likewise of what is sent.
+        own: of each weight, the rank's experts. ends: of its own experts; `counts`: of all ranks.
+    """
+
+    region: Region
+    ranks: int
+    there: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sent: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    own: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    ends: fx.Node | None = None
+    counts: fx.Node | None = None
+
+    def __post_init__(self) -> None:
+        region = self.region
+        self.weights = {n: _weight(n) for n in region.products}
+        self.name = where(next(iter(region.products)))
+        experts = {shape_of(w)[0] for w in self.weights.values()}
+        number = next(iter(experts))
+        if len(experts) != 1 or not isinstance(number, int):
+            raise CaptureError(f"with ep the products of {self.name} must be of the same experts, a number of them.")
+        self.experts = number
+        if number % self.ranks:  # fewer than ranks too
+            raise CaptureError(
+                f"ep={self.ranks} does not deal out the {number} experts of {self.name}: each rank has as many. "
+                f"Choose an ep that divides {number}, or ep=1."
+            )
+        self.of = Partition.plain(self.experts, self.ranks)
+        self.inside = _between(region)
+        odd = [n for n in self.inside if any("val" in i.meta and not tensors(i) for i in n.all_input_nodes)]
+        if odd:
+            raise CaptureError(
+                f"with ep {odd[0].target} in {self.name} asks for the number of rows, which the router decides where "
+                "rows travel. Use ep=1."
+            )
+
+    def __call__(self, node: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
+        """Write a node; gives what the rest of the region reads."""
+        if node not in self.inside:
+            return copy_node(node, graph, read)
+        new = copy_node(node, graph, lambda x: self._operand(node, x, read, graph))
+        self.there[node] = new
+        if _many(node) or all(u in self.inside for u in node.users):
+            return new
+        own, there = self._layouts(new)
+        return self._convert(graph, new, there, own, read, new.meta["val"])
+
+    def _operand(self, node: fx.Node, x: fx.Node, read: Read, graph: fx.Graph) -> Any:
+        """What a node whose rows travel reads in place of an operand."""
+        if x in self.there:
+            return self.there[x]
+        if x not in self.region.kinds:
+            return self._own(x, read, graph) if x is self.weights.get(node) else read(x)
+        counts = self._counted(read, graph)
+        if self.region.kinds[x].kind is Kind.ENDS:
+            return self.ends
+        if x not in self.sent:
+            local = read(x)
+            own, there = self._layouts(local)
+            self.counts = counts
+            self.sent[x] = self._convert(graph, local, own, there, read, local.meta["val"])
+        return self.sent[x]
+
+    def _layouts(self, node: fx.Node) -> tuple[Layout, Layout]:
+        """Layouts of rows over the axis: as each rank sorted its own, and with their experts."""
+        return Shard(0, Partition.plain(self.ranks * self.region.rows, self.ranks)), Travelled(0, Groups(0, self.of))
+
+    def _convert(self, graph: fx.Graph, x: fx.Node, a: Layout, b: Layout, read: Read, val: Tensor) -> fx.Node:
+        """Write a conversion over the axis, in the module of the products."""
+
+        def size(n: Any) -> Any:
+            if isinstance(n, Groups):
+                return self.counts
+            return n if isinstance(n, int) else read.sizes.of(n)
+
+        src, dst = a.to_runtime(size), b.to_runtime(size)
+        new = graph.call_function(conversions.function_for(src, dst), (x, src, dst))
+        over = BatchConversion(a, b, self.ranks, AXIS)
+        inherit(new, next(iter(self.region.products)), batch=over, axis=AXIS, flops=None, saved=None)
+        new.meta["val"] = val
+        return new
+
+    def _own(self, weight: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
+        """The rank's own experts of a weight."""
+        if weight not in self.own:
+            x = read(weight)
+            val = x.meta["val"].narrow(0, 0, self.experts // self.ranks).detach()
+            self.own[weight] = self._convert(graph, x, R, Shard(0, self.of), read, val)
+        return self.own[weight]
+
+    def _counted(self, read: Read, graph: fx.Graph) -> fx.Node:
+        """The rows of each expert on each rank, known to all."""
+        if self.counts is None:
+            ends = read(next(iter(self.region.products.values())))
+            shape, own = (self.ranks, self.experts), self.experts // self.ranks
+            val, int64 = ends.meta["val"], torch.int64
+            mine = _call(graph, ends, counts_of, (ends,), val.new_empty((1, self.experts), dtype=int64))
+            each = Shard(0, Partition.plain(self.ranks, self.ranks))
+            whole = self._convert(graph, mine, each, R, read, val.new_empty(shape, dtype=int64))
+            rows = read.sizes.of(self.region.rows)
+            self.counts = _call(graph, ends, agreed_counts, (whole, rows), val.new_empty(shape, dtype=int64))
+            args = self.counts, self.of.to_runtime(lambda n: n), val.dtype, ends
+            self.ends = _call(graph, ends, own_ends, args, val.new_empty((own,)), AXIS)
+        return self.counts
+
+
+def _call(
+    graph: fx.Graph, like: fx.Node, function: Any, args: tuple[Any, ...], val: Tensor, axis: Axis | None = None
+) -> fx.Node:
+    """Write a call in the module of a node.
+
+    Args:
+        graph: that is written. like: the node. function, args: of the call. val: what it gives.
+        axis: whose rank it takes.
+    """
+    new = graph.call_function(function, args)
+    inherit(new, like, axis=axis, batch=None, flops=None, saved=None)
+    new.meta["val"] = val
+    return new
+
+
+def _many(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def _weight(product: fx.Node) -> fx.Node:
+    """The operand of a product by expert that has the experts for its first dimension."""
+    op = Op.of(product)
+    rule = rule_of(op)
+    assert rule is not None
+    factor = next(f for f in rule.factors if f.label == EXPERTS)
+    return next(x for x, c in zip(op.slots, factor.ins, strict=True) if c is not None and c.groups is None)
+
+
+def _between(region: Region) -> dict[fx.Node, None]:
+    """The nodes whose rows travel: products by expert, what is between them, and what is cheaper made there."""
+    rows, products = region.of(Kind.ROWS), region.products
+    after, before = {*products}, {*products}
+    for node in rows:
+        if any(i in after for i in node.all_input_nodes):
+            after.add(node)
+    for node in reversed(rows):
+        if any(u in before for u in node.users):
+            before.add(node)
+    inside = {n for n in rows if n in products or n in after and n in before}
+    inside |= {u for n in inside if _many(n) for u in n.users}
+    # A row of biases that is looked up by expert is wider than the name of the expert, which then travels.
+    for node in reversed(rows):
+        read = [i for i in node.all_input_nodes if i in region.kinds]
+        by_row = all(region.kinds[i].kind is Kind.ROWS and not _many(i) for i in read) and not _many(node)
+        for_them = node not in inside and node.users and all(u in inside for u in node.users)
+        if for_them and by_row and _width(node) > sum(map(_width, read)):
+            inside.add(node)
+    return {n: None for n in region.kinds if n in inside}
+
+
+def _width(node: fx.Node) -> int:
+    """Bytes of a row."""
+    val = node.meta["val"]
+    return prod(int(n) for n in sizes(val)[1:]) * val.element_size()

@@ -1,0 +1,158 @@
+"""Rows that travel to their experts, proved on simulated ranks; what is put in wrongly is noticed."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+
+import autotp
+from autotp.comm import conversions
+from autotp.errors import CaptureError, InputError
+from autotp.ir.specs import ShardSpec, TravelledSpec
+from autotp.passes.shard import travel
+from autotp.plans.plan import Plan
+from tests.helpers.modules.mixtures import Mixture, mixture, tokens
+
+TWO: dict[str, Any] = {"dp": 2, "ep": 2}
+
+
+def proved(model: nn.Module, tp: int = 1, **keywords: Any) -> Any:
+    return autotp.verify(model, tp, tokens(), **{**TWO, **keywords})
+
+
+@pytest.mark.parametrize("name", ["by hand", "mixtral", "qwen3", "gpt-oss"])
+def test_a_mixture_is_that_of_one_device(name):
+    report = proved(mixture(name, double=False), 1 if name == "qwen3" else 2, certify=name == "by hand")
+    assert report and report.gradient_error < 1e-12, report
+    assert report.certificate is None or report.certificate
+    assert report.plan.batch.ep == 2 and any("rows travel" in note for note in report.plan.notes)
+
+
+def test_deepseek_on_four_ranks_and_without_travelling():
+    model = mixture("deepseek", double=False)
+    for keywords in ({"dp": 4, "ep": 4}, {"dp": 4, "ep": 1}):
+        report = proved(model, **keywords)
+        assert report and not any("gathered" in note for note in report.plan.notes), report
+
+
+@pytest.mark.parametrize("experts", [[9.0, 9.0, 0.0, 0.0], [0.0, 9.0, 9.0, 0.0]], ids=["one rank's", "both ranks'"])
+def test_a_rank_may_get_no_row(experts):
+    model = mixture("by hand")
+    assert isinstance(model, Mixture)
+    with torch.no_grad():
+        model.router.bias.copy_(torch.tensor(experts))
+    assert proved(model)
+
+
+def lost(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """Rows that come back in the order of their owners, and not of who sent them."""
+    return x
+
+
+def test_a_return_that_is_left_out_is_noticed():
+    kind = conversions.KINDS["T", "S"]
+    with patch.dict(
+        conversions.KINDS, {("T", "S"): conversions.ConversionKind(kind.name, lost, "all_to_all", uneven=True)}
+    ):
+        report = proved(mixture("by hand"))
+    assert not report and "experts" not in str(report.unproved), report
+
+
+def test_a_wrong_count_is_noticed():
+    """Ends of a rank's experts that are off by a row."""
+    right = travel.own_ends
+
+    def wrong(counts: Tensor, experts: Any, dtype: Any, like: Tensor, *, rank: int, tp: int) -> Tensor:
+        ends = right(counts, experts, dtype, like, rank=rank, tp=tp)
+        return torch.cat([ends[:1] - (ends[:1] > 0).to(ends.dtype), ends[1:]])
+
+    wrong.rule = right.rule  # type: ignore[attr-defined]
+    with patch.object(travel, "own_ends", wrong):
+        assert not proved(mixture("by hand"))
+
+
+def test_an_expert_gradient_that_is_averaged_again_is_noticed():
+    place = ShardSpec.place
+
+    def halved(self: Any, x: Tensor, rank: int, tp: int) -> Tensor:
+        return place(self, x, rank, tp) / (tp if x.ndim == 3 else 1)  # the experts' weights alone are so
+
+    with patch.object(ShardSpec, "place", halved):
+        report = proved(mixture("by hand"))
+    assert not report and report.difference.direction == "backward", report
+
+
+def test_rows_are_sent_to_their_experts_and_come_back():
+    counts = torch.tensor([[1, 0, 2], [0, 0, 3], [2, 1, 0]])
+    src, dst = ShardSpec(0, 1, ((9, 1),)), cast(Any, TravelledSpec(0, counts, ((3, 1),)))
+    ids = [torch.tensor([0, 2, 2]), torch.tensor([2, 2, 2]), torch.tensor([0, 0, 1])]
+    rows = [ids[r].double() * 10 + r for r in range(3)]
+    there = conversions.simulate(rows, src, dst)
+    assert [x.tolist() for x in there] == [[0, 2, 2], [12], [20, 20, 21, 21, 21]]
+    back = conversions.simulate(there, dst, src)
+    assert all(a.equal(b) for a, b in zip(rows, back, strict=True))
+
+
+class Plain(nn.Embedding):
+    """A model without experts."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def refused(**keywords: Any) -> str:
+    model = keywords.pop("model", None) or mixture("by hand")
+    with pytest.raises((InputError, CaptureError)) as error:
+        autotp.plan(model, keywords.pop("tp", 1), example_inputs=tokens(), **{**TWO, **keywords})
+    return str(error.value)
+
+
+def test_what_does_not_go_with_it_is_refused():
+    assert "does not deal out the 3 experts" in refused(model=Mixture(experts=3))
+    assert "does not deal out the 4 experts" in refused(dp=8, ep=8)
+    assert "Give dp=2" in refused(dp=4)
+    assert "Give dp=2" in refused(dp=None)
+    assert "float8" in refused(precision="float8")
+    assert "sequences do not travel" in refused(cp=2)
+    assert "no products by expert" in refused(model=Plain(32, 8))
+    with pytest.raises(InputError, match="stage"):
+        autotp.verify(mixture("by hand"), 1, tokens(), pp=2, **TWO)
+
+
+class Peeking(Mixture):
+    """Gives the rows in the order in which they were sorted, which is of the whole batch."""
+
+    def forward(self, input_ids: Tensor) -> Any:
+        out = super().forward(input_ids)
+        x = self.embed(input_ids).flatten(0, 1)
+        experts, order = self.router(x).argmax(-1).sort(stable=True)
+        ends = (experts.unsqueeze(1) == torch.arange(4)).sum(0).cumsum(0).to(torch.int32)
+        return out, torch.ops.transformers.grouped_mm_fallback(x[order], self.up, ends)
+
+
+def test_rows_whose_order_is_read_do_not_travel():
+    torch.manual_seed(0)
+    model = Peeking()
+    assert "depends on that order" in refused(model=model)
+
+
+def test_a_router_that_names_an_expert_that_is_not_there():
+    model = mixture("by hand")
+    assert isinstance(model, Mixture)
+    plan = autotp.plan(model, 1, example_inputs=tokens(batch=2), **TWO)
+    assert Plan.from_json(plan.to_json()) == plan
+    good = torch.tensor([[3, 1], [2, 2]])
+    assert travel.agreed_counts(good, 4).equal(good)
+    for bad in (torch.tensor([[3, 1], [2, 1]]), torch.tensor([[5, -1], [2, 2]])):
+        with pytest.raises(InputError, match=r"dp ranks \[[01]\].*an expert that is not there"):
+            travel.agreed_counts(bad, 4)
+
+
+def test_experts_whole_over_tp_and_by_expert_in_a_rank():
+    report = proved(mixture("by hand"), 2, pins={"up": Replicate(), "down": Replicate()})
+    assert report, report
