@@ -93,7 +93,7 @@ class DealAxis(Pass[Capture]):
         symbol = self.policy.symbol(program)
         take_sums_apart(program)
         if self.policy.by_examples:
-            fold(program)
+            fold(program, symbol)
         if self.ep > 1:
             refuse_staying(program)
         rules = self.policy.of(program, symbol, self.ranks, self.inner)

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import fx
 
-from autotp.ir.graph import Capture, copy_node, outputs_of, shape_of
+from autotp.ir.graph import Capture, copy_node, outputs_of, shape_of, tensors
 from autotp.ir.layouts import Size, divide
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten, expression, is_tensor
+from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes, symbols_of
 from autotp.rules.core import rule_of
 from autotp.rules.local import Sizes
 
@@ -29,28 +29,18 @@ class Kind(Enum):
     """Kinds of a value in a region: what it is of the rows, however these are sorted within an expert."""
 
     SORT = "the sort of the rows' experts"
+    KEYS = "number of each sorted row's expert"
     ROWS = "rows, sorted by expert"
     PLACES = "places of the sorted rows among the rows as they came, or among the tokens that they are of"
-    COUNTS = "a sum over the rows, as how many each expert has"
+    COUNTS = "how many rows each expert has"
     ENDS = "row after each expert's last"
     EMPTY = "room for as many numbers as there are rows"
-    RANGE = "number of each row"
     INVERSE = "places of the rows as they came among the sorted ones"
     BACK = "rows, or sums of them, in the places that they came from"
 
 
-@dataclass(frozen=True)
-class Typed:
-    """A kind of value, and of places how many rows each token has."""
-
-    kind: Kind
-    rows: int = 1
-
-
 SORTS = (aten.sort.default, aten.sort.stable)
-LOOKUPS = (aten.index.Tensor, aten.index_select.default)
-RANGES = (aten.arange.default, aten.arange.start)
-SAME = (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
+SORTED = (Kind.ROWS, Kind.KEYS)
 
 
 @dataclass
@@ -59,16 +49,16 @@ class Region:
 
     Attributes:
         sort: the first of them. rows: how many there are. kinds: of each node, in order. back: the last one.
-        units: rows that an operand from outside has for each token: of those that have any.
+        units: rows that a token has for each row of an operand from outside, or of each that is a place.
         products: those by expert, each with the node that says where its groups end.
     """
 
     sort: fx.Node
     rows: Size
-    kinds: dict[fx.Node, Typed] = field(default_factory=dict)
+    kinds: dict[fx.Node, Kind] = field(default_factory=dict)
     units: dict[fx.Node, int] = field(default_factory=dict)
-    back: fx.Node | None = None
     products: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    back: fx.Node | None = None
 
     @property
     def outside(self) -> list[fx.Node]:
@@ -76,13 +66,15 @@ class Region:
         read = {i: None for n in self.kinds for i in n.all_input_nodes if i not in self.kinds and is_tensor(i)}
         return list(read)
 
-    def of(self, kind: Kind) -> list[fx.Node]:
-        """List the nodes of a kind."""
-        return [n for n, typed in self.kinds.items() if typed.kind is kind]
-
     def has(self, x: Any, *kinds: Kind) -> bool:
         """Say whether an argument is a value of one of these kinds."""
-        return isinstance(x, fx.Node) and x in self.kinds and self.kinds[x].kind in kinds
+        return isinstance(x, fx.Node) and self.kinds.get(x) in kinds
+
+    def fits(self, table: fx.Node, at: fx.Node) -> bool:
+        """Say whether a value from outside has a row for each of such places, and note it."""
+        rows = self.units[at]
+        same = table not in self.kinds and divide(self.rows, rows) == shape_of(table)[0]
+        return same and self.units.setdefault(table, rows) == rows
 
 
 def regions(program: Capture) -> list[Region]:
@@ -94,150 +86,89 @@ def regions(program: Capture) -> list[Region]:
 
 def _region(sort: fx.Node) -> Region | None:
     """The region that a sort begins; None where a value that is read outside depends on how rows are sorted."""
-    shape = shape_of(sort)
-    if len(shape) != 1 or sort.meta["val"][0].is_floating_point():
+    shape, args = shape_of(sort), Op.of(sort).args
+    if len(shape) != 1 or args["descending"] or sort.meta["val"][0].is_floating_point():
         return None
-    region = Region(sort, shape[0])
-    region.kinds[sort] = Typed(Kind.SORT)
-    region.units[sort.all_input_nodes[0]] = 1
+    region = Region(sort, shape[0], {sort: Kind.SORT}, {sort.all_input_nodes[0]: 1})
     node = sort
     while (node := node.next).op != "root":
-        if not any(i in region.kinds for i in node.all_input_nodes):
-            continue
+        read = {i for i in node.all_input_nodes if i in region.kinds}
         # What is read after the rows are in their places again is of the rest of the program.
-        if {i for i in node.all_input_nodes if i in region.kinds} == {region.back}:
+        if not read or read == {region.back}:
             continue
-        typed = _typed(region, node)
-        if typed is None or typed.kind is Kind.BACK and region.back is not None:
+        kind = _kind(region, node, node.args) if node.op == "call_function" else None
+        # The number of rows, as any number of the whole batch, is another on one rank: no operator may read it.
+        sized = not all(tensors(i) for i in node.all_input_nodes)
+        if kind is None or sized or kind is Kind.BACK and region.back is not None:
             return None
-        region.kinds[node] = typed
-        region.back = node if typed.kind is Kind.BACK else region.back
+        region.kinds[node] = kind
+        region.back = node if kind is Kind.BACK else region.back
     return region if region.back is not None else None
 
 
-def _typed(region: Region, node: fx.Node) -> Typed | None:
+def _kind(region: Region, node: fx.Node, args: Any) -> Kind | None:
     """The kind of what an operator makes of values of the region; None where it has none."""
-    if node.op != "call_function":
-        return None
-    for rule in (_item, _place, _lookup, _inverse, _return, _count):
-        if (typed := rule(region, node)) is not None:
-            return typed
+    has, target, first = region.has, node.target, args[0]
+    if target is operator.getitem and has(first, Kind.SORT):
+        region.units[node] = 1
+        return Kind.PLACES if args[1] == 1 else Kind.KEYS
+    if target is operator.getitem and has(first, Kind.ROWS):
+        return Kind.ROWS
+    if target is aten.to.dtype and has(first, Kind.KEYS, Kind.COUNTS, Kind.ENDS):
+        return region.kinds[first]
+    # Where groups end is known of the rows' own experts alone, counted from the first to the last.
+    if target is aten.histc.default and has(first, Kind.KEYS):
+        return Kind.COUNTS if args[2:] == (0, args[1] - 1) else None
+    if target is aten.cumsum.default and has(first, Kind.COUNTS):
+        return Kind.ENDS
+    if target is aten.floor_divide.default and has(first, Kind.PLACES) and isinstance(args[1], int) and args[1] > 0:
+        region.units[node] = region.units[first] * args[1]
+        return Kind.PLACES
+    if target is aten.empty_like.default and has(first, Kind.PLACES):
+        return Kind.EMPTY
+    if target is aten.index_put.default and has(first, Kind.EMPTY) and len(args) == 3:
+        return Kind.INVERSE if _inverts(region, *args[1:]) else None
+    if target is aten.index_add.default and args[1] == 0 and has(args[2], Kind.PLACES) and has(args[3], *SORTED):
+        return Kind.BACK if len(args) == 4 and region.fits(first, args[2]) else None
+    if target is aten.index.Tensor and len(args[1]) == 1:
+        return _lookup(region, first, args[1][0])
     return _by_rule(region, node)
 
 
-def _item(region: Region, node: fx.Node) -> Typed | None:
-    if node.target is not operator.getitem:
-        return None
-    if region.has(node.args[0], Kind.SORT):
-        return Typed(Kind.PLACES if node.args[1] == 1 else Kind.ROWS)
-    return Typed(Kind.ROWS) if region.has(node.args[0], Kind.ROWS) else None
+def _inverts(region: Region, at: Any, numbers: fx.Node) -> bool:
+    """Say whether the number of each row is put at its place."""
+    places = len(at) == 1 and region.has(at[0], Kind.PLACES) and region.units[at[0]] == 1
+    counted = numbers.target is aten.arange.default and shape_of(numbers) == (region.rows,)
+    if places and counted:
+        region.kinds[numbers] = Kind.EMPTY
+    return places and counted
 
 
-def _place(region: Region, node: fx.Node) -> Typed | None:
-    """Places of rows become those of their tokens, each of which has so many rows."""
-    args = node.args
-    if node.target is not aten.floor_divide.default or not region.has(args[0], Kind.PLACES):
-        return None
-    known = isinstance(args[1], int) and args[1] > 0
-    return Typed(Kind.PLACES, region.kinds[args[0]].rows * args[1]) if known else None  # type: ignore[index, operator]
-
-
-def _lookup(region: Region, node: fx.Node) -> Typed | None:
+def _lookup(region: Region, table: fx.Node, at: fx.Node) -> Kind | None:
     """Rows from their places, rows of a table by expert, or rows back in their places."""
-    if node.target not in LOOKUPS:
-        return None
-    table, at = node.args[0], node.args[-1]
-    if node.target is aten.index.Tensor:
-        if len(at) != 1:  # type: ignore[arg-type]
-            return None
-        at = at[0]  # type: ignore[index]
-    elif node.args[1] != 0:
-        return None
-    if region.has(table, Kind.ROWS):
-        return Typed(Kind.BACK) if region.has(at, Kind.INVERSE) else None
-    if table in region.kinds:
-        return None
-    if region.has(at, Kind.PLACES) and _fits(region, table, region.kinds[at].rows):  # type: ignore[index, arg-type]
-        return Typed(Kind.ROWS)
-    known = region.has(at, Kind.ROWS) and isinstance(shape_of(table)[0], int)  # type: ignore[arg-type]
-    return Typed(Kind.ROWS) if known else None
+    if region.has(table, *SORTED):
+        return Kind.BACK if region.has(at, Kind.INVERSE) else None
+    known = table not in region.kinds and region.has(at, *SORTED) and isinstance(shape_of(table)[0], int)
+    return Kind.ROWS if known or region.has(at, Kind.PLACES) and region.fits(table, at) else None
 
 
-def _fits(region: Region, table: fx.Node, rows: int) -> bool:
-    """Say whether a value from outside has one row for each so many rows, and note it."""
-    unit = divide(region.rows, rows)
-    return unit is not None and unit == shape_of(table)[0] and region.units.setdefault(table, rows) == rows
-
-
-def _inverse(region: Region, node: fx.Node) -> Typed | None:
-    """Places of the rows among the sorted ones: sorted by where they came from, or numbers put there."""
-    args: Any = node.args
-    if node.target is aten.empty_like.default and region.has(args[0], Kind.PLACES):
-        return Typed(Kind.EMPTY)
-    first = len(args) > 0 and region.has(args[0], Kind.PLACES) and region.kinds[args[0]].rows == 1
-    if node.target is aten.argsort.default and first:
-        return Typed(Kind.INVERSE)
-    if node.target is not aten.index_put.default or not region.has(args[0], Kind.EMPTY) or len(args) > 3 and args[3]:
-        return None
-    at, numbers = args[1], args[2]
-    whole = len(at) == 1 and region.has(at[0], Kind.PLACES) and region.kinds[at[0]].rows == 1
-    if not whole or not _counts_up(numbers, region.rows):
-        return None
-    region.kinds[numbers] = Typed(Kind.RANGE)
-    return Typed(Kind.INVERSE)
-
-
-def _counts_up(node: Any, rows: Size) -> bool:
-    """Say whether this is the number of each row."""
-    if not isinstance(node, fx.Node) or node.target not in RANGES:
-        return False
-    return node.args[:-1] in ((), (0,)) and shape_of(node) == (rows,)
-
-
-def _return(region: Region, node: fx.Node) -> Typed | None:
-    """Rows added to their tokens."""
-    if node.target is not aten.index_add.default or node.args[1] != 0:
-        return None
-    into, _, at, rows = node.args[:4]
-    fits = region.has(at, Kind.PLACES) and region.has(rows, Kind.ROWS) and into not in region.kinds
-    return Typed(Kind.BACK) if fits and _fits(region, into, region.kinds[at].rows) else None  # type: ignore
-
-
-def _count(region: Region, node: fx.Node) -> Typed | None:
-    """How many rows each expert has, and where its last is."""
-    args = node.args
-    if node.target is aten.histc.default and region.has(args[0], Kind.ROWS):
-        return Typed(Kind.COUNTS)
-    if node.target is aten.sum.dim_IntList and args[1] == [0] and region.has(args[0], Kind.ROWS):
-        return Typed(Kind.COUNTS)
-    if node.target is aten.cumsum.default and region.has(args[0], Kind.COUNTS) and len(shape_of(node)) == 1:
-        return Typed(Kind.ENDS)
-    same = node.target in SAME and region.has(args[0], Kind.COUNTS, Kind.ENDS)
-    return region.kinds[args[0]] if same else None  # type: ignore[index]
-
-
-def _by_rule(region: Region, node: fx.Node) -> Typed | None:
+def _by_rule(region: Region, node: fx.Node) -> Kind | None:
     """Rows, where the operator's rule says that it works row by row, or by expert."""
     op = Op.of(node)
     rule = rule_of(op)
+    rows = [x for x in op.slots if region.has(x, *SORTED)]
+    others = [x for x in op.slots if x in region.kinds and x not in rows]
     for factor in () if rule is None else rule.factors:
         carries = dict(zip(op.slots, factor.ins, strict=True))
-        rows = [x for x in op.slots if region.has(x, Kind.ROWS)]
-        others = [x for x in op.slots if x in region.kinds and x not in rows]
-        if factor.label == EXPERTS:
-            ends = {op.slots[c.groups] for c in factor.carries if c is not None and c.groups is not None}
-            if [*ends] == others and region.has(others[0], Kind.ENDS) and all(_by_group(carries[x]) for x in rows):
-                region.products[node] = others[0]
-                return Typed(Kind.ROWS)
-            continue
+        ends = {op.slots[c.groups] for c in factor.carries if c is not None and c.groups is not None}
+        grouped = all((c := carries[x]) is not None and c.dim == 0 and c.groups is not None for x in rows)
+        if ends and grouped and [*ends] == others and region.has(others[0], Kind.ENDS):
+            region.products[node] = others[0]
+            return Kind.ROWS
         by_row = all(c == (Carry(0) if x in rows else None) for x, c in carries.items())
         if by_row and not others and {*factor.outs} == {Carry(0)}:
-            return Typed(Kind.ROWS)
+            return Kind.ROWS
     return None
-
-
-def _by_group(carry: Carry | None) -> bool:
-    return carry is not None and carry.dim == 0 and carry.groups is not None
 
 
 # ---- as one operator -------------------------------------------------------------------------------------------------
@@ -280,13 +211,23 @@ class OwnRows:
         return Carry(0, unit=unit)
 
 
-def fold(program: Capture) -> None:
-    """Put one operator in the place of each region that has no other rows than those of its tokens."""
+def fold(program: Capture, symbol: Size) -> None:
+    """Put one operator in the place of each region that has no other rows than those of its tokens.
+
+    Args:
+        program: is changed. symbol: of the batch.
+    """
     for region in regions(program):
         back, outside = region.back, region.outside
         assert back is not None
         tokens = divide(region.rows, max(region.units.values()))
-        if tokens is None or any(divide(shape_of(x)[0], tokens) is None for x in (*region.units, back)):
+        dealt = [*filter(region.units.__contains__, outside), back]
+        if tokens is None or any(divide(shape_of(x)[0], tokens) is None for x in dealt):
+            continue
+        # Of what is no row the size is that of the whole batch, and would be taken for a rank's.
+        shapes = [shape_of(x)[x in region.units :] for x in outside]
+        shapes += [sizes(x)[1:] for n, kind in region.kinds.items() if kind in SORTED for x in tensors(n)]
+        if any(symbol in symbols_of(n) for shape in shapes for n in shape):
             continue
         kept = _apart(region)
         with program.graph.inserting_before(back):
@@ -307,11 +248,12 @@ def _apart(region: Region) -> Region:
         env[x].meta = dict(x.meta)
     for node in region.kinds:
         env[node] = copy_node(node, graph, env.__getitem__)
+    back = region.back and env[region.back]
+    kinds = {env[n]: kind for n, kind in region.kinds.items()}
+    units = {env[n]: rows for n, rows in region.units.items()}
     return Region(
-        env[region.sort], region.rows, {env[n]: typed for n, typed in region.kinds.items()},
-        {env[n]: unit for n, unit in region.units.items()}, region.back and env[region.back],
-        {env[n]: env[ends] for n, ends in region.products.items()},
-    )  # fmt: skip
+        env[region.sort], region.rows, kinds, units, {env[n]: env[x] for n, x in region.products.items()}, back
+    )
 
 
 def _key(region: Region) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from autotp.ir.specs import Runs
 from autotp.rules.core import loops, rule_of
 from autotp.text import listed
 
-from .own_rows import Kind, OwnRows, Read, Region, calls
+from .own_rows import SORTED, Kind, OwnRows, Read, Region, calls
 
 AXIS: Axis = "dp"
 
@@ -177,7 +177,7 @@ class Journey:
         if x not in self.region.kinds:
             return self._own(x, read, graph) if x is self.weights.get(node) else read(x)
         counts = self._counted(read, graph)
-        if self.region.kinds[x].kind is Kind.ENDS:
+        if self.region.has(x, Kind.ENDS):
             return self.ends
         if x not in self.sent:
             local = read(x)
@@ -259,7 +259,7 @@ def _weight(product: fx.Node) -> fx.Node:
 
 def _between(region: Region) -> dict[fx.Node, None]:
     """The nodes whose rows travel: products by expert, what is between them, and what is cheaper made there."""
-    rows, products = region.of(Kind.ROWS), region.products
+    rows, products = [n for n in region.kinds if region.has(n, *SORTED)], region.products
     after, before = {*products}, {*products}
     for node in rows:
         if any(i in after for i in node.all_input_nodes):
@@ -272,7 +272,7 @@ def _between(region: Region) -> dict[fx.Node, None]:
     # A row of biases that is looked up by expert is wider than the name of the expert, which then travels.
     for node in reversed(rows):
         read = [i for i in node.all_input_nodes if i in region.kinds]
-        by_row = all(region.kinds[i].kind is Kind.ROWS and not _many(i) for i in read) and not _many(node)
+        by_row = all(region.has(i, *SORTED) and not _many(i) for i in read) and not _many(node)
         for_them = node not in inside and node.users and all(u in inside for u in node.users)
         if for_them and by_row and _width(node) > sum(map(_width, read)):
             inside.add(node)
