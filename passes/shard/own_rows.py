@@ -50,14 +50,14 @@ class Region:
     Attributes:
         sort: the first of them. rows: how many there are. kinds: of each node, in order. back: the last one.
         units: rows that a token has for each row of an operand from outside, or of each that is a place.
-        products: those by expert, each with the node that says where its groups end.
+        products: those by expert, each with the node that says where its groups end, and with its weight.
     """
 
     sort: fx.Node
     rows: Size
     kinds: dict[fx.Node, Kind] = field(default_factory=dict)
     units: dict[fx.Node, int] = field(default_factory=dict)
-    products: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    products: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     back: fx.Node | None = None
 
     @property
@@ -163,7 +163,8 @@ def _by_rule(region: Region, node: fx.Node) -> Kind | None:
         ends = {op.slots[c.groups] for c in factor.carries if c is not None and c.groups is not None}
         grouped = all((c := carries[x]) is not None and c.dim == 0 and c.groups is not None for x in rows)
         if ends and grouped and [*ends] == others and region.has(others[0], Kind.ENDS):
-            region.products[node] = others[0]
+            weight = next(x for x, c in carries.items() if c is not None and c.groups is None)
+            region.products[node] = others[0], weight
             return Kind.ROWS
         by_row = all(c == (Carry(0) if x in rows else None) for x, c in carries.items())
         if by_row and not others and {*factor.outs} == {Carry(0)}:
@@ -251,9 +252,8 @@ def _apart(region: Region) -> Region:
     back = region.back and env[region.back]
     kinds = {env[n]: kind for n, kind in region.kinds.items()}
     units = {env[n]: rows for n, rows in region.units.items()}
-    return Region(
-        env[region.sort], region.rows, kinds, units, {env[n]: env[x] for n, x in region.products.items()}, back
-    )
+    products = {env[n]: (env[ends], env[weight]) for n, (ends, weight) in region.products.items()}
+    return Region(env[region.sort], region.rows, kinds, units, products, back)
 
 
 def _key(region: Region) -> tuple[Any, ...]:

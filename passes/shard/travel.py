@@ -24,7 +24,7 @@ from autotp.ir.layouts import Groups, Layout, Partition, R, Shard, Travelled
 from autotp.ir.marks import Axis, BatchConversion, inherit
 from autotp.ir.op import EXPERTS, Op, Rule, sizes
 from autotp.ir.specs import Runs
-from autotp.rules.core import loops, rule_of
+from autotp.rules.core import rule_of
 from autotp.text import listed
 
 from .own_rows import SORTED, Kind, OwnRows, Read, Region, calls
@@ -73,12 +73,8 @@ def own_ends(counts: Tensor, experts: Runs, dtype: torch.dtype, like: Tensor, *,
     return counts[:, start : start + length].sum(0).cumsum(0).to(like.device, dtype)
 
 
-def _whole(op: Op) -> Rule:
-    return loops(op, [[None] * len(x) for x in op.ins], [[None] * len(x) for x in op.outs])
-
-
 for _function in (counts_of, agreed_counts, own_ends):
-    _function.rule = _whole  # type: ignore[attr-defined]
+    _function.rule = lambda op: Rule()  # type: ignore[attr-defined]
 
 
 def refuse_staying(program: Capture) -> None:
@@ -124,21 +120,20 @@ class Journey:
 
     Attributes:
         region: of a program. ranks: of the axis.
-        there: of each node whose rows travel, what a rank has of it; `sent`: likewise of what is sent.
+        there: of each node whose rows travel, what a rank has of it.
         own: of each weight, the rank's experts. ends: of its own experts; `counts`: of all ranks.
     """
 
     region: Region
     ranks: int
     there: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    sent: dict[fx.Node, fx.Node] = field(default_factory=dict)
     own: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ends: fx.Node | None = None
     counts: fx.Node | None = None
 
     def __post_init__(self) -> None:
         region = self.region
-        self.weights = {n: _weight(n) for n in region.products}
+        self.weights = {n: weight for n, (_, weight) in region.products.items()}
         self.name = where(next(iter(region.products)))
         experts = {shape_of(w)[0] for w in self.weights.values()}
         number = next(iter(experts))
@@ -150,14 +145,12 @@ class Journey:
                 f"ep={self.ranks} does not deal out the {number} experts of {self.name}: each rank has as many. "
                 f"Choose an ep that divides {number}, or ep=1."
             )
-        self.of = Partition.plain(self.experts, self.ranks)
+        self.of = Partition.plain(number, self.ranks)
+        self.layouts = (
+            Shard(0, Partition.plain(self.ranks * region.rows, self.ranks)),
+            Travelled(0, Groups(0, self.of)),
+        )
         self.inside = _between(region)
-        odd = [n for n in self.inside if any("val" in i.meta and not tensors(i) for i in n.all_input_nodes)]
-        if odd:
-            raise CaptureError(
-                f"with ep {odd[0].target} in {self.name} asks for the number of rows, which the router decides where "
-                "rows travel. Use ep=1."
-            )
 
     def __call__(self, node: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
         """Write a node; gives what the rest of the region reads."""
@@ -167,28 +160,19 @@ class Journey:
         self.there[node] = new
         if _many(node) or all(u in self.inside for u in node.users):
             return new
-        own, there = self._layouts(new)
-        return self._convert(graph, new, there, own, read, new.meta["val"])
+        return self._convert(graph, new, *self.layouts[::-1], read, new.meta["val"])
 
     def _operand(self, node: fx.Node, x: fx.Node, read: Read, graph: fx.Graph) -> Any:
         """What a node whose rows travel reads in place of an operand."""
-        if x in self.there:
-            return self.there[x]
         if x not in self.region.kinds:
-            return self._own(x, read, graph) if x is self.weights.get(node) else read(x)
-        counts = self._counted(read, graph)
+            return self._own(x, read, graph) if node in self.weights and x is self.weights[node] else read(x)
+        self._count(read, graph)
         if self.region.has(x, Kind.ENDS):
             return self.ends
-        if x not in self.sent:
+        if x not in self.there:
             local = read(x)
-            own, there = self._layouts(local)
-            self.counts = counts
-            self.sent[x] = self._convert(graph, local, own, there, read, local.meta["val"])
-        return self.sent[x]
-
-    def _layouts(self, node: fx.Node) -> tuple[Layout, Layout]:
-        """Layouts of rows over the axis: as each rank sorted its own, and with their experts."""
-        return Shard(0, Partition.plain(self.ranks * self.region.rows, self.ranks)), Travelled(0, Groups(0, self.of))
+            self.there[x] = self._convert(graph, local, *self.layouts, read, local.meta["val"])
+        return self.there[x]
 
     def _convert(self, graph: fx.Graph, x: fx.Node, a: Layout, b: Layout, read: Read, val: Tensor) -> fx.Node:
         """Write a conversion over the axis, in the module of the products."""
@@ -213,20 +197,19 @@ class Journey:
             self.own[weight] = self._convert(graph, x, R, Shard(0, self.of), read, val)
         return self.own[weight]
 
-    def _counted(self, read: Read, graph: fx.Graph) -> fx.Node:
-        """The rows of each expert on each rank, known to all."""
-        if self.counts is None:
-            ends = read(next(iter(self.region.products.values())))
-            shape, own = (self.ranks, self.experts), self.experts // self.ranks
-            val, int64 = ends.meta["val"], torch.int64
-            mine = _call(graph, ends, counts_of, (ends,), val.new_empty((1, self.experts), dtype=int64))
-            each = Shard(0, Partition.plain(self.ranks, self.ranks))
-            whole = self._convert(graph, mine, each, R, read, val.new_empty(shape, dtype=int64))
-            rows = read.sizes.of(self.region.rows)
-            self.counts = _call(graph, ends, agreed_counts, (whole, rows), val.new_empty(shape, dtype=int64))
-            args = self.counts, self.of.to_runtime(lambda n: n), val.dtype, ends
-            self.ends = _call(graph, ends, own_ends, args, val.new_empty((own,)), AXIS)
-        return self.counts
+    def _count(self, read: Read, graph: fx.Graph) -> None:
+        """Have all ranks know the rows of each expert on each."""
+        if self.counts is not None:
+            return
+        ends = read(next(iter(self.region.products.values()))[0])
+        val, shape = ends.meta["val"], (self.ranks, self.experts)
+        one, all_counts = (val.new_empty(size, dtype=torch.int64) for size in ((1, self.experts), shape))
+        mine = _call(graph, ends, counts_of, (ends,), one)
+        each = Shard(0, Partition.plain(self.ranks, self.ranks))
+        gathered = self._convert(graph, mine, each, R, read, all_counts)
+        self.counts = _call(graph, ends, agreed_counts, (gathered, read.sizes.of(self.region.rows)), all_counts)
+        args = self.counts, self.of.to_runtime(lambda n: n), val.dtype, ends
+        self.ends = _call(graph, ends, own_ends, args, val.new_empty((self.experts // self.ranks,)), AXIS)
 
 
 def _call(
@@ -246,15 +229,6 @@ def _call(
 
 def _many(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple)
-
-
-def _weight(product: fx.Node) -> fx.Node:
-    """The operand of a product by expert that has the experts for its first dimension."""
-    op = Op.of(product)
-    rule = rule_of(op)
-    assert rule is not None
-    factor = next(f for f in rule.factors if f.label == EXPERTS)
-    return next(x for x, c in zip(op.slots, factor.ins, strict=True) if c is not None and c.groups is None)
 
 
 def _between(region: Region) -> dict[fx.Node, None]:
