@@ -160,7 +160,8 @@ class Journey:
         self.there[node] = new
         if _many(node) or all(u in self.inside for u in node.users):
             return new
-        return self._convert(graph, new, *self.layouts[::-1], read, new.meta["val"])
+        own, there = self.layouts
+        return self._convert(graph, new, there, own, read, new.meta["val"])
 
     def _operand(self, node: fx.Node, x: fx.Node, read: Read, graph: fx.Graph) -> Any:
         """What a node whose rows travel reads in place of an operand."""
