@@ -19,21 +19,20 @@ FLOAT32 = 1e-4  # transformers computes norms and rotary embeddings in it, whate
 
 
 def training(
-    rank: int, world: int, group: Any, name: str, dp: int, split: bool = False, ep: bool = True, double: bool = True
+    rank: int, world: int, group: Any, name: str, dp: int, split: bool, steps: int = STEPS
 ) -> dict[str, float]:
     """Steps of AdamW with clipping beside those of one device, whose router sends all to two experts first."""
     mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
-    mine, model = mesh["dp"].get_local_rank(), mixture(name, double)
+    mine, model = mesh["dp"].get_local_rank(), mixture(name)
     if isinstance(model, Mixture):  # so that the ranks which have other experts get no row
         with torch.no_grad():
             model.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
-    kept: Any = {"ep": dp} if ep else {}
     sharded: Any = autotp.compile(
-        model, dp=dp, mesh=mesh, example_inputs=part(tokens(), mine, dp), fully_shard=split, **kept
+        model, dp=dp, mesh=mesh, example_inputs=part(tokens(), mine, dp), fully_shard=split, ep=dp
     )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, sharded)]
     worst: dict[str, float] = {"scores": 0.0, "gradients": 0.0, "norms": 0.0}
-    for step in range(STEPS):
+    for step in range(steps):
         whole = tokens(step)
         found, wanted = scores(sharded(**part(whole, mine, dp))), scores(model(**whole))
         for out in (found, wanted):
@@ -51,14 +50,13 @@ def training(
     return worst
 
 
-@pytest.mark.parametrize(("dp", "split"), [(2, False), (4, False), (2, True)], ids=["2x2", "4x1", "fully-sharded"])
+@pytest.mark.parametrize(("dp", "split"), [(2, False), (4, True)], ids=["2x2", "4x1-fully-sharded"])
 def test_training_by_hand_is_that_of_one_device(pool, dp, split):
     for worst in pool.run(training, "by hand", dp, split):
         assert max(worst.values()) < EXACT, worst
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek", "gpt-oss"])
-def test_training_is_that_of_one_device(pool, name, dp):
-    for worst in pool.run(training, name, dp):
+def test_training_of_transformers_is_that_of_one_device(pool):
+    """The other mixtures are proved on simulated ranks (`tests/proof/test_travel.py`)."""
+    for worst in pool.run(training, "gpt-oss", 4, False, 3):
         assert max(worst.values()) < FLOAT32, worst
