@@ -34,7 +34,6 @@ from autotp.driver.options import (
     read_invariant,
     refuse_beside,
     refuse_late,
-    refuse_travel,
     refuse_unknown,
     refuse_unlike,
     required_inputs,
@@ -44,7 +43,7 @@ from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.loss_sums import with_loss
 from autotp.plans.choices import MeshChoice, Sweep
-from autotp.plans.estimates import ALONE, Axes
+from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.plan import Plan
 from autotp.runtime.checkpoint import resumed
 from autotp.runtime.lazy import LazyModule
@@ -99,8 +98,7 @@ def plan(
         within_node: refuse a degree that leaves the node. seconds: of the CPU, after which the best plan is taken.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
-            of the batch, with cp whole sequences. `fully_shard` splits weights over both too. ep: as dp, or 1: experts
-            of a mixture are dealt to the dp ranks too, and rows travel to them (docs/axes.md).
+            of the batch, with cp whole sequences. `fully_shard` splits weights over both too. ep: dp: experts too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None

@@ -57,6 +57,18 @@ def real(
         raise
 
 
+def travelled(xs: list[Tensor], rows: Sequence[list[int]]) -> list[Tensor]:
+    """Exchange as many rows as each rank sends to each, in one process.
+
+    Args:
+        xs: each rank's rows, in the order of whom they go to. rows: of each rank, those to each.
+    """
+    if xs[0].is_meta:  # no numbers, and so no counts
+        return xs
+    parts = [x.split(counts) for x, counts in zip(xs, rows, strict=True)]
+    return [torch.cat(own) for own in zip(*parts, strict=True)]
+
+
 def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """The collective begun: what it gives may be read after `finish` only."""
     try:

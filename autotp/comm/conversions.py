@@ -18,7 +18,7 @@ from torch import Tensor
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
 from autotp.ir.program import packed, unpacked
-from autotp.ir.specs import INVARIANT, REPLICATED, Runs, Spec, TravelledSpec
+from autotp.ir.specs import INVARIANT, REPLICATED, Runs, Spec, rows_by_rank
 
 from . import collectives
 from .collectives import Exchange, Primitive
@@ -83,16 +83,6 @@ def place_part(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     return dst.trim(dst.parts.place(src.pad(x, rank, tp), rank % dst.copies, dst.copies), rank, tp)
 
 
-def by_group(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rows that came, sorted by group."""
-    return dst.collect(x, rank, tp)
-
-
-def by_sender(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rows that go back, sorted by who sent them."""
-    return src.deal(x, rank, tp)
-
-
 def then(first: LocalFunction, second: LocalFunction) -> LocalFunction:
     """One of these after the other."""
 
@@ -111,8 +101,7 @@ class ConversionKind:
         pre: what each rank does before it communicates.
         primitive: the communication; None where there is none.
         post: what each rank does after.
-        grouped: whether the ranks communicate by groups that have copies of one slice (`layouts.Copied`).
-        uneven: whether each rank sends each other one as many rows as the data says (`layouts.Travelled`).
+        grouped: whether ranks communicate by groups that have copies of one slice; `uneven`: by rows as the data says.
     """
 
     name: str
@@ -124,8 +113,7 @@ class ConversionKind:
 
 
 # "C" is `layouts.Copied`, "D" its gradient; "C'" and "D'" are of slices whose parts S has, side by side in the group.
-# "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.
-# "T" is `layouts.Travelled`: rows go to who owns their group, as many as the data says, and back.
+# "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own; "T" `Travelled`.
 # "S'" is S on the same dimension by another partition: no all-to-all can say that without index lists, and it is rare.
 KINDS: dict[tuple[str, str], ConversionKind] = {
     ("I", "R"): ConversionKind("f"),
@@ -150,8 +138,8 @@ KINDS: dict[tuple[str, str], ConversionKind] = {
     ("G", "I"): ConversionKind("ungroup_i", place, "all_reduce"),
     ("G", "R"): ConversionKind("ungroup_r", place, "all_reduce"),
     ("G", "P"): ConversionKind("ungroup_p", place),
-    ("S", "T"): ConversionKind("travel", nothing, "all_to_all", by_group, uneven=True),
-    ("T", "S"): ConversionKind("travel_back", by_sender, "all_to_all", uneven=True),
+    ("S", "T"): ConversionKind("travel", nothing, "all_to_all", trim, uneven=True),
+    ("T", "S"): ConversionKind("travel_back", place, "all_to_all", uneven=True),
     ("I", "C"): ConversionKind("copy_i", take),
     ("R", "C"): ConversionKind("copy_r", take),
     ("P", "C"): ConversionKind("copy_p", nothing, "all_reduce", take),
@@ -267,13 +255,6 @@ def _at_hosts(
     return ys[:: hosts.own] if dst.mark == INVARIANT.mark else ys
 
 
-def rows_sent(src: Any, dst: Any, rank: int, tp: int) -> tuple[list[int], list[int]]:
-    """Rows that a rank sends to each, and those that it gets from each, where they travel."""
-    there = dst if isinstance(dst, TravelledSpec) else src
-    sends, gets = there.sent(rank, tp)
-    return (sends, gets) if there is dst else (gets, sends)
-
-
 def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
     """The public function (one of the names in `KINDS`) that does `src` -> `dst` between processes."""
     return FUNCTIONS[kind_of(src, dst).name]
@@ -286,7 +267,7 @@ def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire
         x = kind.pre(x, src, dst, rank, tp)
     if kind.primitive is not None:
         peers = group_of(src, dst, rank) if kind.grouped else ()
-        rows = rows_sent(src, dst, rank, tp) if kind.uneven else None
+        rows = rows_by_rank(src, dst, rank, tp) if kind.uneven else None
         y = collectives.real(kind.primitive, packed(x, wire), src.reduction, tp=tp, group=group, peers=peers, rows=rows)
         x = unpacked(y, wire, x.dtype)
     return x if kind.post is nothing else kind.post(x, src, dst, rank, tp)
@@ -298,11 +279,8 @@ def _run(
     """The one algorithm, for the ranks that are present."""
     kind = kind_of(src, dst)
     ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
-    if kind.uneven and ys[0].is_meta:  # no numbers, and so no counts
-        return ys
     if kind.uneven:
-        sent = [y.split(rows_sent(src, dst, rank, tp)[0]) for y, rank in zip(ys, ranks, strict=True)]
-        ys = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+        ys = collectives.travelled(ys, [rows_by_rank(src, dst, rank, tp)[0] for rank in ranks])
     elif kind.primitive is not None:
         copies = copies_of(src, dst) if kind.grouped else 0
         results = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction, copies)
@@ -403,8 +381,7 @@ keep_first_i = _function("I", "P")
 keep_first_r = _function("R", "P")
 shard_r = _function("R", "S")
 zero_pad = _function("S", "P")
-travel = _function("S", "T")
-travel_back = _function("T", "S")
+travel, travel_back = _function("S", "T"), _function("T", "S")
 group_i = _function("I", "G")
 group_r = _function("R", "G")
 group_p = _function("P", "G")
@@ -519,6 +496,4 @@ def among_few(src: Layout, dst: Layout) -> bool:
 
 def primitive(src: Layout, dst: Layout) -> str | None:
     """The primitive of a conversion; None where no bytes are sent."""
-    if src == dst:
-        return None
-    return KINDS[key(src, dst)].primitive
+    return None if src == dst else KINDS[key(src, dst)].primitive

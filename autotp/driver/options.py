@@ -24,7 +24,7 @@ from autotp.inputs import Inputs, bind, examples_of, for_model, normalise, over_
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
-from autotp.plans.estimates import ALONE, Axes
+from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.plan import Plan
 from autotp.text import BESIDE, BITS, counts, divisors, read_bytes
 
@@ -381,48 +381,17 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None, ep: Any = None
     Raises:
         InputError: a value that is none, or two that contradict each other.
     """
-    sizes = {"dp": dp, "cp": cp, "ep": ep}
-    sizes = {name: n for name, n in sizes.items() if n is not None}
+    sizes = {name: n for name, n in {"dp": dp, "cp": cp, "ep": ep}.items() if n is not None}
     for name, size in sizes.items():
         if not counts(size):
             raise InputError(
                 f"{name}={size!r}: the {DEGREES[name]} degree counts ranks, so it is an int of at least 1."
             )
     axes = Axes(**sizes, fully_shard=bool(fully_shard))
-    if axes.ep not in (1, axes.dp):
-        raise InputError(
-            f"ep={axes.ep} deals experts to the ranks of dp, and dp is {axes.dp}: experts over a part of these ranks, "
-            f"or over others, are not supported. Give dp={axes.ep}, or leave out ep."
-        )
     if fully_shard and axes.size == 1:
         raise InputError("fully_shard=True splits weights over dp and cp: give dp or cp, the size of such an axis.")
     if axes.size > 1 and tp == "auto":
         raise InputError(f"tp='auto' picks the degree for tp alone, and {axes.name} is given. Give tp as a number.")
-    return axes
-
-
-# With experts over ep: the keyword, what it may be, and why not another.
-STAYING: dict[str, tuple[Any, str]] = {
-    "cp": ((None, 1), "rows of parts of sequences do not travel"),
-    "pp": ((None,), "what a stage sends does not go with rows that travel in it"),
-    "precision": ((None,), "scales of float8 of rows that travel are not those of one device"),
-    "backend": ((None, "eager"), "a compiler needs to know how many rows there are, which the router decides"),
-    "compare": ((None,), "autotp.verify(model, tp, inputs, dp=2, ep=2) compares with the original"),
-    "devices": ((None,), "the search of meshes does not price it: plan with dp= and ep= and compare"),
-    "tp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
-    "dp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
-}
-
-
-def refuse_travel(axes: Axes, keywords: Mapping[str, Any]) -> Axes:
-    """Refuse what does not go with experts over ep; gives the axes.
-
-    Args:
-        axes: beside tp. keywords: of a public function, whichever it has.
-    """
-    for name, (values, why) in STAYING.items() if axes.ep > 1 else ():
-        if keywords.get(name) not in values:
-            raise InputError(f"ep={axes.ep} with {name}={keywords[name]!r}: {why}. Leave out one of them.")
     return axes
 
 
@@ -437,10 +406,9 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
     """
     cp, split, dp = keywords.get("cp"), keywords.get("fully_shard"), read_invariant(keywords, "dp")
     dp = keywords.get("dp") if dp is None else dp  # of which a process of the plan's has one, or several
-    ep = keywords.get("ep")
-    if plan is not None and dp is None and cp is None and ep is None:
+    if plan is not None and dp is None and cp is None and keywords.get("ep") is None:
         return refuse_travel(plan.batch, keywords)
-    axes = refuse_travel(read_axis(dp, split, tp, cp, ep), keywords)
+    axes = refuse_travel(read_axis(dp, split, tp, cp, keywords.get("ep")), keywords)
     if plan is None:
         return axes
     if axes.text != plan.batch.text or split not in (None, plan.batch.fully_shard):

@@ -19,7 +19,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.batch_axis import BatchRules
 from autotp.passes.shard.deal import DealAxis, Dealt, own_copy
 from autotp.passes.shard.sequence_axis import SequenceRules
-from autotp.plans.estimates import ALONE, Axes
+from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.bits import same_bits
@@ -39,7 +39,6 @@ from .options import (
     degrees_of,
     read_invariant,
     refuse_beside,
-    refuse_travel,
     refuse_undealt,
     refuse_unknown,
     required_inputs,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -267,8 +267,10 @@ class TravelledSpec(NamedTuple):
     def dual(self) -> TravelledSpec:
         return self
 
-    def sent(self, rank: int, tp: int) -> tuple[list[int], list[int]]:
-        """Return the rows that this rank sends to each, and those that it gets from each."""
+    def rows(self, rank: int, tp: int) -> tuple[list[int], list[int]]:
+        """Return the rows that this rank sends to each, and those that it gets from each; nothing without numbers."""
+        if self.counts.is_meta:
+            return [], []
         bounds = [windows.shares(self.segments, each, tp)[0] for each in range(tp)]
         sums = torch.stack([self.counts[:, start : start + n].sum(1) for start, n in bounds], 1)
         return sums[rank].tolist(), sums[:, rank].tolist()
@@ -279,12 +281,12 @@ class TravelledSpec(NamedTuple):
         own = self.counts[:, start : start + n]
         return torch.arange(n).repeat(tp).repeat_interleave(own.flatten()).argsort(stable=True)
 
-    def collect(self, x: Tensor, rank: int, tp: int) -> Tensor:
+    def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
         """Sort rows by group that came sorted by who sent them."""
         return x if x.is_meta else x.index_select(0, self.order(rank, tp).to(x.device))
 
-    def deal(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """Undo `collect`."""
+    def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """Undo `trim`."""
         return x if x.is_meta else x.index_select(0, self.order(rank, tp).argsort().to(x.device))
 
 
@@ -383,6 +385,13 @@ class SummedSpec(NamedTuple):
     def recombine(self, xs: Sequence[Tensor]) -> Tensor:
         sums = [SUMMANDS.recombine(xs[i : i + self.copies]) for i in range(0, len(xs), self.copies)]
         return self.over_groups.recombine(sums)
+
+
+def rows_by_rank(src: Any, dst: Any, rank: int, tp: int) -> tuple[list[int], list[int]]:
+    """Rows that a rank sends to each, and those that it gets from each, where they travel."""
+    there = isinstance(dst, TravelledSpec)
+    rows = (dst if there else src).rows(rank, tp)
+    return rows if there else rows[::-1]
 
 
 Copies = CopiedSpec | SummedSpec

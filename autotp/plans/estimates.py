@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import collective_bytes
@@ -129,6 +129,34 @@ class Axes:
 
 
 ALONE = Axes()
+# With experts over ep: the keyword, what it may be, and why not another.
+STAYING: dict[str, tuple[Any, str]] = {
+    "cp": ((None, 1), "rows of parts of sequences do not travel"),
+    "pp": ((None,), "what a stage sends does not go with rows that travel in it"),
+    "precision": ((None,), "scales of float8 of rows that travel are not those of one device"),
+    "backend": ((None, "eager"), "a compiler needs to know how many rows there are, which the router decides"),
+    "compare": ((None,), "autotp.verify(model, tp, inputs, dp=2, ep=2) compares with the original"),
+    "devices": ((None,), "the search of meshes does not price it: plan with dp= and ep= and compare"),
+    "tp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
+    "dp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
+}
+
+
+def refuse_travel(axes: Axes, keywords: Mapping[str, Any]) -> Axes:
+    """Refuse what does not go with experts over ep; gives the axes.
+
+    Args:
+        axes: beside tp. keywords: of a public function, whichever it has.
+    """
+    if axes.ep not in (1, axes.dp):
+        raise InputError(
+            f"ep={axes.ep} deals experts to the ranks of dp, and dp is {axes.dp}: experts over a part of these ranks, "
+            f"or over others, are not supported. Give dp={axes.ep}, or leave out ep."
+        )
+    for name, (values, why) in STAYING.items() if axes.ep > 1 else ():
+        if keywords.get(name) not in values:
+            raise InputError(f"ep={axes.ep} with {name}={keywords[name]!r}: {why}. Leave out one of them.")
+    return axes
 
 
 @dataclass(frozen=True)

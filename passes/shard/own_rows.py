@@ -79,9 +79,9 @@ class Region:
 
 def regions(program: Capture) -> list[Region]:
     """Find the regions of a program that have a product by expert."""
-    found = (_region(n) for n in program.graph.nodes if n.target in SORTS)
+    candidates = (_region(n) for n in program.graph.nodes if n.target in SORTS)
     outputs = set(outputs_of(program))
-    return [r for r in found if r is not None and r.products and outputs.isdisjoint({*r.kinds} - {r.back})]
+    return [r for r in candidates if r is not None and r.products and outputs.isdisjoint({*r.kinds} - {r.back})]
 
 
 def _region(sort: fx.Node) -> Region | None:
@@ -108,7 +108,8 @@ def _region(sort: fx.Node) -> Region | None:
 
 def _kind(region: Region, node: fx.Node, args: Any) -> Kind | None:
     """The kind of what an operator makes of values of the region; None where it has none."""
-    has, target, first = region.has, node.target, args[0]
+    has, target, first = region.has, node.target, args[0] if args else None
+    # A sort gives two values, and an operator on rows may: of a chunk for gate and up each is rows.
     if target is operator.getitem and has(first, Kind.SORT):
         region.units[node] = 1
         return Kind.PLACES if args[1] == 1 else Kind.KEYS
@@ -121,6 +122,7 @@ def _kind(region: Region, node: fx.Node, args: Any) -> Kind | None:
         return Kind.COUNTS if args[2:] == (0, args[1] - 1) else None
     if target is aten.cumsum.default and has(first, Kind.COUNTS):
         return Kind.ENDS
+    # Rows that follow each other as they came are a token's: of a place that is moved by one this would be another.
     if target is aten.floor_divide.default and has(first, Kind.PLACES) and isinstance(args[1], int) and args[1] > 0:
         region.units[node] = region.units[first] * args[1]
         return Kind.PLACES
@@ -128,6 +130,7 @@ def _kind(region: Region, node: fx.Node, args: Any) -> Kind | None:
         return Kind.EMPTY
     if target is aten.index_put.default and has(first, Kind.EMPTY) and len(args) == 3:
         return Kind.INVERSE if _inverts(region, *args[1:]) else None
+    # Rows leave the region for where they came from: added up in any other order they would be of other tokens.
     if target is aten.index_add.default and args[1] == 0 and has(args[2], Kind.PLACES) and has(args[3], *SORTED):
         return Kind.BACK if len(args) == 4 and region.fits(first, args[2]) else None
     if target is aten.index.Tensor and len(args[1]) == 1:
@@ -148,8 +151,8 @@ def _lookup(region: Region, table: fx.Node, at: fx.Node) -> Kind | None:
     """Rows from their places, rows of a table by expert, or rows back in their places."""
     if region.has(table, *SORTED):
         return Kind.BACK if region.has(at, Kind.INVERSE) else None
-    known = table not in region.kinds and region.has(at, *SORTED) and isinstance(shape_of(table)[0], int)
-    return Kind.ROWS if known or region.has(at, Kind.PLACES) and region.fits(table, at) else None
+    by_expert = table not in region.kinds and region.has(at, *SORTED) and isinstance(shape_of(table)[0], int)
+    return Kind.ROWS if by_expert or region.has(at, Kind.PLACES) and region.fits(table, at) else None
 
 
 def _by_rule(region: Region, node: fx.Node) -> Kind | None:
@@ -166,8 +169,9 @@ def _by_rule(region: Region, node: fx.Node) -> Kind | None:
             weight = next(x for x, c in carries.items() if c is not None and c.groups is None)
             region.products[node] = others[0], weight
             return Kind.ROWS
-        by_row = all(c == (Carry(0) if x in rows else None) for x, c in carries.items())
-        if by_row and not others and {*factor.outs} == {Carry(0)}:
+        by_row = all(carries[x] == Carry(0) for x in rows) and {*factor.outs} == {Carry(0)}
+        # What comes from outside and has the loop too has a number for each row of the whole batch.
+        if by_row and not others and all(x in rows or c is None for x, c in carries.items()):
             return Kind.ROWS
     return None
 
@@ -230,9 +234,9 @@ def fold(program: Capture, symbol: Size) -> None:
         shapes += [sizes(x)[1:] for n, kind in region.kinds.items() if kind in SORTED for x in tensors(n)]
         if any(symbol in symbols_of(n) for shape in shapes for n in shape):
             continue
-        kept = _apart(region)
+        apart = _apart(region)
         with program.graph.inserting_before(back):
-            target = OwnRows(kept, _key(kept), tokens)
+            target = OwnRows(apart, _key(apart), tokens)
             new = program.graph.create_node("call_function", target, tuple(outside), name=target.__name__)
         inherit(new, back)
         back.replace_all_uses_with(new)
@@ -257,7 +261,7 @@ def _apart(region: Region) -> Region:
 
 
 def _key(region: Region) -> tuple[Any, ...]:
-    """What a region computes, of which of its operands."""
+    """Text of what a region computes, of which of its operands."""
     place: Mapping[fx.Node, str] = {n: f"#{i}" for i, n in enumerate([*region.outside, *region.kinds])}
     rows = []
     for node in region.kinds:

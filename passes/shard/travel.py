@@ -164,7 +164,7 @@ class Journey:
         return self._convert(graph, new, there, own, read, new.meta["val"])
 
     def _operand(self, node: fx.Node, x: fx.Node, read: Read, graph: fx.Graph) -> Any:
-        """What a node whose rows travel reads in place of an operand."""
+        """Operand of a node whose rows travel, in place of the one on the rank that sorted them."""
         if x not in self.region.kinds:
             return self._own(x, read, graph) if node in self.weights and x is self.weights[node] else read(x)
         self._count(read, graph)
