@@ -390,8 +390,8 @@ class SummedSpec(NamedTuple):
 def rows_by_rank(src: Any, dst: Any, rank: int, tp: int) -> tuple[list[int], list[int]]:
     """Rows that a rank sends to each, and those that it gets from each, where they travel."""
     there = isinstance(dst, TravelledSpec)
-    rows = (dst if there else src).rows(rank, tp)
-    return rows if there else rows[::-1]
+    sends, gets = (dst if there else src).rows(rank, tp)
+    return (sends, gets) if there else (gets, sends)
 
 
 Copies = CopiedSpec | SummedSpec

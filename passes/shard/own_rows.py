@@ -108,7 +108,8 @@ def _region(sort: fx.Node) -> Region | None:
 
 def _kind(region: Region, node: fx.Node, args: Any) -> Kind | None:
     """The kind of what an operator makes of values of the region; None where it has none."""
-    has, target, first = region.has, node.target, args[0] if args else None
+    has, target = region.has, node.target
+    first: Any = args[0] if args else None
     # A sort gives two values, and an operator on rows may: of a chunk for gate and up each is rows.
     if target is operator.getitem and has(first, Kind.SORT):
         region.units[node] = 1
