@@ -176,6 +176,12 @@ def _window(t: Tensor, piece: Piece) -> tuple[Block, Tensor]:
     return block, local
 
 
+def memory_like(like: Tensor, device: torch.device) -> Tensor:
+    """Return memory for what a fake tensor, or one on the meta device, stands for; a parameter for a parameter."""
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return nn.Parameter(empty, like.requires_grad) if isinstance(like, nn.Parameter) else empty
+
+
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides of a contiguous tensor of this shape."""
     sizes = [max(s, 1) for s in shape]  # as torch: a dimension of size 0 counts as one of 1

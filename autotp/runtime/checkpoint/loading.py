@@ -20,7 +20,7 @@ from autotp.errors import StateError
 from autotp.ir.files import PathLike, opened
 from autotp.runtime import state
 from autotp.runtime.call_message import few, short
-from autotp.runtime.storage import Box, ShardState, as_dtensor, same_layout
+from autotp.runtime.storage import Box, ShardState, same_layout
 from autotp.text import indented
 
 from . import dcpfiles, folders, optimizers
@@ -240,7 +240,7 @@ def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: Memor
     """
     for old in tensors:
         if old.is_meta and old not in replacements:
-            replacements[old] = materialise(old, shards.device)
+            replacements[old] = torch.empty_like(old, device=shards.device)
     return [replacements.get(old, old) for old in tensors]
 
 
@@ -250,12 +250,3 @@ def _leaving(state_after: str, read: Callable[[], None]) -> None:
         read()
     except StateError as error:
         raise StateError(f"{error} {state_after}") from error
-
-
-def materialise(empty: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor like this one, of which this rank holds the same part."""
-    if not isinstance(empty, DTensor):
-        return torch.empty(empty.shape, dtype=empty.dtype, device=device)
-    shape = empty.detach().to_local().shape  # type: ignore[attr-defined]
-    local = torch.empty(shape, dtype=empty.dtype, device=device)
-    return as_dtensor(local, empty)

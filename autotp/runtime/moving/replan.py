@@ -24,7 +24,7 @@ from autotp.plans.pieces import BUCKET
 from autotp.runtime import data_parallel, optimizer_steps, state
 from autotp.runtime.checkpoint.loading import memory_of
 from autotp.runtime.part import whole_class
-from autotp.runtime.storage import ShardState
+from autotp.runtime.storage import ShardState, memory_like
 from autotp.text import counts
 
 from .move import Sides, carry
@@ -106,8 +106,7 @@ def _original(shards: ShardState) -> nn.Module:
         first = shards.aliases.get(names.get(id(tensor), ""), "")
         if first in buffers and first not in shards.tables:
             return buffers[first]
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+        return memory_like(tensor, torch.device("meta"))
 
     with torch.no_grad():
         return copied(shards.bare, empty)

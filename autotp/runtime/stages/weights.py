@@ -38,7 +38,7 @@ from autotp.runtime.call_message import (
     sampled,
 )
 from autotp.runtime.interop.ownership import begin_step, drawing_all, end_step
-from autotp.runtime.storage import ShardState
+from autotp.runtime.storage import ShardState, memory_like
 
 
 def refuse_types(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
@@ -71,7 +71,7 @@ def applied(module: Any, fn: Callable[[nn.Module], Any]) -> Any:
 
     def visit(original: nn.Module, path: str) -> None:
         if path in absent:
-            copied(original, partial(_memory, device=shards.device)).apply(fn)
+            copied(original, partial(memory_like, device=shards.device)).apply(fn)
             return
         for name, child in original.named_children():
             visit(child, f"{path}.{name}" if path else name)
@@ -91,11 +91,6 @@ def _homes(names: Iterable[str]) -> set[str]:
             homes.add(path)
             path = path.rpartition(".")[0]
     return homes
-
-
-def _memory(like: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    return nn.Parameter(empty, like.requires_grad) if isinstance(like, nn.Parameter) else empty
 
 
 @dataclass
