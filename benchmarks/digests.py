@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import autotp
 from autotp.runtime import state
 from autotp.runtime.checkpoint.folders import DIGESTS
-from autotp.runtime.checkpoint.loading import materialise
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import interleaved, ratio
 from benchmarks.helpers.isolate import Record
@@ -68,7 +67,7 @@ class Load:
         if self.optimizer is not None:
             self.optimizer.state.clear()
         elif self.new:
-            empty = {p: materialise(p, torch.device("meta")) for p in self.sharded.parameters()}
+            empty = {p: torch.empty_like(p, device="meta") for p in self.sharded.parameters()}
             state.install(self.sharded._shards, empty)
 
     def __call__(self) -> None:
