@@ -332,7 +332,9 @@ class KeptStep(Peers):
             ranks: of all nodes. folder: of this node. records: see the class. here: those of each rank's node.
         """
         self.records = records
-        every = [_places(own) for own in here]
+        nodes = {id(own): own for own in here}  # ranks of one node have one list
+        tables = {node: _places(own) for node, own in nodes.items()}
+        every = [tables[id(own)] for own in here]
         files, have = dict[str, Tensor](), dict[str, list[Box]]()
         for name, (_, dtype, places) in every[own_place(ranks)].items():
             have[name] = []
