@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from tests.helpers.compare import difference, gradients_differ
+from autotp.errors import InputError
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.modules.mixtures import Mixture, mixture, part, scores, tokens
 
 STEPS, EXACT = 20, 1e-9
@@ -60,3 +62,49 @@ def test_training_of_transformers_is_that_of_one_device(pool):
     """The other mixtures are proved on simulated ranks (`tests/proof/test_travel.py`)."""
     for worst in pool.run(training, "gpt-oss", 4, False, 3):
         assert max(worst.values()) < FLOAT32, worst
+
+
+class Renumbering(TorchDispatchMode):
+    """A router that names experts by numbers which are larger by so many."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        self.more = more
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return (out[0], out[1] + self.more) if func is torch.ops.aten.topk.default else out
+
+
+def going_on(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
+    """After a step: a checkpoint on another mesh, a longer batch, generation, a router that is wrong on one rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, given = mesh["dp"].get_local_rank(), part(tokens(), mesh["dp"].get_local_rank(), 2)
+    options: Any = {"check_capture": False}
+    sharded: Any = autotp.compile(mixture("by hand"), dp=2, ep=2, mesh=mesh, example_inputs=given, **options)
+    other: Any = autotp.compile(mixture("by hand"), mesh=mesh_of(group), example_inputs=tokens(), **options)
+    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, other))
+    sharded(**given).square().mean().backward()
+    first.step()
+    sharded.save_checkpoint(folder, optimizer=first)
+    other.load_checkpoint(folder, optimizer=second)
+    longer = tokens(3, 8, 9)
+    worst = difference(sharded(**part(longer, mine, 2)), other(**longer).chunk(2)[mine].clone())
+    error = ""
+    try:
+        with Renumbering(3 * mine):
+            sharded(**given)
+    except InputError as refusal:
+        error = str(refusal)
+    model: Any = mixture("mixtral", double=False).eval()
+    generating: Any = autotp.compile(model, dp=2, ep=2, mesh=mesh, example_inputs=given, **options).eval()
+    asked: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    new = generating.generate(**given, **asked)
+    return {"longer": worst, "error": error, "new": new.equal(model.generate(**tokens(), **asked).chunk(2)[mine])}
+
+
+def test_checkpoints_lengths_generation_and_one_error_on_all_ranks(pool, tmp_path):
+    everyone = pool.run(going_on, str(tmp_path / "checkpoint"))
+    assert all(found["longer"] < EXACT and found["new"] for found in everyone), everyone
+    assert {found["error"] for found in everyone} == {everyone[0]["error"]}
+    assert "dp ranks [1] have an expert for" in everyone[0]["error"]
