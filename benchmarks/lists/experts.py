@@ -76,14 +76,14 @@ def page(record: Mapping[str, Any]) -> str:
     """Section of these rows."""
     ways = {name: [row for row in record["rows"] if row["way"] == name] for name in WAYS}
     head = ["", *(f"{batch * LENGTH:,} tokens: ms, MB" for batch in BATCHES)]
-    cells = [
-        [name, *(f"{1e3 * r['cpu_seconds']:.1f}, {r['bytes'] / 1e6:.2f}" for r in rows)] for name, rows in ways.items()
-    ]
+    cells = []
+    for name, rows in ways.items():
+        cells.append([name, *(f"{1e3 * row['cpu_seconds']:.1f}, {row['bytes'] / 1e6:.2f}" for row in rows)])
     return (
-        f"A mixture of {EXPERTS} experts, {WIDTH} wide, two for each token, forward and backward on {RANKS} gloo ranks of one "
-        f"thread: CPU milliseconds of the slower rank, and what a rank sends by the plan, gradients over dp included. Median of "
-        f"{record['rounds']} rounds. With ep the weights of all experts are still on each rank, and their gradients summed.\n\n"
-        + table(head, cells)
+        f"A mixture of {EXPERTS} experts, {WIDTH} wide, two for each token, forward and backward on {RANKS} gloo ranks of\n"
+        "one thread: CPU milliseconds of the slower rank, and what a rank sends by the plan, gradients over dp included.\n"
+        f"Median of {record['rounds']} rounds. With ep the weights of all experts are still on each rank, and their\n"
+        "gradients, zeros for the experts of others, are summed over dp.\n\n" + table(head, cells)
     )
 
 
