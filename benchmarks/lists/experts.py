@@ -80,8 +80,9 @@ def page(record: Mapping[str, Any]) -> str:
     for name, rows in ways.items():
         cells.append([name, *(f"{1e3 * row['cpu_seconds']:.1f}, {row['bytes'] / 1e6:.2f}" for row in rows)])
     return (
-        f"A mixture of {EXPERTS} experts, {WIDTH} wide, two for each token, forward and backward on {RANKS} gloo ranks of\n"
-        "one thread: CPU milliseconds of the slower rank, and what a rank sends by the plan, gradients over dp included.\n"
+        f"A mixture of {EXPERTS} experts, {WIDTH} wide, two for each token, forward and backward on {RANKS} gloo "
+        "ranks of\none thread: CPU milliseconds of the slower rank, and what a rank sends by the plan, gradients over "
+        "dp included.\n"
         f"Median of {record['rounds']} rounds. With ep the weights of all experts are still on each rank, and their\n"
         "gradients, zeros for the experts of others, are summed over dp.\n\n" + table(head, cells)
     )
