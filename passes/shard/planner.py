@@ -337,8 +337,11 @@ class Builder:
                 rule = self.rules[node]
                 split = rule.factors[signature[2]] if rule is not None and signature[2] is not None else None
                 cost = self.prices.operator(op, *signature[:2], split)
-                if cached:
-                    cost += Cost(parameter_bytes=sum(n * self.prices.share(signature[0][s]) for s, n in cached.items()))
+                # What is kept for less of a dimension that is summed over, as a latent, is lean at the price of a sum
+                # of all earlier tokens in every step: that is not asked for.
+                summed = any(x.partial for x in signature[1])
+                for slot, size in cached.items():
+                    cost += Cost(parameter_bytes=size * (1.0 if summed else self.prices.share(signature[0][slot])))
                 one = self._choice(*signature[:2], cost)
                 choices[signature[:2]] = replace(one, factor=signature[2], loop=signature[3])
         pinned_choices = self.user.keep(op, list(choices.values()))
