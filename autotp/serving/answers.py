@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
     CBStreamer,
@@ -17,6 +18,8 @@ from transformers.cli.serving.utils import (
 )
 
 from autotp.errors import StateError
+from autotp.runtime.generation.batch_manager import Manager
+from autotp.runtime.module import ShardedModule
 
 from .bodies import Body, Chat, Refusal, Terms
 
@@ -118,9 +121,9 @@ class Answers(BaseGenerateManager):
     """
 
     name: str
-    module: Any
-    tokenizer: Any
-    manager: Any
+    module: ShardedModule
+    tokenizer: PreTrainedTokenizerBase
+    manager: Manager
     context: int
     limit: int
     most: int
@@ -154,7 +157,8 @@ class Answers(BaseGenerateManager):
         template = str(getattr(self.tokenizer, "chat_template", None) or "")
         if isinstance(body, Chat) and not template:
             raise Refusal(400, "messages: the folder has no chat template. Use /v1/completions.", "messages")
-        tools = "tools" in template and get_response_template(self.tokenizer, self.module)
+        model: Any = self.module
+        tools = "tools" in template and get_response_template(self.tokenizer, model)
         if getattr(body, "tools", None) and not tools:
             raise Refusal(400, "tools: not followed, for this model's chat template has none.", "tools")
         generation, stop = self.module.generation_config, body.stop or []

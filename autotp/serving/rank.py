@@ -73,7 +73,7 @@ def run(options: Options) -> None:
         AutoTPError: another rank has failed, or the folder cannot be served.
     """
     rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
-    tokenizer = None
+    tokenizer: Any = None
     if rank == 0:
         tokenizer = AutoTokenizer.from_pretrained(options.folder, local_files_only=True, trust_remote_code=False)
     batches = ContinuousBatchingConfig(page_size=PAGE, scheduler_type="fair")

@@ -104,8 +104,6 @@ class Followers(DistributedHelper):
 class Manager(engine.ContinuousBatchingManager):
     """The engine's manager over the ranks of a sharded module."""
 
-    model: Any
-
     def __init__(self, module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> None:
         super().__init__(module, generation, options, hints)
         if choices:
@@ -177,11 +175,12 @@ class Manager(engine.ContinuousBatchingManager):
         return result
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        status = self.background_thread_status
+        status: Any = self.background_thread_status
+        module: Any = self.model
         status.request_stop(status.HARD_STOP, self.distributed_helper.global_rank)
         status.record_fatal_error(error)
         self._fail_all_remaining_requests(error, batch_processor)
-        with contextlib.suppress(type(error)), self.model._calls.turn("continuous batching"):
+        with contextlib.suppress(type(error)), module._calls.turn("continuous batching"):
             raise error  # so that ranks that go on hear of it
 
 
