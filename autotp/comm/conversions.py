@@ -479,13 +479,12 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
     Args:
         src, dst: layouts. nbytes: of the whole value. tp: ranks of the axis.
     """
-    kind = None if src == dst else KINDS[key(src, dst)]
-    primitive = (kind and kind.primitive) or "none"
+    collective = primitive(src, dst) or "none"
     if among_few(src, dst):
         ranks = copies_of(src, dst)
-        return primitive, nbytes * ranks / tp, ranks
+        return collective, nbytes * ranks / tp, ranks
     # Among all, every rank gives its slice, which others of its group give too.
-    return primitive, nbytes * (src.copies if primitive == "all_gather" else 1), tp
+    return collective, nbytes * (src.copies if collective == "all_gather" else 1), tp
 
 
 def among_few(src: Layout, dst: Layout) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.capture_errors import refuse_scripted
-from autotp.comm.ranks import Ranks, axes_of, check_degree
+from autotp.comm.ranks import Ranks, axes_of, check_degree, own_place
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
@@ -468,7 +468,7 @@ def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks | N
     if inputs is not None:
         bind(model.forward, inputs)
     if inputs is not None and axes.cp > 1:
-        inputs, _ = inputs.own_part(ranks.beside["cp"].rank if ranks is not None else 0, axes.cp)
+        inputs, _ = inputs.own_part(own_place(ranks and ranks.beside["cp"]), axes.cp)
     return inputs
 
 

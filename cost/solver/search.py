@@ -77,14 +77,20 @@ class Search:
         root = self._relax({})
         if root is None:
             return None
-        near, bound, x = None, root[1], None
-        if self.large and self.limits and self._branch(root[0]) is not None:
-            near = self._near(root)
+        # Most relaxations are integral: nothing is to be sought.
+        if self._branch(root[0]) is None:
+            return root[0], root[1], root[1]
+        # Hundreds of nodes of a large program take longer than the general solver that begins near the optimum.
+        near, bound = self._near(root) if self.large else None, root[1]
         if near is None or not self._narrow(near[1], bound):
             bound, x = self._descend(np.inf, root)
-        if x is not None:
-            return x, bound, bound
-        near = near or (self._near(root) if self.limits else None)
+            if x is not None:
+                return x, bound, bound
+            if bound == np.inf:
+                return None
+        # Without an assignment the general solver may take minutes to its first; of a large program it was sought.
+        if not self.large:
+            near = self._near(root)
         if near is not None and self.stopped:
             return *near, bound
         general = self._general(near and near[0])
@@ -192,6 +198,8 @@ class Search:
         """An assignment near the optimum and its cost, in a few relaxations: limits of bytes make them fractional, so
         what these weigh is paid for, at the price that the first relaxation, `root`, has for it (Lagrange's
         multiplier). What costs more than this assignment is ruled out of this search."""
+        if not self.limits:
+            return None
         self._relax({})
         cost, solution, matrix = np.array(self.model.col_cost_), self.highs.getSolution(), self.model.a_matrix_
         reduced, duals, prices = np.array(solution.col_dual), solution.row_dual, np.zeros(len(cost))

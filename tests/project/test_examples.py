@@ -15,6 +15,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
+from tests.helpers.examples import example_of
+
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,10 +93,7 @@ def test_custom_cache(ranks):
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the unsharded small model of the example generates."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "examples" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = example_of("generate")
     folder, tokenizer = tmp_path_factory.mktemp("small"), example.Bytes()
     example.small_model(folder)
     model: Any = LlamaForCausalLM.from_pretrained(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from functools import partial
@@ -15,18 +14,14 @@ import torch.distributed as dist
 
 import autotp
 from tests.helpers.compare import mesh_of
+from tests.helpers.examples import example_of
 
-ROOT = Path(__file__).resolve().parents[2]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 256, "n_positions": 16}
 SMALL = ["--batch", "2", "--length", "8", "--accumulate", "1", "--warm-up", "2", "--steps", "6", "--no-recompute"]
 
 
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_example", ROOT / "examples" / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example_of("train")
 
 
 def on_ranks(group: Any) -> ModuleType:

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from autotp import compat
 from autotp.capture.capture import skeleton
-from autotp.comm.ranks import broadcast, from_all
+from autotp.comm.ranks import broadcast, from_all, own_place
 from autotp.errors import AutoTPError, InputError, StateError
 from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
@@ -84,7 +84,7 @@ class Followers(DistributedHelper):
     def __init__(self, module: Any) -> None:
         super().__init__(None, None)  # heads are not the engine's to split
         self.ranks = module._source.ranks
-        self.tp_local_rank = self.ranks.rank if self.ranks is not None else 0
+        self.tp_local_rank = own_place(self.ranks)
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
 
     def tp_all_reduce_state(

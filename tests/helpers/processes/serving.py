@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import importlib.util
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from autotp.runtime.generation.batch_manager import manager_of
 from autotp.serving.answers import Answers
 from autotp.serving.app import Served, app_of
 from autotp.serving.rank import Dropped
+from tests.helpers.examples import example_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 120.0  # seconds
@@ -35,13 +36,9 @@ NEW, CLIENTS = 12, 16
 PROMPTS = ["The quick brown fox "[: 3 + i] * (1 + i % 3) for i in range(CLIENTS)]
 
 
-def example() -> Any:
+def example() -> ModuleType:
     """The module of examples/serve_client.py."""
-    spec = importlib.util.spec_from_file_location("serve_client", ROOT / "examples" / "serve_client.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example_of("serve_client")
 
 
 def free_port() -> int:
