@@ -45,7 +45,7 @@ def wanted(small: Any, answers: Answers, prompt: str, new: int = NEW) -> str:
     """What the unsharded model generates, as text."""
     ids = answers.tokenizer(prompt, return_tensors="pt")["input_ids"]
     made = small[1].generate(ids, max_new_tokens=new, do_sample=False)
-    return answers.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    return str(answers.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_many_clients_have_their_own_tokens(small, served, client):
@@ -146,11 +146,17 @@ def test_a_folders_own_options_hold_where_a_request_has_none(tmp_path):
         without = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
         best = [raw(address, text_of(prompt="abcab", temperature=0))[1]["choices"][0]["text"] for _ in range(3)]
         drawn = {raw(address, text_of(prompt="abcab"))[1]["choices"][0]["text"] for _ in range(3)}
-    assert {*best} == {answers.tokenizer.decode(own)} and own.tolist() != without.tolist() and len(drawn) > 1
+    assert {*best} == {str(answers.tokenizer.decode(own))} and own.tolist() != without.tolist() and len(drawn) > 1
+
+
+def processor(answers: Answers) -> Any:
+    """Return what puts the requests of a started manager into batches."""
+    assert answers.manager.batch_processor is not None
+    return answers.manager.batch_processor
 
 
 def free_of(answers: Answers) -> float:
-    return answers.manager.batch_processor.cache.compute_free_capacity()
+    return processor(answers).cache.compute_free_capacity()
 
 
 def test_a_client_that_goes_frees_its_pages(served):
@@ -236,7 +242,7 @@ def batches_before(small: Any, scheduler: str) -> int:
         long = [text_of(prompt=chr(97 + i) * 1500, max_tokens=1) for i in range(4)]
         with ThreadPoolExecutor(4) as threads:
             calls = [threads.submit(raw, address, body) for body in long]
-            until(lambda: len(answers.manager.batch_processor.scheduler.active_requests) >= 1 and answers.running == 4)
+            until(lambda: len(processor(answers).scheduler.active_requests) >= 1 and answers.running == 4)
             before = answers.manager.current_batch
             seconds = first_token(address)
             batches = answers.manager.current_batch - before
