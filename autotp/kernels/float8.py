@@ -67,18 +67,18 @@ def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
         a, b: [m, k] and [n, k]. a_scale, b_scale: what the product is multiplied by, [], or [m, 1] and [1, n].
         dtype: of the result; in float64 it is a proof's, and computed so.
     """
-    if dtype == torch.float64:
-        return (a.double() @ b.double().t()) * (a_scale.double() * b_scale.double())
+    if not a.is_cuda or dtype == torch.float64:  # torch's own on a CPU is a loop that takes hundreds of times as long
+        wide = torch.promote_types(dtype, torch.float32)
+        return ((a.to(wide) @ b.to(wide).t()) * a_scale.to(wide) * b_scale.to(wide)).to(dtype)
     m, n = a.shape[0], b.shape[0]
     if not m * n * a.shape[1]:
         return a.new_zeros((m, n), dtype=dtype)
-    if a.is_cuda:
-        a, b, b_scale = _aligned(a, b, b_scale)
+    a, b, b_scale = _aligned(a, b, b_scale)
     if b_scale.ndim:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-        if a.is_cuda and dtype != torch.bfloat16:  # all that kernel gives
+        if dtype != torch.bfloat16:  # all that kernel gives
             return _scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16)[:m, :n].to(dtype)
-    return _scaled_mm(a.contiguous(), b.contiguous().t(), a_scale, b_scale, out_dtype=dtype)[:m, :n]
+    return _scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype)[:m, :n]
 
 
 def _aligned(a: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
