@@ -56,5 +56,5 @@ def serve(options: Options) -> None:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
-            why = failure.message if isinstance(failure.message, str) else ""
+            why = failure.message if isinstance(failure.message, str) else failure.message["message"]
             raise RankError(f"serving has ended: rank {rank} of {options.tp} ended {how}. {why}".strip()) from None

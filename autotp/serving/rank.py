@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -88,7 +89,9 @@ def run(options: Options) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=options.tp)
     module: Any = from_pretrained(options.folder, options.tp, dtype=options.dtype, objective="decode")
     with module._calls.turn("serving"), torch.no_grad():
-        manager = manager_of(module, module.generation_config, batches, None, choices=True)
+        config = deepcopy(module.generation_config)
+        config.use_cache = True  # a model is saved after training without, and a server keeps the past in any case
+        manager = manager_of(module, config, batches, None, choices=True)
     manager.output_router.output_queue = Dropped()
     manager.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others

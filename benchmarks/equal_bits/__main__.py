@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.helpers.command import made
+from benchmarks.helpers.curves import Panel, drawing
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import Times
 from benchmarks.helpers.performance import ROOT, table, write_section
 from benchmarks.helpers.together import together
 
-from .picture import off, picture
 from .runs import BATCH, SMALL, VIRTUAL, WAYS, WORDS, timed, trained
 
 HEADING, PICTURE = "Equal bits", ROOT / "docs" / "assets" / "equal-bits.svg"
@@ -40,6 +40,20 @@ def run(steps: int, rounds: int) -> dict[str, Any]:
             mine, base = ([Times(*found[name]) for found in times] for name in reversed(WAYS))
             costs[tp] = together(mine, base)
     return {"losses": losses, "costs": costs}
+
+
+def off(curves: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """By number of ranks, by how much each loss is off that of one rank, as a part of it."""
+    return {tp: [(x - one) / one for x, one in zip(losses, curves[1], strict=True)] for tp, losses in curves.items()}
+
+
+def picture(screens: Mapping[str, Mapping[int, Sequence[float]]], about: str) -> str:
+    """Draw both sets of losses, by their titles, on one scale."""
+    curves = {title: {f"tp={tp}": values for tp, values in off(losses).items()} for title, losses in screens.items()}
+    largest = max(abs(x) for runs in curves.values() for xs in runs.values() for x in xs) or 1e-7
+    marks = {y: f"{y:+.0e}" for y in (largest, 0.0, -largest)}
+    panels = [Panel(title, runs, marks) for title, runs in curves.items()]
+    return drawing("Losses at tp=1, 2 and 4, less that at tp=1, as a part of it", about, panels)
 
 
 def page(record: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Trainings of one small Llama on bytes of real text, each over the ranks of its own mesh.
 
-The text is the sources that the installed transformers ships (Apache-2.0). Weights, batches and learning rates are those
-of one seed, so that runs differ by where their sums are cut, and by nothing else.
+The text is the sources that the installed transformers ships (Apache-2.0). Weights, batches and learning rates are
+those of one seed, so that runs differ by where their sums are cut, and by nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +27,6 @@ ROWS, LENGTH, MICROBATCHES, SEED = 4, 256, 2, 0
 RATE, WARM_UP, CLIP = 1e-3, 100, 1.0
 FLOAT8 = {"recipe": "tensorwise", "smallest": 64}  # all products of so small a model
 SAVE = 200  # steps between two checkpoints
-Step = Callable[[Tensor], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ RUNS = {
     "tp_invariant=2, tp=1": Run(1, {"tp": 1, "tp_invariant": 2}),
     "tp_invariant=2, tp=2": Run(2, {"tp": 2, "tp_invariant": 2}),
 }
+BITS = [name for name, run in RUNS.items() if "tp_invariant" in run.options]
 
 
 class Text:
@@ -100,7 +100,7 @@ class Trained:
             micro = {name: x[: len(x) // MICROBATCHES] for name, x in example.items()}
             self.pipe = autotp.stages(model, options.pop("pp"), options.pop("tp"), example_inputs=micro, **options)
             self.module = self.pipe.module
-            self.schedule = self.pipe.schedule(torch.distributed.pipelining.Schedule1F1B, MICROBATCHES)
+            self.schedule = self.pipe.schedule(Schedule1F1B, MICROBATCHES)
         elif options:
             self.module = autotp.compile(model, options.pop("tp"), example_inputs=example, outputs="loss", **options)
         self.parameters = list((self.pipe or self.module).parameters())

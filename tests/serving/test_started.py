@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from autotp.cli import app
@@ -34,7 +35,9 @@ pytestmark = pytest.mark.ranks
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder, and the unsharded model in it."""
     folder = tmp_path_factory.mktemp("served") / "small"
-    return folder, example().small_model(folder)
+    model = example().small_model(folder)
+    GenerationConfig(use_cache=False).save_pretrained(folder)  # as it is after a training
+    return folder, model
 
 
 def listeners(pid: int) -> set[str]:

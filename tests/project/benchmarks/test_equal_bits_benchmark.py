@@ -6,8 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.equal_bits.__main__ import page
-from benchmarks.equal_bits.picture import off, picture
+from benchmarks.equal_bits.__main__ import off, page, picture
 
 SCREENS = {
     "ordinary": {1: [2.0, 1.0], 2: [2.0, 1.0 + 2e-7], 4: [2.0, 1.0 - 1e-7]},
