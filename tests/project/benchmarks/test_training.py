@@ -1,0 +1,57 @@
+"""The training over each mesh: two hundred steps of it, a run that goes on, and what is written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from benchmarks.training.runs import BITS, ONE, RUNS, Text, Trained, rate_of
+
+training = importlib.import_module("benchmarks.training.__main__")
+
+
+@pytest.mark.ranks
+def test_two_hundred_steps_learn_alike_and_the_model_speaks(tmp_path, capsys):
+    meshes = ["tp=2", "pp=2 x tp=2", *BITS]
+    training.main(["--steps", "200", "--folder", str(tmp_path), "--only", *meshes])
+    printed = capsys.readouterr().out
+    found = {name: training.part(name, 200, tmp_path) for name in (ONE, *meshes)}  # as it was kept
+    assert "Equal to the bit" in printed and "served by `autotp serve`" in printed
+    off = training.apart(found, "losses")
+    assert all(max(off[name]) < 1e-3 for name in meshes) and found[ONE]["losses"][-1] < 0.6 * found[ONE]["losses"][0]
+    assert max(off["tp=2"]) > 0  # negative control: other sums have other bits
+    kept = next(tmp_path.glob("tp-invariant-2-tp-2-*.json"))
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"norms": found[ONE]["norms"]}))
+    training.main(["--steps", "200", "--folder", str(tmp_path), "--only", *BITS])
+    assert "NOT EQUAL" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_the_same_bits(tmp_path):
+    ids, losses = [Text().batch(step) for step in range(2)], []
+    whole, again = Trained(RUNS[ONE], ids[0]), Trained(RUNS[ONE], ids[0])
+    assert again.load(tmp_path / "kept") == {}
+    losses.append(whole.step(ids[0], rate_of(0, 2)))
+    whole.save(tmp_path / "kept", {"losses": losses})
+    assert again.load(tmp_path / "kept") == {"losses": losses}
+    wanted = whole.step(ids[1], rate_of(1, 2))
+    assert again.step(ids[1], rate_of(1, 2)) == wanted and Trained(RUNS[ONE], ids[0]).step(ids[1], 0.0) != wanted
+
+
+def test_the_page_and_the_picture():
+    run = {"losses": [5.0, 4.0], "norms": [2.0, 1.0], "cpu_s": 0.5, "wall_s": 0.25, "load": 0.1}
+    runs = {ONE: run, "tp=2": run | {"losses": [5.0, 4.004]}}
+    made = dict.fromkeys(("command", "cores", "machine", "torch", "transformers", "python", "date"), "x")
+    record = {**made, "steps": 2, "parameters": 7, "files": 1, "bytes": 9, "digest": "0" * 64, "runs": runs, "said": "a"}
+    assert "| tp=2 | 2 | 4.5020 | 2 | 1.0e-03 | 0.0e+00 | 0.50 | 0.25 | 0.1 |" in training.page(record)
+    lines = ET.fromstring(training.picture(runs)).iter("{http://www.w3.org/2000/svg}polyline")
+    assert len([line for line in lines if len(line)]) == 5
+
+
+def test_letters_of_the_tokenizer_are_bytes():
+    text = "def f(x):\n\treturn 'ä'\n"
+    assert training.tokenizer()(text)["input_ids"] == list(text.encode())
+    assert training.tokenizer().decode(torch.tensor(list(text.encode()))) == text
