@@ -238,7 +238,7 @@ def _captured(
     check: bool = True,
 ) -> tuple[Capture, list[str]]:  # fmt: skip
     """The program of a rank of the axes beside tp, and its notes; compared with the model as `check_capture` says."""
-    request = _request(keywords, axes)
+    request = _request(keywords, refuse_travel(axes, keywords))
     inputs = required_inputs(model, example_inputs, "autotp.plan", replace(axes, cp=request.cp))
     compared = keywords.get("check_capture") if check else False
     return capture_model(model, inputs, torch.device("cpu"), compared, request.within(tp, cluster))

@@ -28,6 +28,7 @@ class Mesh:
         batch: examples of a micro-batch; `microbatches`: of one dp rank in a step.
         chunks: stages of each rank of the pipeline: 1 is the 1F1B schedule, more the interleaved one.
         fully_shard: weights, their gradients and optimizer states are split over dp and cp.
+        ep: ranks of dp to which experts are dealt, neighbours.
         keep: what a rank keeps for the backward: "all" that autograd does, "slices" of what is gathered over tp its
             own slice, "inputs" of each block its inputs, and the block is computed again.
     """
@@ -41,11 +42,17 @@ class Mesh:
     chunks: int = 1
     fully_shard: bool = False
     keep: str = "all"
+    ep: int = 1
 
     @property
     def degrees(self) -> tuple[int, int, int, int]:
         """pp, dp, cp and tp."""
         return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def inner(self) -> tuple[int, int, int]:
+        """tp, cp and ep, which decide a plan."""
+        return self.tp, self.cp, self.ep
 
     @property
     def devices(self) -> int:
@@ -59,7 +66,7 @@ class Mesh:
     def stride(self, axis: str) -> int:
         """Return how far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
         inner = self.tp * self.cp
-        return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": inner, "pp": inner * self.dp}[axis]
+        return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": inner, "ep": inner, "pp": inner * self.dp}[axis]
 
     def spans(self, axis: str, cluster: Cluster) -> bool:
         """Return whether a group of this axis leaves the node."""
@@ -67,16 +74,17 @@ class Mesh:
         return cluster.spans_nodes(ranks, self.stride(axis))
 
 
-def factorisations(devices: int, inner: Iterable[tuple[int, int]], most: int) -> Iterator[Mesh]:
+def factorisations(devices: int, inner: Iterable[tuple[int, int, int]], most: int) -> Iterator[Mesh]:
     """Every pp x dp x cp x tp that uses all devices.
 
     Args:
-        devices: how many there are. inner: degrees of tp and cp to choose from. most: stages that a pipeline can have.
+        devices: how many there are. inner: degrees of tp, cp and ep to choose from.
+        most: stages that a pipeline can have.
     """
-    for tp, cp in inner:
-        rest, odd = divmod(devices, tp * cp)
+    for tp, cp, ep in inner:
+        rest, odd = divmod(devices, tp * cp * ep)
         if not odd:
-            yield from (Mesh(pp, rest // pp, cp, tp) for pp in divisors(rest) if pp <= most)
+            yield from (Mesh(pp, ep * (rest // pp), cp, tp, ep=ep) for pp in divisors(rest) if pp <= most)
 
 
 def variants(mesh: Mesh, example: int, examples: int, most: int, sizes: Sequence[int]) -> Iterator[Mesh]:
@@ -124,7 +132,7 @@ def collective_sends(primitive: str, nbytes: float, n: int, cluster: Cluster, st
     return Sends(call_seconds(primitive, nbytes, n, cluster, stride), collective_bytes(primitive, nbytes, n))
 
 
-def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | None = None) -> Sends:
+def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | None = None, owners: int = 1) -> Sends:
     """Return what the replicas of some weights send for them: split ones in every micro-batch, else once in a step.
 
     Whole: an all-reduce of the gradients. Split: weights are gathered for the forward and for the backward, and
@@ -133,6 +141,7 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
     Args:
         mesh: says how weights lie. nbytes: of the weights on a tp rank. cluster: the machines.
         graded: bytes of their gradients; by default as many. Without any the forward alone gathers weights.
+        owners: replicas that follow each other and have other weights, as of experts.
     """
     grads = nbytes if graded is None else graded
     reduction = "reduce_scatter" if mesh.fully_shard else "all_reduce"
@@ -141,7 +150,8 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
         calls += [("all_gather", nbytes)] * (1 + bool(grads))
     total = Sends()
     for call, size in calls:
-        total = total.plus(collective_sends(call, size, mesh.replicas, cluster, mesh.stride("weights")))
+        ranks, stride = mesh.replicas // owners, mesh.stride("weights") * owners
+        total = total.plus(collective_sends(call, size, ranks, cluster, stride))
     return total
 
 

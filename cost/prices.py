@@ -16,7 +16,7 @@ from autotp.cost.solver.problem import Traffic
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
-from autotp.ir.op import Factor, Op, aten, sizes
+from autotp.ir.op import EXPERTS, Factor, Op, aten, sizes
 from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
 
 from .collective_costs import call_seconds, collective_bytes
@@ -59,6 +59,7 @@ class Prices:
         surcharge: of the mesh axis that is planned for, if it has one.
         cached: nodes whose values hold what a call began with, which no rank gathers.
         past: what decoding reads of earlier tokens.
+        imbalance: the most rows that a rank gets for its experts, over the mean.
         gathers_weights: a weight may be gathered, at `RESCUE` times the price: for a program of a plan that was made
             for another one, where no other way is left.
     """
@@ -75,6 +76,7 @@ class Prices:
     cached: set[fx.Node] = field(default_factory=set)
     gathers_weights: bool = False
     past: Past = field(default_factory=Past)
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
@@ -92,10 +94,14 @@ class Prices:
         self._read: dict[fx.Node, list[float]] = {}
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
         self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.weight}
+        self.travelled: set[fx.Node] = set()  # values that have the rows of a rank's experts, from others
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
             read = [i for i in n.all_input_nodes if tensors(i)]
             if len(read) == 1 and read[0] in self.weights:
                 self.weights.add(n)
+            over = mark(n).batch
+            if over.target.mark == "T" if over is not None else not self.travelled.isdisjoint(n.all_input_nodes):
+                self.travelled.add(n)
 
     def _hints(self) -> dict[Any, int]:
         """Sizes to price with: the example inputs'; for decoding one token a sequence."""
@@ -179,6 +185,10 @@ class Prices:
         if (over := mark(op.node).batch) is not None:
             return Cost(communication=sum(seconds for seconds, *_ in self.across(op, over, self.share(outs[0]))))
         sides = [size * self.share(x) for size, x in zip(self._sides(op), [*ins, *outs], strict=False)]
+        by_expert = op.node in self.travelled or split is not None and split.label == EXPERTS
+        load = self.imbalance if by_expert else 1.0
+        for i, x in enumerate([*op.slots, *outs][: len(sides)]):
+            sides[i] *= 1.0 if x in self.weights else load
         if getattr(op.target, "overloadpacket", None) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
         nbytes = sum(sides)
@@ -189,11 +199,11 @@ class Prices:
             nbytes *= 1 + 2 * split.copies  # read once more, and written
         flops = self.flops(op.node)
         part *= self._waste(op, split, outs) if flops and split is not None else 1.0
-        part /= peak_share(op.target, self.cluster)
+        part = part * load / peak_share(op.target, self.cluster)
         forward = op_cost(flops * part, nbytes, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return forward
-        saved = self._activation_bytes(op.node, [*ins, *outs])
+        saved = self._activation_bytes(op.node, [*ins, *outs]) * load
         return (1 + BACKWARD) * forward + Cost(activation_bytes=saved, budget_bytes=saved)
 
     def across(self, op: Op, over: BatchConversion, part: float) -> list[tuple[float, str | None, float]]:
@@ -206,6 +216,8 @@ class Prices:
         """
         a, b, ranks = over[:3]
         size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
+        if "T" in (a.mark, b.mark):  # a rank's own rows go as the whole of all ranks do, to the one that gets most
+            size *= ranks * self.imbalance
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         out = []
         for src, dst in ways:

@@ -201,7 +201,8 @@ class UnitCost:
     """A unit: its block, and what is around it, such as an embedding or a head.
 
     Attributes:
-        weights, gradients, states: bytes on a tp rank. optimizer: seconds of its step.
+        weights, gradients, states: bytes on a tp rank. experts: of its weights, those dealt over ep.
+        optimizer: seconds of its step.
         inputs: bytes that the block reads of what is before it, which flow between stages too.
         working: bytes of the fullest moment beside what is steady or kept.
     """
@@ -211,6 +212,7 @@ class UnitCost:
     weights: float = 0.0
     gradients: float = 0.0
     states: float = 0.0
+    experts: float = 0.0
     optimizer: float = 0.0
     inputs: float = 0.0
     working: float = 0.0
@@ -279,6 +281,7 @@ class UnitCosts:
             unit.gradients += own if budget > own else 0.0
             unit.states += max(budget - 2 * own, 0.0)
             unit.optimizer += cost["optimizer"]
+            unit.experts += own * (leaf.name in self.planned.program.owned)
             if len(places) > 1:
                 yield budget, places
 

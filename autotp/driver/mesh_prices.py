@@ -121,7 +121,7 @@ class Pricer:
     def steady(self) -> dict[str, Array]:
         """Return of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
         steady: dict[str, Array] = {}
-        for name in ("weights", "gradients", "states", "optimizer"):
+        for name in ("weights", "gradients", "states", "experts", "optimizer"):
             steady[name] = np.array([getattr(u, name) for u in self.terms.units])
         return steady
 
@@ -204,7 +204,8 @@ class Pricer:
         again, extra, kept_bytes = 0.0, 0.0, part * (block.kept_bytes + unit.rest.kept_bytes)
         working = part * unit.working
         tp = self._sends_of([x.calls for x in ways], part, mesh, "tp")
-        cp = self._sends_of([x.across for x in ways], part, mesh, "cp")
+        axis = "ep" if mesh.ep > 1 else "cp"
+        cp = self._sends_of([x.across for x in ways], part, mesh, axis)
         # Slices of what was gathered are kept in its place: gathered again in the backward, smaller until then.
         if mesh.keep == "slices":
             again = part * sum(x.again for x in both)
@@ -213,7 +214,7 @@ class Pricer:
         # A block's inputs alone: its forward runs again, so that one block's values live beside what works.
         if mesh.keep == "inputs":
             repeated = self._sends_of([block.forward.calls], part, mesh, "tp")
-            over_cp = self._sends_of([block.forward.across], part, mesh, "cp")
+            over_cp = self._sends_of([block.forward.across], part, mesh, axis)
             again = part * block.forward.kernels + block.forward.launches + repeated.seconds
             cp, extra = cp.plus(over_cp), repeated.bytes
             kept_bytes, working = part * (unit.inputs + unit.rest.kept_bytes), working + part * block.kept_bytes
@@ -235,19 +236,30 @@ class Pricer:
         """Return the seconds by rank of waiting for dp and of the optimizer, and the bytes that one sends."""
         key = mesh.fully_shard, mesh.replicas
         if key not in self._sends:
-            each = {size: weight_sends(mesh, float(size), self.cluster) for size in set(self.steady["weights"])}
-            self._sends[key] = [each[size] for size in self.steady["weights"]]
+            sizes = list(zip(self.steady["weights"], self.steady["experts"], strict=True))
+            each = {}
+            for size, own in set(sizes):
+                experts = weight_sends(mesh, own, self.cluster, owners=mesh.ep) if own else Sends()
+                each[size, own] = weight_sends(mesh, float(size - own), self.cluster).plus(experts)
+            self._sends[key] = [each[pair] for pair in sizes]
         seconds = self._by_rank(mesh, np.array([x.seconds for x in self._sends[key]]))
         times = mesh.microbatches if mesh.fully_shard else 1
-        updates = self._by_rank(mesh, self.steady["optimizer"]) / (mesh.replicas if mesh.fully_shard else 1)
+        updates = self._by_rank(mesh, self.steady["optimizer"] * self._part(mesh))
         nbytes = times * sum(x.bytes for x in self._sends[key]) / mesh.pp
         return times * np.maximum(seconds - backward, 0.0), updates, nbytes
+
+    def _part(self, mesh: Mesh) -> Array:
+        """Of each unit's weights what a rank holds where they are split over dp and cp too; 1 where not."""
+        if not mesh.fully_shard:
+            return np.ones(len(self.terms.units))
+        experts = self.steady["experts"] / np.maximum(self.steady["weights"], 1.0)
+        return (1 + (mesh.ep - 1) * experts) / mesh.replicas
 
     def _memory(self, mesh: Mesh, sums: RankSums) -> float:
         """Bytes of the fullest rank: what is steady, what is kept of the micro-batches in flight, what works."""
         starts = self.starts(mesh.pp, mesh.chunks)
         degree = mesh.replicas if mesh.fully_shard else 1
-        rank_bytes = np.add.reduceat(np.sum([self.steady[name] for name in SPLIT], 0) / degree, starts)
+        rank_bytes = np.add.reduceat(np.sum([self.steady[name] for name in SPLIT], 0) * self._part(mesh), starts)
         # A tied weight is held by every stage that reads it; the first has it among its own.
         for size, places in self.terms.tied:
             homes = sorted({int(np.searchsorted(starts, p, side="right")) - 1 for p in places})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from autotp.errors import CaptureError, InputError, PlanError
 from autotp.inputs import Inputs, examples_of
 from autotp.ir.graph import Capture
 from autotp.log import stage
+from autotp.passes.shard.own_rows import experts_of
 from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes
@@ -41,7 +43,7 @@ def refuse_beside_devices(devices: Any, examples: Any, tp: Any, others: bool) ->
         raise InputError("global_batch= goes with devices=: without them the example inputs are what a rank passes.")
     if devices is not None and others:
         raise InputError(
-            "devices= chooses the mesh itself: dp, fully_shard, like and within_node do not go with it. "
+            "devices= chooses the mesh itself: dp, cp, ep, fully_shard, like and within_node do not go with it. "
             "Leave them out, or leave out devices."
         )
 
@@ -90,10 +92,11 @@ class _Search:
     ) -> None:
         self.captured, self.options, self.name, self.devices = captured, options, name, devices
         self.whole, self.batch = captured(1, ALONE), batch
+        self.programs = {ALONE: self.whole}
         self.examples = devices * batch if examples is None else examples
         self.limit = options.cluster.memory_size if options.memory is None else options.memory
-        self.staged: dict[tuple[int, int], Staged] = {}
-        self.pricers: dict[tuple[int, int], Pricer] = {}
+        self.staged: dict[tuple[int, int, int], Staged] = {}
+        self.pricers: dict[tuple[int, int, int], Pricer] = {}
 
     @property
     def length(self) -> int:
@@ -106,11 +109,12 @@ class _Search:
         best: dict[tuple[int, ...], tuple[Mesh, Priced]] = {}
         considered = fitting = 0
         for mesh in self._meshes():
-            priced = self.pricers[mesh.tp, mesh.cp].price(mesh)
+            priced = self.pricers[mesh.inner].price(mesh)
             considered += 1
             fitting += priced.memory <= self.limit
-            if mesh.degrees not in best or self._rank(priced) < self._rank(best[mesh.degrees][1]):
-                best[mesh.degrees] = mesh, priced
+            key = *mesh.degrees, mesh.ep
+            if key not in best or self._rank(priced) < self._rank(best[key][1]):
+                best[key] = mesh, priced
         if not best:
             raise InputError(
                 f"no mesh of {self.devices} devices makes a step of {self.examples} examples from micro-batches of "
@@ -128,20 +132,33 @@ class _Search:
                 raise
             return
         for cp in divisors(self.devices // tp)[1:] if self.length else ():
-            if self.length % (2 * cp) == 0:
-                try:
-                    self._priced(tp, cp)
-                except (CaptureError, PlanError):
-                    return
+            if self.length % (2 * cp) == 0 and not self._goes(tp, cp):
+                break
+        # Of experts over a part of a node rows travel as fast as over all of it, and more of them are held.
+        node = min(self.options.cluster.devices_per_node, self.devices)
+        for ep in divisors(math.gcd(self.devices // tp, experts_of(self.whole[0])))[1:]:
+            if ep * tp % node == 0 and not self._goes(tp, 1, ep):
+                break
 
-    def _priced(self, tp: int, cp: int) -> None:
+    def _goes(self, tp: int, cp: int, ep: int = 1) -> bool:
+        """Plan for these degrees; False where they cannot be."""
+        try:
+            self._priced(tp, cp, ep)
+        except (CaptureError, InputError, PlanError):
+            return False
+        return True
+
+    def _priced(self, tp: int, cp: int, ep: int = 1) -> None:
         """The fastest plan for these degrees: what a rank holds is decided by the mesh, and a band of the whole model's
         step would be spent in the head, whose stage all others wait for."""
-        options = replace(self.options, tp=tp, memory=None, band=0.0)
-        captured, notes = self.whole if cp == 1 else self.captured(tp, Axes(cp=cp), False)
-        with stage(f"tp={tp}, cp={cp}"):
-            staged = self.staged[tp, cp] = plan_stages(captured, notes, options, self.name)
-        self.pricers[tp, cp] = Pricer(terms_of(staged), self.options.cluster, self.batch)
+        options, axes = replace(self.options, tp=tp, memory=None, band=0.0), Axes(ep, cp, ep=ep)
+        # What a rank of cp has depends on the heads that tp leaves it; of ep it is the same for every tp.
+        if cp > 1 or axes not in self.programs:
+            self.programs[axes] = self.captured(tp, axes, False)
+        captured, notes = self.programs[axes]
+        with stage(f"tp={tp}, cp={cp}, ep={ep}"):
+            staged = self.staged[tp, cp, ep] = plan_stages(captured, notes, options, self.name)
+        self.pricers[tp, cp, ep] = Pricer(terms_of(staged), self.options.cluster, self.batch)
 
     def _rank(self, priced: Priced) -> tuple[bool, float, float]:
         """Return a key: what fits comes first, the fastest of it; then of the rest what holds least."""
@@ -158,14 +175,14 @@ class _Search:
                         yield from [variant] if call_of(variant) else []
 
     def _keeps(self, mesh: Mesh) -> Sequence[str]:
-        units = self.pricers[mesh.tp, mesh.cp].terms.units
+        units = self.pricers[mesh.inner].terms.units
         again = any(x.saved for u in units for x in (u.block, u.rest))
         return [keep for keep in KEEPS if keep != "slices" or again]
 
     def _row(self, mesh: Mesh, priced: Priced) -> MeshRow:
         work = self.examples * (self.length or 1)
-        flops = 3 * self.pricers[mesh.tp, 1].terms.flops * self.examples / self.batch
-        axes = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "weights"}
+        flops = 3 * self.pricers[mesh.tp, 1, 1].terms.flops * self.examples / self.batch
+        axes = {"tp": "tp", "cp": "ep" if mesh.ep > 1 else "cp", "pp": "pp", "dp": "weights"}
         return MeshRow(
             mesh=mesh,
             seconds=priced.seconds,
@@ -197,8 +214,9 @@ class _Search:
 
     def _plan_of(self, mesh: Mesh) -> Plan:
         """The plan that starts a mesh."""
-        staged, axis = self.staged[mesh.tp, mesh.cp], Axes(mesh.dp, mesh.cp, mesh.fully_shard)
+        staged, axis = self.staged[mesh.inner], Axes(mesh.dp, mesh.cp, mesh.fully_shard, ep=mesh.ep)
         degrees = " x ".join(f"{name}={n}" for name, n in zip(("pp", "dp", "cp", "tp"), mesh.degrees, strict=True))
+        degrees += f", ep={mesh.ep}" if mesh.ep > 1 else ""
         plan = replace(staged.plan, batch=axis)  # of the whole model: what a stage waits for is not in it
         if mesh.pp == 1:
             plan = with_axis(staged.plan, staged.planned, staged.sharded, staged.builder, axis)

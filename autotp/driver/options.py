@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
@@ -75,7 +75,8 @@ class AxisKeywords(TypedDict, total=False):
 
     dp: int | None
     cp: int | None
-    ep: int | None
+    ep: int | Literal["auto"] | None
+    imbalance: float
     fully_shard: bool
     check_capture: bool | None
 
@@ -90,6 +91,7 @@ class VerifyKeywords(Steering, total=False):
     dp: int | None
     cp: int | None
     ep: int | None
+    imbalance: float
     tp_invariant: int | None
     dp_invariant: int | None
 
@@ -132,7 +134,7 @@ UNLIKE: dict[str, tuple[Any, str]] = {
 DEFAULTS: dict[str, Any] = {
     "objective": TRAINING.name, "optimizer": TRAINING.optimizer, "within_node": False, "band": BAND,
     "seconds": SECONDS, "fully_shard": False, "outputs": "full", "random": "counter", "backend": "eager",
-    "resume": False,
+    "resume": False, "imbalance": 1.0,
 }  # fmt: skip
 
 
@@ -319,6 +321,16 @@ def read_band(band: Any) -> float:
     return float(band)
 
 
+def read_imbalance(imbalance: Any) -> float:
+    """Read how unevenly rows are dealt to experts, checked."""
+    if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not 1 <= imbalance < math.inf:
+        raise InputError(
+            f"imbalance={imbalance!r}: give the most rows that a rank gets for its experts over the mean of the ranks, "
+            "at least 1, such as sharded.profile(batch).imbalance of a run; 1 where all get as many."
+        )
+    return float(imbalance)
+
+
 def read_seconds(seconds: Any) -> float:
     """Read the budget that a public function's argument asks for, checked."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
@@ -410,7 +422,7 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
         return refuse_travel(plan.batch, keywords)
     axes = refuse_travel(read_axis(dp, split, tp, cp, keywords.get("ep")), keywords)
     if plan is None:
-        return axes
+        return replace(axes, imbalance=read_imbalance(keywords.get("imbalance", 1.0)))
     if axes.text != plan.batch.text or split not in (None, plan.batch.fully_shard):
         raise PlanError(
             f"the plan is for {plan.batch.text}, and {axes.text} is asked for. Leave it out, or plan again."

@@ -250,6 +250,7 @@ class Capture:
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
     carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
+    owned: dict[str, int] = field(default_factory=dict)  # parameter -> ranks of dp, each with a part of its dimension 0
     blocks: Blocks = field(default=Blocks(), init=False)  # found once (`passes/analysis/fold`), in each record anew
     readings: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)  # as planned, over several ranks
 

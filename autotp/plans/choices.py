@@ -57,12 +57,13 @@ class MeshRow:
 def call_of(mesh: Mesh) -> str:
     """The call of autotp that runs a mesh; empty where it does not, for stages go with dp alone. What is computed again
     is the caller's to wrap."""
-    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1):
+    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1 or mesh.ep > 1):
         return ""
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
         return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, dp={mesh.dp}{chunks}, ...)"
     degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}
+    degrees |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     axes = ", ".join(f"{name}={n}" for name, n in degrees.items())
     split = ", fully_shard=True" if mesh.fully_shard else ""
     return f"autotp.compile(model, {mesh.tp}, {axes}{split}, ...)"
@@ -107,17 +108,17 @@ class MeshChoice:
         first = next(iter(self.ranked), None)
         return first if first is not None and first.fits else None
 
-    def place(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> tuple[int, MeshRow]:
+    def place(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> tuple[int, MeshRow]:
         """The rank of these degrees among all, counted from 1, and their figures.
 
         Args:
-            pp, dp, cp, tp: ranks of each axis.
+            pp, dp, cp, tp: ranks of each axis. ep: of those of dp, over which experts are dealt.
 
         Raises:
             InputError: they are not among those that were priced.
         """
         for i, row in enumerate(self.ranked, 1):
-            if row.mesh.degrees == (pp, dp, cp, tp):
+            if (*row.mesh.degrees, row.mesh.ep) == (pp, dp, cp, tp, ep):
                 return i, row
         raise InputError(
             f"pp={pp} x dp={dp} x cp={cp} x tp={tp} was not priced for {self.devices} devices: their product is "
@@ -153,16 +154,18 @@ NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step",
 def _meshes(choice: MeshChoice) -> View:
     """A heading, a line for each row, why each is slower than the first, and the call that runs that."""
     unit, cells = choice.ranked[0].unit if choice.ranked else "samples", []
+    by_expert = any(row.mesh.ep > 1 for row in choice.ranked)
     for i, row in enumerate(choice.rows, 1):
         m, chunks = row.mesh, "-" if row.mesh.pp == 1 else str(row.mesh.chunks)  # one: 1F1B, more: interleaved
         how = f"{m.microbatches} x {m.batch}", "weights" if m.fully_shard else "-", m.keep, chunks, seconds(row.seconds)
         shares = f"{row.share('bubble'):.0%}", f"{row.share(*AXES):.0%}", amount(row.memory), number(row.throughput)
-        cells.append((i, *m.degrees, *how, *shares))
+        cells.append((i, *m.degrees, *[m.ep] * by_expert, *how, *shares))
     of = f" x {choice.length}" if choice.length else ""
     at = f"{choice.cluster}, {choice.examples}{of} a step, {amount(choice.limit)} a rank"
     yield Line(f"{choice.model} on {choice.devices} devices ({at})", style="bold")
-    names, short = (*NAMES, f"{unit}/s/device"), (*NAMES, f"{unit}/s\n/device")
-    yield Table(cells, "rrrrrrllrrrrrr", names, short, indent=2, gap=2)
+    heads = (*NAMES[:5], *["ep"] * by_expert, *NAMES[5:])
+    names, short = (*heads, f"{unit}/s/device"), (*heads, f"{unit}/s\n/device")
+    yield Table(cells, f"rrrrrr{'r' * by_expert}llrrrrrr", names, short, indent=2, gap=2)
     yield from (Line(row.why, f"  {i:>2}  ", " " * 6) for i, row in enumerate(choice.rows, 1) if row.why)
     if choice.best is None:
         yield Line("nothing fits: these hold least. Take more devices, or shorter sequences.", style="bold red")
@@ -276,7 +279,7 @@ TIMES = {
     "compute": "kernels of forward and backward",
     "again": "computed or gathered again",
     "tp": "over tp",
-    "cp": "over cp",
+    "cp": "over cp or ep",
     "pp": "between stages",
     "uneven": "stages that wait for the slowest",
     "bubble": "bubble",
@@ -300,5 +303,6 @@ def reason(row: MeshRow, best: MeshRow) -> str:
     shares = f"{row.share(name):.0%} against {best.share(name):.0%} of the step"
     if name in AXES:
         where = "over the network" if name in row.network else "in the node"
-        return f"sends {amount(row.sent[name])} over {name} {where}, the first {amount(best.sent[name])}: {shares}"
+        over = "ep" if name == "cp" and row.mesh.ep > 1 else name
+        return f"sends {amount(row.sent[name])} over {over} {where}, the first {amount(best.sent[name])}: {shares}"
     return f"{TIMES[name]}: {shares}"

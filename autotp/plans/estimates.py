@@ -90,6 +90,7 @@ class Axes:
         sent: bytes that a rank sends over them in a step for gradients, and for gathering weights; `seconds`: of that,
             which can run beside the backward's `backward` seconds.
         values: bytes that it sends over them for other values in a step, such as a loss.
+        imbalance: the most rows that a rank gets for its experts, over the mean, as planned for.
     """
 
     dp: int = 1
@@ -100,6 +101,7 @@ class Axes:
     backward: float = 0.0
     values: float = 0.0
     ep: int = 1
+    imbalance: float = 1.0
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -136,7 +138,6 @@ STAYING: dict[str, tuple[Any, str]] = {
     "precision": ((None,), "scales of float8 of rows that travel are not those of one device"),
     "backend": ((None, "eager"), "a compiler needs to know how many rows there are, which the router decides"),
     "compare": ((None,), "autotp.verify(model, tp, inputs, dp=2, ep=2) compares with the original"),
-    "devices": ((None,), "the search of meshes does not price it: plan with dp= and ep= and compare"),
     "tp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
     "dp_invariant": ((None,), "which rows a product has beside each other depends on the number of ranks"),
 }

@@ -31,6 +31,7 @@ from .plan import Plan
 FORMAT = 11
 UNSAVED = ("fired", "builder")  # they say something of one process alone
 MESH = ("tp", "batch")  # fields that a file has as axes
+UNSAID = {"ep": 1, "imbalance": 1.0}  # of an axis, where a file leaves it out
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
 MAX_FILE_BYTES = 100_000_000  # the plan of a model with hundreds of layers has a few million
 FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # written once where they are equal
@@ -54,7 +55,7 @@ def write_plan(plan: Plan) -> str:
     data |= {key: list(data[key].items()) for key in ("states", "tables")}
     axes = [[name, {"size": n}] for name, n in {**plan.batch.degrees, "tp": plan.tp}.items()]
     if plan.batch.degrees:
-        axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE and (key, x) != ("ep", 1)}
+        axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE and x != UNSAID.get(key)}
     return sealed({"format": FORMAT, "axes": axes, **data, **{key: fold(data[key]) for key in FOLDED}})
 
 
@@ -136,7 +137,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
         )
     mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE)}
     if sizes:
-        mesh["batch"] = {**dict.fromkeys((*BESIDE, "ep"), 1), **sizes, **axes[0][1]}
+        mesh["batch"] = {**dict.fromkeys(BESIDE, 1), **UNSAID, **sizes, **axes[0][1]}
         del mesh["batch"]["size"]
     # Records of equal blocks stand in a file once, decisions as rows without the names of their fields.
     folded = {key: unfold(data[key]) for key in FOLDED}

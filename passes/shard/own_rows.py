@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import gcd
 from typing import Any
 
 from torch import fx
@@ -82,6 +83,12 @@ def regions(program: Capture) -> list[Region]:
     candidates = (_region(n) for n in program.graph.nodes if n.target in SORTS)
     outputs = set(outputs_of(program))
     return [r for r in candidates if r is not None and r.products and outputs.isdisjoint({*r.kinds} - {r.back})]
+
+
+def experts_of(program: Capture) -> int:
+    """The largest number of ranks that have as many experts each, of every mixture; 1 where there is none."""
+    numbers = {shape_of(weight)[0] for region in regions(program) for _, weight in region.products.values()}
+    return gcd(*(n if isinstance(n, int) else 1 for n in numbers)) or 1
 
 
 def _region(sort: fx.Node) -> Region | None:

@@ -113,6 +113,7 @@ class Builder:
     cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
     read_before: Reading | None = None  # of the program by these rules, where that was read already
     groups: tuple[int, ...] = ()  # sizes that groups with copies may have; () for what heads and nodes suggest
+    imbalance: float = 1.0  # the most rows that a rank gets for its experts, over the mean
 
     def __post_init__(self) -> None:
         self.reading = self.read_before = reading = self.read_before or Reading(self.program, self.axis)
@@ -139,6 +140,7 @@ class Builder:
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, cached, past=self.past,
+            imbalance=self.imbalance,
         )  # fmt: skip
         # As the first operand to read it lies, so is kept what is kept of earlier tokens.
         self.cache_readers: dict[Value, tuple[fx.Node, int]] = {}

@@ -28,9 +28,19 @@ def test_every_factorisation_is_there_once(devices):
     every = itertools.product(range(1, devices + 1), repeat=4)
     wanted = {x for x in every if math.prod(x) == devices and x[0] <= 4 and x[2] <= 2 and x[3] <= 8}
     cps = [n for n in divisors(devices) if n <= 2]
-    inner = itertools.product([n for n in divisors(devices) if n <= 8], cps)
+    inner = itertools.product([n for n in divisors(devices) if n <= 8], cps, [1])
     found = [m.degrees for m in factorisations(devices, inner, 4)]
     assert set(found) == wanted and len(found) == len(wanted)
+
+
+def test_experts_are_dealt_inside_dp():
+    found = [(m.pp, m.dp, m.ep) for m in factorisations(16, [(2, 1, 4)], 2)]
+    assert found == [(1, 8, 4), (2, 4, 4)] and not list(factorisations(16, [(8, 1, 4)], 2))
+    rows = Mesh(1, 8, 1, 2, ep=4)
+    sends = weight_sends(rows, 8e9, H100, owners=rows.ep)
+    assert sends.bytes == 8e9, "two ranks have each expert: of an all-reduce each sends its bytes once"
+    assert weight_sends(rows, 8e9, H100).bytes == 2 * 7 / 8 * 8e9
+    assert weight_sends(rows, 8e9, H100, owners=8) == (0, 0), "each has its own"
 
 
 def test_variants_make_up_the_examples_of_a_step():

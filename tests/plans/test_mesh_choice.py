@@ -75,13 +75,13 @@ def test_every_mesh_is_ranked_and_the_fastest_comes_first(choice):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_one_copy_costs_what_its_plan_says(search, choice, tp):
-    priced, plan = search.pricers[tp, 1].price(Mesh(1, 1, 1, tp, batch=2)), search.staged[tp, 1].plan
+    priced, plan = search.pricers[tp, 1, 1].price(Mesh(1, 1, 1, tp, batch=2)), search.staged[tp, 1, 1].plan
     assert priced.seconds == pytest.approx(plan.totals.seconds)
     assert priced.memory == pytest.approx(plan.memory.peak - plan.memory.buffers, rel=0.02)
     assert priced.sends["tp"] == plan.totals.sent
     both = autotp.plan(transformer("llama"), tp, dp=2, fully_shard=True, example_inputs=inputs_of(transformer("llama")),
                        check_capture=False, band=0.0)  # fmt: skip
-    split = search.pricers[tp, 1].price(Mesh(1, 2, 1, tp, batch=2, fully_shard=True))
+    split = search.pricers[tp, 1, 1].price(Mesh(1, 2, 1, tp, batch=2, fully_shard=True))
     assert split.sends["dp"] == pytest.approx(both.batch.sent, rel=0.02)
     assert split.seconds == pytest.approx(both.totals.seconds, rel=0.05)
 
@@ -90,7 +90,7 @@ def test_one_copy_costs_what_its_plan_says(search, choice, tp):
 def test_cp_costs_what_its_plan_says(search, choice, tp):
     model = transformer("llama")
     plan = autotp.plan(model, tp, cp=2, example_inputs=inputs_of(model), check_capture=False, band=0.0)
-    priced = search.pricers[tp, 2].price(Mesh(1, 1, 2, tp, batch=2))
+    priced = search.pricers[tp, 2, 1].price(Mesh(1, 1, 2, tp, batch=2))
     assert priced.seconds == pytest.approx(plan.totals.seconds)
     assert priced.memory == pytest.approx(plan.memory.peak - plan.memory.buffers, rel=0.02)
     assert priced.sends["tp"] == plan.totals.sent and priced.sends["dp"] == pytest.approx(plan.batch.sent, rel=0.02)
@@ -101,7 +101,7 @@ def test_cp_costs_what_its_plan_says(search, choice, tp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_stages_hold_what_autotp_stages_says(search, choice, tp):
     """The division of a pipeline, and its memory but for the working set, are those of the program that is cut."""
-    staged, pricer = search.staged[tp, 1], search.pricers[tp, 1]
+    staged, pricer = search.staged[tp, 1, 1], search.pricers[tp, 1, 1]
     division = staging(staged.planned, staged.sharded, staged.builder, "Llama", 2, 1, None).division
     mesh = Mesh(2, 1, 1, tp, batch=2, microbatches=4)
     assert list(pricer.starts(2, 1)) == [0, division.sizes[0]]

@@ -38,14 +38,14 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     prices, training = builder.prices, builder.objective.training
     trained = {x.name for x in planned.program.leaves if x.node in planned.grads and training}
     mesh = Mesh(1, axis.size, 1, plan.tp, fully_shard=axis.fully_shard)
-    groups: dict[str, list[Parameter]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[Parameter]] = defaultdict(list)
     for p in plan.parameters:
-        groups[block_of(p.name)].append(p)
+        groups[block_of(p.name), planned.program.owned.get(p.name, 1)].append(p)
     # Group by group, as `fully_shard` and DDP send them: each call starts anew.
     sends = Sends()
-    for weights in groups.values():
+    for (_, owners), weights in groups.items():
         graded = _bytes(p for p in weights if p.name in trained)
-        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded))
+        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded, owners))
     # What the program itself converts over this axis, such as a loss over all rows, is in the solver's seconds already.
     values = 0.0
     for op in planned.ops.values():
@@ -55,9 +55,11 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
     backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
     priced = replace(axis, sent=sends.bytes, seconds=sends.seconds, values=values, backward=backward)
-    own = axis.size if axis.fully_shard else 1  # of which each rank holds and updates one part
+    own = 1.0  # of which each rank holds and updates one part
+    if axis.fully_shard:
+        own = axis.size * _bytes(plan.parameters) / sum(owners * _bytes(x) for (_, owners), x in groups.items())
     less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
-    totals = replace(plan.totals, local_parameters=-(-plan.totals.local_parameters // own))
+    totals = replace(plan.totals, local_parameters=math.ceil(plan.totals.local_parameters / own))
     totals = lengthened(totals, Cost(waiting=priced.exposed, optimizer=less), builder.objective)
     # Split weights leave a rank its part, and the whole of one group while that runs.
     memory = plan.memory

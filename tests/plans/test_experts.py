@@ -1,0 +1,59 @@
+"""Experts over the ranks of dp in plans: what they cost, what imbalance adds, and meshes that have them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import Shard
+
+import autotp
+from autotp.errors import InputError
+from autotp.plans.plan import Plan
+from tests.helpers.modules.mixtures import mixture, tokens
+
+
+@cache
+def planned(tp: int = 1, **keywords: Any) -> Plan:
+    return autotp.plan(mixture("by hand", double=False), tp, example_inputs=tokens(), check_capture=False, **keywords)
+
+
+def test_imbalance_makes_products_and_exchanges_longer():
+    even, uneven = (planned(dp=2, ep=2, imbalance=x) for x in (1.0, 1.5))
+    sent = [plan.batch.values for plan in (even, uneven)]
+    assert sent[0] < sent[1] < 1.5 * sent[0], "counts are sent as before"
+    assert uneven.totals.seconds > even.totals.seconds and uneven.batch.imbalance == 1.5
+    assert planned(dp=2, imbalance=1.5).totals == planned(dp=2).totals, "whole experts have their own rows"
+    assert Plan.from_json(uneven.to_json()).batch == uneven.batch
+
+
+def test_imbalance_counts_where_experts_are_dealt_over_tp():
+    """By expert a rank of tp has the rows of its experts alone."""
+    model, pins = mixture("by hand", double=False), {"up": Shard(0)}
+    even, uneven = (autotp.plan(model, 2, example_inputs=tokens(), pins=pins, imbalance=x) for x in (1.0, 2.0))
+    assert even.totals.seconds < uneven.totals.seconds
+
+
+@pytest.mark.parametrize("imbalance", [0.9, "much", True, float("inf")])
+def test_an_imbalance_is_a_number_of_at_least_one(imbalance):
+    with pytest.raises(InputError, match="at least 1, such as"):
+        planned.__wrapped__(dp=2, imbalance=imbalance)
+
+
+def test_what_a_rank_sends_is_what_travels():
+    """Two exchanges each way of rows of 16 floats, two for each of 24 tokens, of which half stay on the rank."""
+    plan = planned(dp=2, ep=2)
+    rows, counts = 2 * 24 * 16 * 4 / 2, 4 * 8
+    assert plan.batch.values == 4 * rows + counts
+
+
+def test_a_mesh_may_deal_out_experts():
+    model = mixture("by hand", double=False)
+    choice = autotp.plan(model, 1, devices=4, example_inputs=tokens(length=8), check_capture=False)
+    degrees = {(*row.mesh.degrees, row.mesh.ep) for row in choice.ranked}
+    assert {(1, 4, 1, 1, 1), (1, 4, 1, 1, 4)} <= degrees
+    assert all(ep == 1 for pp, _, cp, _, ep in degrees if pp > 1 or cp > 1), "autotp does not run these"
+    _, row = choice.place(dp=4, ep=4)
+    assert row.call.startswith("autotp.compile(model, 1, dp=4, ep=4") and " ep " in str(choice)
+    assert row.sent["cp"] > 0 == choice.place(dp=4)[1].sent["cp"]
