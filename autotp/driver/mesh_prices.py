@@ -249,7 +249,7 @@ class Pricer:
         return times * np.maximum(seconds - backward, 0.0), updates, nbytes
 
     def _part(self, mesh: Mesh) -> Array:
-        """Of each unit's weights what a rank holds where they are split over dp and cp too; 1 where not."""
+        """Part of each unit's weights that a rank holds, where dp and cp split them too; 1 where not."""
         if not mesh.fully_shard:
             return np.ones(len(self.terms.units))
         experts = self.steady["experts"] / np.maximum(self.steady["weights"], 1.0)

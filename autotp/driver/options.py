@@ -244,7 +244,7 @@ class Options:
         sequence_dim = 0 if sequence else None
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
-        band, seconds = read_band(steering["band"]), read_seconds(steering["seconds"])
+        band, seconds = read_number("band", steering), read_number("seconds", steering)
         groups = (keywords or {}).get(GROUPS, ())
         return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, band, seconds, groups)
 
@@ -311,34 +311,20 @@ PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
 DEGREES = {"dp": "data-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 
 
-def read_band(band: Any) -> float:
-    """Read the band that a public function's argument asks for, checked."""
-    if isinstance(band, bool) or not isinstance(band, int | float) or not 0 <= band <= 1:
-        raise InputError(
-            f"band={band!r}: give the share of the least step that a plan may take longer to send less, from 0 to 1, "
-            "such as 0.02."
-        )
-    return float(band)
+# Of keywords that are numbers: the least and the most that they may be, and what to give.
+NUMBERS: dict[str, tuple[float, float, str]] = {
+    "band": (0, 1, "share of the least step that a plan may take longer to send less, from 0 to 1, such as 0.02"),
+    "seconds": (0, math.inf, "CPU seconds after which the best plan so far is taken, such as 60; float('inf') for all"),
+    "imbalance": (1, 1e9, "rows of the rank that gets most for its experts over the mean, at least 1, such as 1.3"),
+}
 
 
-def read_imbalance(imbalance: Any) -> float:
-    """Read how unevenly rows are dealt to experts, checked."""
-    if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not 1 <= imbalance < math.inf:
-        raise InputError(
-            f"imbalance={imbalance!r}: give the most rows that a rank gets for its experts over the mean of the ranks, "
-            "at least 1, such as sharded.profile(batch).imbalance of a run; 1 where all get as many."
-        )
-    return float(imbalance)
-
-
-def read_seconds(seconds: Any) -> float:
-    """Read the budget that a public function's argument asks for, checked."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-        raise InputError(
-            f"seconds={seconds!r}: give the CPU seconds after which the best plan so far is taken, such as 60; "
-            "float('inf') for no such limit."
-        )
-    return float(seconds)
+def read_number(name: str, keywords: Mapping[str, Any]) -> float:
+    """Read the number that a public function's argument gives, checked by `NUMBERS`."""
+    value, (least, most, words) = keywords.get(name, DEFAULTS[name]), NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise InputError(f"{name}={value!r}: give the {words}.")
+    return float(value)
 
 
 def degrees_of(tp: Any, keywords: Any, model: nn.Module) -> tuple[Any, Any]:
@@ -422,7 +408,7 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
         return refuse_travel(plan.batch, keywords)
     axes = refuse_travel(read_axis(dp, split, tp, cp, keywords.get("ep")), keywords)
     if plan is None:
-        return replace(axes, imbalance=read_imbalance(keywords.get("imbalance", 1.0)))
+        return replace(axes, imbalance=read_number("imbalance", keywords))
     if axes.text != plan.batch.text or split not in (None, plan.batch.fully_shard):
         raise PlanError(
             f"the plan is for {plan.batch.text}, and {axes.text} is asked for. Leave it out, or plan again."

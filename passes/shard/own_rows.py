@@ -87,8 +87,8 @@ def regions(program: Capture) -> list[Region]:
 
 def experts_of(program: Capture) -> int:
     """The largest number of ranks that have as many experts each, of every mixture; 1 where there is none."""
-    numbers = {shape_of(weight)[0] for region in regions(program) for _, weight in region.products.values()}
-    return gcd(*(n if isinstance(n, int) else 1 for n in numbers)) or 1
+    numbers = [shape_of(weight)[0] for region in regions(program) for _, weight in region.products.values()]
+    return gcd(*filter(lambda n: isinstance(n, int), numbers)) or 1  # type: ignore[arg-type]
 
 
 def _region(sort: fx.Node) -> Region | None:
