@@ -56,6 +56,7 @@ from .running import (
     graph_task,
     group_timeout,
     hooks_all_modules,
+    joined_mesh,
     lie_as,
     like_dtensor,
     local_of,

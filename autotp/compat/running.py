@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import _composable_state
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -157,6 +158,11 @@ def after_backward(function: Callable[[], None]) -> None:
 def flat_mesh(mesh: Any) -> Any:
     """A mesh of several dimensions as one of one dimension."""
     return mesh._flatten()
+
+
+def joined_mesh(outer: Any, inner: Any) -> Any:
+    """Return the mesh of two meshes of one whole, as `fully_shard` has it for weights that are split over both."""
+    return DeviceMesh._concatenate([outer, inner])  # type: ignore[attr-defined]
 
 
 def graph_task() -> int:

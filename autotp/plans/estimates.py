@@ -91,6 +91,7 @@ class Axes:
             which can run beside the backward's `backward` seconds.
         values: bytes that it sends over them for other values in a step, such as a loss.
         imbalance: the most rows that a rank gets for its experts, over the mean, as planned for.
+        experts: parameters of which each dp rank has its own part of the first dimension, by name; tp splits that.
     """
 
     dp: int = 1
@@ -102,6 +103,11 @@ class Axes:
     values: float = 0.0
     ep: int = 1
     imbalance: float = 1.0
+    experts: tuple[str, ...] = ()
+
+    def owners(self, name: str) -> int:
+        """Ranks of dp that have a part each of a parameter; 1 where each has all that tp leaves it."""
+        return self.dp if name in self.experts else 1
 
     @property
     def degrees(self) -> dict[str, int]:

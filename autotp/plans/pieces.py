@@ -71,11 +71,6 @@ class Piece:
     shape: tuple[int, ...]
     dim: int | None
 
-    def share(self, rank: int, tp: int) -> Block:
-        """Return a rank's part of it."""
-        whole = Block.whole(self.shape)
-        return whole if self.dim is None else whole.chunk(self.dim, rank, tp)
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -83,12 +78,14 @@ class Pieces:
 
     Attributes:
         virtual: ranks that the layout is of, where each of the `tp` has the parts of several of these.
+        owners: ranks of an axis beside tp, of which each has a part of dimension 0; the layout is of such a part.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     tp: int
     virtual: int = 0
+    owners: int = 1
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -103,6 +100,8 @@ class Pieces:
             # Units larger than one need a dimension of their own, but where single elements are dealt in the same way.
             flat = Partition.plain(s.length, self.tp).segments == (s,)
             units = (s.count * s.unit,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
+            if d == 0 and self.owners > 1:
+                units = (units[0] * self.owners, *units[1:])
             repeat = (times,) if times > 1 else ()
             shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
             out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
@@ -162,19 +161,29 @@ class Pieces:
         """Return whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
         return self._plain and not self.held_whole
 
+    def share(self, piece: Piece, rank: int, place: int = 0) -> Block:
+        """Return a rank's part of a piece.
+
+        Args:
+            piece: of these. rank: among the tp ranks. place: among the owners.
+        """
+        part = Block.whole(piece.shape)
+        part = part.chunk(0, place, self.owners) if self.owners > 1 else part
+        return part if piece.dim is None else part.chunk(piece.dim, rank, self.tp)
+
     def blocks(self, rank: int, spread: tuple[int, int] = (0, 1)) -> list[Block]:
         """Return the blocks of the parameter that a rank holds.
 
         Args:
-            rank: among the tp ranks. spread: where weights are split over an axis beside tp too, the rank's place on
-                that and its size. Empty blocks are left out, but for a parameter without elements.
+            rank: among the tp ranks. spread: where weights are split over an axis beside tp too, or have owners, the
+                rank's place on that and its size. Empty blocks are left out, but for a parameter without elements.
         """
         if prod(self.shape) == 0:
             return [Block.whole(self.shape)]
         out: list[Block] = []
         for piece in self.pieces:
-            part = piece.share(rank, self.tp)
-            part = part.chunk(0, *spread) if self.shape else part
+            part = self.share(piece, rank, spread[0])
+            part = part.chunk(0, *spread) if self.shape and self.owners == 1 else part
             out += self.unfolded(piece, part) if part.elements else ()
         return out
 

@@ -31,7 +31,7 @@ from .plan import Plan
 FORMAT = 11
 UNSAVED = ("fired", "builder")  # they say something of one process alone
 MESH = ("tp", "batch")  # fields that a file has as axes
-UNSAID = {"ep": 1, "imbalance": 1.0}  # of an axis, where a file leaves it out
+UNSAID: dict[str, Any] = {"ep": 1, "imbalance": 1.0, "experts": []}  # of an axis, where a file leaves it out
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
 MAX_FILE_BYTES = 100_000_000  # the plan of a model with hundreds of layers has a few million
 FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # written once where they are equal

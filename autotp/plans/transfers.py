@@ -188,7 +188,7 @@ def between(before: Plan, after: Plan, first: int = 0, bucket: int = BUCKET) -> 
     tensors = {}
     for p in before.parameters:
         have, need = (
-            _blocks(plan, Pieces(p.shape, own[p.name], plan.tp), start)
+            _blocks(plan, Pieces(p.shape, own[p.name], plan.tp, owners=plan.batch.owners(p.name)), start)
             for plan, own, start in zip(plans, layouts, (0, first), strict=True)
         )
         tensors[p.name] = Spread(p.shape, getattr(torch, p.dtype).itemsize, have, need)
@@ -203,8 +203,9 @@ def _kinds(plan: Plan) -> dict[str, str]:
 def _blocks(plan: Plan, pieces: Pieces, first: int) -> dict[int, list[Block]]:
     """Rank -> what it holds of a parameter under a plan for ranks from `first` on, counted as a mesh counts them."""
     beside = plan.batch.size
+    spread = plan.batch.fully_shard or pieces.owners > 1
     return {
-        first + place * plan.tp + rank: pieces.blocks(rank, (place, beside) if plan.batch.fully_shard else (0, 1))
+        first + place * plan.tp + rank: pieces.blocks(rank, (place, beside) if spread else (0, 1))
         for place in range(beside)
         for rank in range(plan.tp)
     }

@@ -262,9 +262,8 @@ class CallLayouts:
 
     def over(self, leaf: Leaf) -> list[Layout]:
         """Return how a leaf lies over each axis beside tp."""
-        if not leaf.kind.passed:
-            return [R] * len(self.on.beside)
-        return [axis.inputs.get(leaf.name, R) for axis in self.on.beside]
+        kind = "inputs" if leaf.kind.passed else "weights"
+        return [getattr(axis, kind).get(leaf.name, R) for axis in self.on.beside]
 
     def split(self, value: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
         """Return what ranks have of a whole value, in their order.

@@ -22,6 +22,7 @@ from autotp import compat
 from autotp.comm.lockstep import recoveries
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
+from autotp.runtime.lower.lower import accumulate_in
 
 from .storage import ShardState
 from .weight_reads import Read
@@ -40,7 +41,7 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     assert ranks is not None and ranks.batch is not None
     units: dict[str, str] = {}
     for r in reads:
-        if r.storage is not None:  # stages of one rank may read a weight in several places
+        if r.storage is not None and r.storage.owners == 1:  # stages of one rank may read a weight in several places
             units[r.name] = r.unit if units.get(r.name, r.unit) == r.unit else ""
     if shards.units:
         if name := next((n for n, unit in units.items() if shards.units.get(n, "") not in (unit, "")), ""):
@@ -50,12 +51,20 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
             )
         return
     shards.units.update(units)
-    scalars = average_scalars(shards, nn.Module.parameters(shards.root))
+    apart = average_scalars(shards, nn.Module.parameters(shards.root)) | _experts(shards, reduces)
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for part in _units(shards):
-        apply(part, mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
+        apply(part, mesh=ranks.batch.mesh, ignored_params=apart, **policy)
     remember(shards.root)
+
+
+def _experts(shards: ShardState, reduces: torch.dtype | None) -> set[nn.Parameter]:
+    """Return parameters of which each rank of the axis has its own part, with whole gradients, added up in a type."""
+    owned = {piece for name, piece, _ in shards.pieces() if shards.storages[name].owners > 1}
+    for piece in owned if reduces is not None else ():
+        accumulate_in(piece, reduces)
+    return owned
 
 
 def forget(root: nn.Module) -> bool:

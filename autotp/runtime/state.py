@@ -64,7 +64,8 @@ def _place_parameters(shards: ShardState, model: nn.Module, placements: Layouts,
         if first in shards.elsewhere:
             shards.parts[owner].register_parameter(leaf, None)
             continue
-        storage = shards.storages.setdefault(first, shards.storage(parameter.shape, placements.get(first, I)))
+        owners = shards.axis.owners(first)
+        storage = shards.storages.setdefault(first, shards.storage(parameter.shape, placements.get(first, I), owners))
         # Tied parameters are cut once, so that they stay one tensor and train together.
         if id(parameter) not in parts:
             cut = _cut(shards, storage, parameter)
@@ -164,6 +165,7 @@ def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
 
 def sharded_state(shards: ShardState, prefix: str) -> NamedTensors:
     """Return DTensors under the original's names, whole tensors where pieces hold a parameter."""
+    shards.show_own()  # torch frees what it has gathered for a forward, whoever holds it
     out = {}
     for name, first in named_tensors(shards):
         parts, storage = [p.detach() for p in pieces(shards, first)], shards.storage_of(first)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Host, Hosts
-from autotp.compat import like_dtensor, local_of
+from autotp.compat import joined_mesh, like_dtensor, local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
 from autotp.ir.specs import INVARIANT
@@ -73,10 +73,11 @@ class Storage(Pieces):
         d, repeat = self.layout.sharded_dim, self._run[1]
         if d is None or self._plain:
             return pieces[0]
-        around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat
-        runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
+        before, after = pieces[0].shape[:d], self.shape[d + 1 :]  # of owners each has a part of dimension 0
+        around = math.prod(before) * math.prod(after) * repeat
+        runs = [t.reshape(*before, repeat, t.numel() // max(around, 1), *after) for t in pieces]
         fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
-        return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
+        return fused.reshape(*before, -1 if fused.numel() else 0, *after)
 
     def mine(self, pieces: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
         """Return the rank's slice of the parameter, differentiable.
@@ -98,16 +99,25 @@ class Storage(Pieces):
         out = list[Tensor]()
         for x in self.pieces:
             # What is whole keeps the original's strides, such as those of channels that come last.
-            local = torch.empty_like(full.detach(), device=device)
-            if x.dim is not None:
-                size = x.share(ranks.rank, self.tp).size if ranks is not None else x.shape
-                local = torch.empty(size, dtype=full.dtype, device=device)
+            local, stride = torch.empty_like(full.detach(), device=device), strides(x.shape)
+            if x.dim is not None or self.owners > 1:
+                local = torch.empty(self.local_shape(x, ranks), dtype=full.dtype, device=device)
+            else:
+                stride = local.stride()
             if ranks is not None:
-                cut, stride = (Whole(), local.stride()) if x.dim is None else (Split(x.dim), strides(x.shape))
+                mesh, cuts = ranks.mesh, [Whole() if x.dim is None else Split(x.dim)]
+                if self.owners > 1:
+                    mesh, cuts = joined_mesh(ranks.batch.mesh, mesh), [Split(0), *cuts]  # type: ignore[union-attr]
                 shape = torch.Size(x.shape)
-                local = DTensor.from_local(local, ranks.mesh, [cut], run_check=False, shape=shape, stride=stride)
+                local = DTensor.from_local(local, mesh, cuts, run_check=False, shape=shape, stride=stride)
             out.append(local)
         return self.write(out, full.detach())
+
+    def local_shape(self, piece: Piece, ranks: Ranks | None) -> tuple[int, ...]:
+        """Return the shape that a rank has of a piece; in one plain process the whole's."""
+        if ranks is None:
+            return piece.shape
+        return self.share(piece, ranks.rank, ranks.batch.rank if ranks.batch is not None else 0).size
 
     def write(self, pieces: list[Tensor], value: Tensor) -> list[Tensor]:
         """Write a whole parameter to what the pieces hold of it, and return these."""
@@ -157,12 +167,13 @@ class Storage(Pieces):
 def _window(t: Tensor, piece: Piece) -> tuple[Block, Tensor]:
     """Return which block of a piece this rank holds, and its memory.
 
-    tp cuts first, a data-parallel axis cuts its share.
+    The axes of the mesh cut in order; where torch's data parallelism has spread it, that cuts what tp leaves.
     """
     block, local = Block.whole(piece.shape), t.detach()
     if isinstance(local, DTensor):
         mesh = local.device_mesh
-        for axis in reversed(range(mesh.ndim)):
+        later = any(type(p) is not Split and hasattr(p, "dim") for p in local.placements)
+        for axis in sorted(range(mesh.ndim), reverse=later):
             cut = getattr(local.placements[axis], "dim", None)
             if cut is not None:
                 block = block.chunk(cut, mesh.get_local_rank(axis), mesh.size(axis))
@@ -197,11 +208,11 @@ class Unwrap(torch.autograd.Function):
     """All of a block's parameters to local tensors in one node; the gradients become DTensors again."""
 
     @staticmethod
-    def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.parameters = parameters
+    def forward(ctx, owners: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.parameters, ctx.owners = parameters, owners
         ctx.set_materialize_grads(False)
         locals_ = tuple([local_of(p).detach() for p in parameters])
-        frozen = [t for t, needed_grad in zip(locals_, ctx.needs_input_grad, strict=True) if not needed_grad]
+        frozen = [t for t, needed_grad in zip(locals_, ctx.needs_input_grad[1:], strict=True) if not needed_grad]
         ctx.mark_non_differentiable(*frozen)
         return locals_
 
@@ -210,9 +221,11 @@ class Unwrap(torch.autograd.Function):
         # In the parameters' own strides, as autograd accumulates plain gradients: fused optimizers go by memory.
         wrap = as_dtensor if torch.is_grad_enabled() else like_dtensor
         out: list[Tensor | None] = []
-        for g, p in zip(grads, ctx.parameters, strict=True):
+        for g, p, n in zip(grads, ctx.parameters, ctx.owners, strict=True):
+            # Where the ranks of dp have a part each nothing is summed over it: of the mean only its divisor is left.
+            g = g / n if n > 1 and g is not None else g
             out.append(None if g is None else wrap(g.contiguous(), p))
-        return tuple(out)
+        return None, *out
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
@@ -222,12 +235,16 @@ def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return local tensors of a block's parameters; plain tensors pass."""
+def unwrap(parameters: Sequence[Tensor], owners: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return local tensors of a block's parameters; plain tensors pass.
+
+    Args:
+        parameters: of the block. owners: of each, ranks of dp that have a part of it each.
+    """
     if not parameters or not isinstance(parameters[0], DTensor):
         return tuple(parameters)
     if torch.is_grad_enabled():
-        return Unwrap.apply(*parameters)  # type: ignore[no-any-return]
+        return Unwrap.apply(owners, *parameters)  # type: ignore[no-any-return]
     return tuple([_untracked(local_of(p)) for p in parameters])
 
 
@@ -321,9 +338,9 @@ class ShardState:
         """The axes over which torch sums gradients."""
         return ALONE if self.hosts else self.axis
 
-    def storage(self, shape: Sequence[int], layout: Layout) -> Storage:
-        """Return how a tensor of this shape is held under a layout."""
-        return Storage(tuple(shape), layout, self.tp, self.host.size if self.host is not None else 0)
+    def storage(self, shape: Sequence[int], layout: Layout, owners: int = 1) -> Storage:
+        """Return how a tensor of this shape is held under a layout, of which so many ranks have a part each."""
+        return Storage(tuple(shape), layout, self.tp, self.host.size if self.host is not None else 0, owners)
 
     @property
     def device(self) -> torch.device:

@@ -77,6 +77,7 @@ class Place:
         name: of the attribute, in the whole tree.
         local: shape of this rank's part.
         mesh: None in one plain process.
+        owners: ranks of dp that have a part of it each.
     """
 
     module: nn.Module
@@ -84,6 +85,7 @@ class Place:
     name: str
     local: torch.Size
     mesh: DeviceMesh | None
+    owners: int = 1
 
     def settle(self) -> Tensor:
         """Return the parameter, or what was put in its place and lies as that does.
@@ -112,12 +114,11 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None) 
         ranks: None in one plain process.
     """
     owner, _, leaf = name.rpartition(".")
-    mesh, rank = (ranks.mesh, ranks.rank) if ranks is not None else (None, 0)
+    mesh = ranks.mesh if ranks is not None else None
     out = []
     for n, piece in zip(storage.names(leaf), storage.pieces, strict=True):
-        full, whole = f"{owner}.{n}" if owner else n, torch.Size(piece.shape)
-        local = torch.Size(piece.share(rank, storage.tp).size) if ranks is not None else whole
-        out.append(Place(module, n, full, local, mesh))
+        local = torch.Size(storage.local_shape(piece, ranks))
+        out.append(Place(module, n, f"{owner}.{n}" if owner else n, local, mesh, storage.owners))
     return out
 
 
@@ -125,6 +126,7 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
     """Return a function that reads these, unwrapped in one step."""
     names = [(place.module, place.leaf) for place in places]
     shapes = [place.local for place in places]
+    owners = [place.owners for place in places]
     split = bool(places) and places[0].mesh is not None
     tensors: list[Any] = []
     listed = [-1]  # the revision in which the tensors were these
@@ -139,9 +141,9 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
         except AttributeError:  # no parameter, or no DTensor
             local, fit = [], False
         if not fit:
-            return unwrap([place.settle() for place in places])
+            return unwrap([place.settle() for place in places], owners)
         plain = split and not torch.is_grad_enabled() and not any(map(TRAINED, local))
-        return local if plain else unwrap(tensors)
+        return local if plain else unwrap(tensors, owners)
 
     return read
 

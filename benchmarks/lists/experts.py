@@ -83,8 +83,8 @@ def page(record: Mapping[str, Any]) -> str:
         f"A mixture of {EXPERTS} experts, {WIDTH} wide, two for each token, forward and backward on {RANKS} gloo "
         "ranks of\none thread: CPU milliseconds of the slower rank, and what a rank sends by the plan, gradients over "
         "dp included.\n"
-        f"Median of {record['rounds']} rounds. With ep the weights of all experts are still on each rank, and their\n"
-        "gradients, zeros for the experts of others, are summed over dp.\n\n" + table(head, cells)
+        f"Median of {record['rounds']} rounds. With ep a rank has its own experts alone, whose gradients nothing\n"
+        "sums over dp.\n\n" + table(head, cells)
     )
 
 

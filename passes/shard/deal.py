@@ -36,7 +36,7 @@ from .decide import decide
 from .own_rows import calls, copied, fold, unfold
 from .planner import Builder
 from .rewrite import Rewriter
-from .travel import Journey, refuse_staying, travelling
+from .travel import Journey, own_experts, refuse_staying, travelling
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Dealt:
 
     Attributes:
         axis: its name. ranks: on it. symbol: of the size that is dealt.
-        inputs: those that come in parts. outputs: all tensors, in order. notes: of it, in words.
+        inputs, weights: those that come in parts. outputs: all tensors, in order. notes: of it, in words.
     """
 
     axis: str
@@ -54,6 +54,7 @@ class Dealt:
     inputs: Mapping[str, Layout]
     outputs: tuple[Layout, ...]
     notes: list[str]
+    weights: Mapping[str, Layout]
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,11 @@ class DealAxis(Pass[Capture]):
         Localised(program, sharded.graph, self, symbol).run()
         notes = rules.settle(program, planned, inputs)
         notes += [travelling(calls(program), self.ranks)] if self.ep > 1 else []
-        unfold(program, copied if self.ep == 1 else partial(Journey, ranks=self.ranks))
-        return Dealt(self.policy.axis, self.ranks, symbol, inputs, goals, notes)
+        owned = own_experts(program, self.ranks) if self.ep > 1 else {}
+        unfold(program, copied if self.ep == 1 else partial(Journey, ranks=self.ranks, owned=owned))
+        weights = {x.name: owned[x.node] for x in program.leaves if x.node in owned}
+        program.owned = dict.fromkeys(weights, self.ranks)
+        return Dealt(self.policy.axis, self.ranks, symbol, inputs, goals, notes, weights)
 
 
 def own_copy(program: Capture) -> Capture:

@@ -9,7 +9,7 @@ others: one summand over the axis as that of every weight, of which data paralle
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -22,7 +22,7 @@ from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture, copy_node, shape_of, tensors, where
 from autotp.ir.layouts import Groups, Layout, Partition, R, Shard, Travelled
 from autotp.ir.marks import Axis, BatchConversion, inherit
-from autotp.ir.op import EXPERTS, Op, Rule, sizes
+from autotp.ir.op import EXPERTS, Carry, Op, Rule, aten, sizes
 from autotp.ir.specs import Runs
 from autotp.rules.core import rule_of
 from autotp.text import listed
@@ -100,6 +100,47 @@ def refuse_staying(program: Capture) -> None:
         )
 
 
+def own_experts(program: Capture, ranks: int) -> dict[fx.Node, Layout]:
+    """Leave each rank its own experts of weights that nothing but products by expert reads.
+
+    Args:
+        program: whose regions stand as one operator each; is changed. ranks: of the axis.
+
+    Returns: the nodes that are a part now, from the weight to its products: how they lie over the axis.
+    """
+    owned: dict[fx.Node, Layout] = {}
+    for leaf in (x for x in program.leaves if x.kind.trained and x.is_tensor):
+        for node in _way([leaf.node]):
+            val = node.meta["val"]
+            owned[node] = Shard(0, Partition.plain(len(val), ranks))
+            # What does not divide is refused as its region is written.
+            node.meta["val"] = val.narrow(0, 0, len(val) // ranks).detach().requires_grad_(val.requires_grad)
+    return owned
+
+
+def _way(way: list[fx.Node]) -> list[fx.Node]:
+    """A weight, and what is made of it expert by expert for products by expert alone; nothing where others read it."""
+    for node in way:
+        for user in node.users:
+            if isinstance(user.target, OwnRows):
+                region = user.target.region
+                weights = {weight for _, weight in region.products.values()}
+                if any(x not in weights for x, a in zip(region.outside, user.args, strict=True) if a is node):
+                    return []
+            elif _by_row(user):
+                way.append(user)
+            else:
+                return []
+    return way if way[0].users else []
+
+
+def _by_row(node: fx.Node) -> bool:
+    """Say whether an operator makes of each row of its one operand a row, and is told of no sizes."""
+    rule = rule_of(Op.of(node)) if node.op == "call_function" and tensors(node) else None
+    sized = any(isinstance(x, list | tuple) for x in node.args) and node.target is not aten.permute.default
+    return not sized and rule is not None and any([*f.ins] == [*f.outs] == [Carry(0)] for f in rule.factors)
+
+
 def travelling(regions: Iterable[fx.Node], ranks: int) -> str:
     """Say which experts are dealt out, in a note of the plan."""
     names = listed(list(dict.fromkeys(map(where, regions))))
@@ -119,13 +160,14 @@ class Journey:
     """Writes the nodes of a region so that rows travel; called with each in order.
 
     Attributes:
-        region: of a program. ranks: of the axis.
+        region: of a program. ranks: of the axis. owned: nodes of that of which a rank has its own experts.
         there: of each node whose rows travel, what a rank has of it.
         own: of each weight, the rank's experts. ends: of its own experts; `counts`: of all ranks.
     """
 
     region: Region
     ranks: int
+    owned: Collection[fx.Node] = ()
     there: dict[fx.Node, fx.Node] = field(default_factory=dict)
     own: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ends: fx.Node | None = None
@@ -192,8 +234,10 @@ class Journey:
 
     def _own(self, weight: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
         """The rank's own experts of a weight."""
+        x = read(weight)
+        if x in self.owned:
+            return x
         if weight not in self.own:
-            x = read(weight)
             val = x.meta["val"].narrow(0, 0, self.experts // self.ranks).detach()
             self.own[weight] = self._convert(graph, x, R, Shard(0, self.of), read, val)
         return self.own[weight]

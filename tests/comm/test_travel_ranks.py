@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MixtralForCausalLM
 
 import autotp
 from autotp.errors import InputError
+from autotp.runtime.checkpoint.archives import Archive
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.modules.mixtures import Mixture, mixture, part, scores, tokens
 
@@ -108,3 +113,115 @@ def test_checkpoints_lengths_generation_and_one_error_on_all_ranks(pool, tmp_pat
     assert all(found["longer"] < EXACT and found["new"] for found in everyone), everyone
     assert {found["error"] for found in everyone} == {everyone[0]["error"]}
     assert "dp ranks [1] have an expert for" in everyone[0]["error"]
+
+
+def held(sharded: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes of this rank's experts, as they are allocated: of weights, gradients and the optimizer's states."""
+    out = {"weights": 0, "gradients": 0, "states": 0, "others": 0}
+    for name, p in sharded.named_parameters():
+        if name.split("_part")[0] not in ("up", "down"):
+            out["others"] += p.to_local().untyped_storage().nbytes()
+            continue
+        states = [x for x in optimizer.state[p].values() if x.ndim]
+        for what, tensors in (("weights", [p]), ("gradients", [p.grad]), ("states", states)):
+            out[what] += sum(x.to_local().untyped_storage().nbytes() for x in tensors)
+    return out
+
+
+def holding(rank: int, world: int, group: Any, pins: dict[str, Any], split: bool) -> list[dict[str, int]]:
+    """What a rank holds without travelling, and with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    given, out = part(tokens(), mesh["dp"].get_local_rank(), 2), []
+    for ep in (1, 2):
+        own: Any = {"check_capture": False, "pins": pins, "fully_shard": split}
+        sharded: Any = autotp.compile(mixture("by hand"), dp=2, ep=ep, mesh=mesh, example_inputs=given, **own)
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        sharded(**given).square().mean().backward()
+        optimizer.step()
+        out.append(held(sharded, optimizer))
+    return out
+
+
+@pytest.mark.parametrize(("dim", "split"), [(0, False), (None, True)], ids=["by-expert-over-tp", "fully-sharded"])
+def test_a_rank_holds_its_own_experts(pool, dim, split):
+    pins = {} if dim is None else {"up": Shard(dim), "down": Shard(dim)}
+    for whole, own in pool.run(holding, pins, split):
+        assert own["others"] == whole["others"] and whole["states"] == 2 * whole["weights"]
+        ratio = 1 if split else 2  # what is split over dp besides is as small, and gathered
+        assert all(ratio * own[what] == whole[what] for what in ("weights", "states")), (whole, own)
+        assert own["gradients"] == own["weights"] < whole["gradients"], (whole, own)
+
+
+def reading(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
+    """A folder of single experts, and which of them a rank reads; then its state dicts, as others have them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, keys = mesh["dp"].get_local_rank(), []
+    whole = Archive.whole
+
+    def watched(self: Any, name: str) -> Any:
+        keys.append(name)
+        return whole(self, name)
+
+    with patch.object(Archive, "whole", watched):
+        own: Any = {"example_inputs": part(tokens(), mine, 2), "check_capture": False}
+        sharded: Any = autotp.from_pretrained(folder, dp=2, ep=2, mesh=mesh, **own)
+    model: Any = MixtralForCausalLM.from_pretrained(folder)
+    found, wanted = sharded(**part(tokens(), mine, 2)).logits, model(**tokens()).logits.chunk(2)[mine].clone()
+    numbers = {int(name.split("experts.")[1].split(".")[0]) for name in keys if "experts." in name}
+    states: Any = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    again = model.state_dict()
+    same = states.keys() == again.keys() and all(states[name].equal(t) for name, t in again.items())
+    sharded.load_state_dict({name: 2 * t for name, t in again.items()})
+    doubled = sharded.full_state_dict()
+    return {
+        "own": numbers <= {2 * mine, 2 * mine + 1}, "scores": difference(found, wanted), "states": same,
+        "doubled": all(doubled[name].equal(2 * t) for name, t in again.items()),
+    }  # fmt: skip
+
+
+def test_single_experts_are_read_where_they_are(pool, tmp_path):
+    mixture_model: Any = mixture("mixtral", double=False)
+    mixture_model.save_pretrained(tmp_path)
+    assert any("experts.3." in name for name in load_file(tmp_path / "model.safetensors"))
+    for found in pool.run(reading, str(tmp_path)):
+        assert found["own"] and found["scores"] < FLOAT32 and found["states"] and found["doubled"], found
+
+
+def moving(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """Weights to tp=4 and back, and the module onto other degrees with its optimizer, beside one device."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, options = mesh["dp"].get_local_rank(), cast(Any, {"check_capture": False})
+    sharded: Any = autotp.compile(
+        mixture("by hand"), dp=2, ep=2, mesh=mesh, example_inputs=part(tokens(), mine, 2), **options
+    )
+    model, found = mixture("by hand"), dict[str, Any]()
+    other: Any = autotp.compile(mixture("by hand"), mesh=mesh_of(group), example_inputs=tokens(), **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, sharded)]
+
+    def stepped(given: dict[str, Any]) -> float:
+        for m, optimizer, inputs in zip((model, sharded), optimizers, (tokens(), given), strict=True):
+            optimizer.zero_grad()
+            m(**inputs).square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+        state = sharded.full_state_dict()
+        return max(difference(state[n], t) for n, t in model.state_dict().items())
+
+    found["before"] = stepped(part(tokens(), mine, 2))
+    autotp.move(sharded, other)
+    there = other.full_state_dict()
+    found["moved"] = all(there[n].equal(t) for n, t in sharded.full_state_dict().items())
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.zero_()
+    autotp.move(other, sharded)
+    sharded.replan(1, dp=4, optimizer=optimizers[1])
+    found["experts"] = [sharded.plan.batch.ep, tuple(dict(sharded.named_parameters())["up"].to_local().shape)]
+    found["replanned"] = stepped(part(tokens(), rank, 4))
+    return found
+
+
+def test_weights_move_and_degrees_change(pool):
+    for found in pool.run(moving):
+        assert found["moved"] and found["experts"] == [4, (1, 16, 24)], found
+        assert max(found["before"], found["replanned"]) < EXACT, found

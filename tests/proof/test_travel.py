@@ -76,15 +76,36 @@ def test_a_wrong_count_is_noticed():
         assert not proved(mixture("by hand"))
 
 
-def test_an_expert_gradient_that_is_averaged_again_is_noticed():
-    place = ShardSpec.place
-
-    def halved(self: Any, x: Tensor, rank: int, tp: int) -> Tensor:
-        return place(self, x, rank, tp) / (tp if x.ndim == 3 else 1)  # the experts' weights alone are so
-
-    with patch.object(ShardSpec, "place", halved):
-        report = proved(mixture("by hand"))
+def test_a_gradient_of_experts_that_is_left_in_summands_is_noticed():
+    """Such as that of a weight which all ranks have whole: each would have what its own experts make of it."""
+    with patch.object(travel, "_way", lambda way: []):
+        model = mixture("by hand")
+        assert proved(model)
+        place = ShardSpec.place
+        halved = lambda self, x, rank, tp: place(self, x, rank, tp) / (tp if x.ndim == 3 else 1)  # noqa: E731
+        with patch.object(ShardSpec, "place", halved):
+            report = proved(model)
     assert not report and report.difference.direction == "backward", report
+
+
+class Turned(Mixture):
+    """Reads one weight of its experts transposed, and adds the other up besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(self.up.detach().transpose(1, 2).contiguous())
+
+    def experts(self) -> tuple[Tensor, Tensor]:
+        return self.up.transpose(1, 2), self.down
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) + self.down.sum()
+
+
+def test_what_others_read_too_is_whole_on_each_rank():
+    torch.manual_seed(0)
+    report = proved(Turned(), 2)
+    assert report and report.plan.batch.experts == ("up",), report
 
 
 def test_rows_are_sent_to_their_experts_and_come_back():

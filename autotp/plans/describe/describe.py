@@ -101,12 +101,13 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
         if not leaf.kind.trained:
             continue
         val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
+        owners = planned.program.owned.get(leaf.name, 1)
         dim = layout.sharded_dim
         pinned = leaf.name in builder.pinned or leaf.name in builder.user.parameters
         out.append(
             Parameter(
                 leaf.name,
-                tuple(val.shape),
+                (*(n * owners for n in val.shape[:1]), *val.shape[1:]),
                 layout.local_shape([*map(int, val.shape)], planned.tp),
                 str(val.dtype).removeprefix("torch."),
                 layout,

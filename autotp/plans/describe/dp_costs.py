@@ -54,7 +54,8 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
             values += sum(collective_bytes(name or "none", size, over.ranks) for _, name, size in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
     backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
-    priced = replace(axis, sent=sends.bytes, seconds=sends.seconds, values=values, backward=backward)
+    costs = {"sent": sends.bytes, "seconds": sends.seconds, "values": values, "backward": backward}
+    priced = replace(axis, **costs, experts=tuple(planned.program.owned))
     own = 1.0  # of which each rank holds and updates one part
     if axis.fully_shard:
         own = axis.size * _bytes(plan.parameters) / sum(owners * _bytes(x) for (_, owners), x in groups.items())

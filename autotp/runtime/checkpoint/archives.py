@@ -234,7 +234,8 @@ def _mapped(bare: Any) -> bool:
 
 
 class Converted(Renamed):
-    """An archive seen through a mapping. What the mapping computes is computed whole, one tensor at a time."""
+    """An archive seen through a mapping. What the mapping computes is computed whole, one tensor at a time, but for a
+    stack, of which what is needed is read."""
 
     def __init__(self, bare: Any, archive: Archive, mapping: Sequence[Any], names: set[str]) -> None:
         loading = importlib.import_module("transformers.core_model_loading")
@@ -281,11 +282,22 @@ class Converted(Renamed):
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the tensor `name` of the running model."""
-        if name in self.groups:
-            tensor = self._convert(*self.groups[name], self.archive.whole)[name]
-            for box in boxes:
-                box.tensor.copy_(tensor[box.slices])
-        else:
+        if name not in self.groups:
             super().read(name, boxes)
+        elif boxes:
+            first, sources = self._stacked(name, boxes)
+            tensor = self._convert(*self.groups[name][:2], sources, self.archive.whole)[name]
+            for box in boxes:
+                box.tensor.copy_(tensor[box.block.slices((first,) + (0,) * (tensor.ndim - 1))])
+
+    def _stacked(self, name: str, boxes: Sequence[Box]) -> tuple[int, Sources]:
+        """Number of the first of stacked tensors, as single experts are, that boxes have a part of, and all these."""
+        _, converter, sources = self.groups[name]
+        steps = [f"{type(x).__name__} {getattr(x, 'dim', 0)}" for x in converter.operations]
+        if steps not in (["MergeModulelist 0"], ["MergeModulelist 0", "Concatenate 1"]):
+            return 0, sources
+        first = min(box.offset[0] for box in boxes)
+        end = max(box.offset[0] + len(box.tensor) for box in boxes)
+        return first, {pattern: keys[first:end] for pattern, keys in sources.items()}
 
     fill = Archive.fill  # one by one: some are computed

@@ -39,6 +39,10 @@ class Mixture(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, 24, width) / 4)
         self.head = nn.Linear(width, 32)
 
+    def experts(self) -> tuple[Tensor, Tensor]:
+        """Weights of the two products."""
+        return self.up, self.down
+
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         tokens = x.flatten(0, 1)
@@ -46,8 +50,8 @@ class Mixture(nn.Module):
         experts, order = chosen.flatten().sort(stable=True)
         counts = torch.histc(experts.float(), self.up.shape[0], 0, self.up.shape[0] - 1)
         ends = counts.cumsum(0).to(torch.int32)
-        product = torch.ops.transformers.grouped_mm_fallback
-        rows = product(product(tokens[order // 2], self.up, ends).relu(), self.down, ends)
+        product, (up, down) = torch.ops.transformers.grouped_mm_fallback, self.experts()
+        rows = product(product(tokens[order // 2], up, ends).relu(), down, ends)
         rows = rows * weights.flatten()[order].unsqueeze(-1)
         return self.head(x + torch.zeros_like(tokens).index_add(0, order // 2, rows).view_as(x))
 
