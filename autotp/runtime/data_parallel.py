@@ -62,8 +62,9 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
 def _experts(shards: ShardState, reduces: torch.dtype | None) -> set[nn.Parameter]:
     """Return parameters of which each rank of the axis has its own part, with whole gradients, added up in a type."""
     owned = {piece for name, piece, _ in shards.pieces() if shards.storages[name].owners > 1}
-    for piece in owned if reduces is not None else ():
-        accumulate_in(piece, reduces)
+    if reduces is not None:
+        for piece in owned:
+            accumulate_in(piece, reduces)
     return owned
 
 
