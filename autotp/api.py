@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import Ranks, agree, broadcast, leads, mesh_of, together, versions
+from autotp.comm.ranks import Ranks, agree, broadcast, leads, mesh_of, of_first, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
 from autotp.driver.compile import Compilation, capture_model, plain, solve_plan
+from autotp.driver.expert_choice import choose_experts
 from autotp.driver.like import plan_like
 from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
 from autotp.driver.options import (
@@ -98,7 +99,9 @@ def plan(
         within_node: refuse a degree that leaves the node. seconds: of the CPU, after which the best plan is taken.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
-            of the batch, with cp whole sequences. `fully_shard` splits weights over both too. ep: dp: experts too.
+            of the batch, with cp whole sequences. `fully_shard` splits weights over both too. ep: a divisor
+            of dp, over which experts are dealt too, or "auto": the fastest that fits, with prices in the notes.
+            imbalance: rows of the rank that gets most of them for its experts, over the mean.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -112,7 +115,7 @@ def plan(
     degree, keywords = degrees_of(tp, keywords, model)
     others = (like, *map(keywords.get, ("within_node", "fully_shard", "dp", "cp", "ep")))
     refuse_beside_devices(devices, global_batch, degree, any(x not in (None, False, 1) for x in others))
-    axes = axes_beside(None, keywords, degree)
+    axes = axes_beside(None, _fixed(keywords), degree)
     options = Options.read(1 if degree is None or degree == "auto" else degree, keywords, axes)
     dealt = replace(axes, cp=_request(keywords, axes).cp)
     inputs, name = required_inputs(model, example_inputs, "autotp.plan", dealt), type(model).__name__
@@ -120,9 +123,13 @@ def plan(
     if devices is not None:
         only = [degree] if isinstance(degree, int) else None
         return choose_mesh(capture, inputs, options, name, devices, global_batch, only)
+    chosen = keywords.get("ep") == "auto"
+    if chosen and like is None:
+        return _experts(model, example_inputs, options, keywords)
     captured, notes = capture(options.tp, axes)
     if like is not None:
-        return plan_like(like, degree, captured, options, lambda of: solve_plan(captured, notes, of, name))
+        of_other = "auto" if chosen else degree
+        return plan_like(like, of_other, captured, options, lambda of: solve_plan(captured, notes, of, name))
     return (
         automatic(captured, notes, DEGREES, keywords, name)
         if degree == "auto"
@@ -195,7 +202,8 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see `autotp.plan`.
-        dp, cp, ep, fully_shard: see `plan`: each dp rank passes its slice of the batch, all cp ranks whole sequences.
+        dp, cp, ep, fully_shard: see `plan`, imbalance too: each dp rank passes its slice of the batch, all cp ranks
+            whole sequences.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
@@ -217,11 +225,16 @@ def compile(
     _refuse(plan, keywords, degree, mesh)
     lowering, kind = Lowering.read(keywords), kind_of(keywords.get("compare"))
     model = with_loss(model, loss) if loss is not None else model
-    axes, captured = axes_beside(plan, keywords, degree), None
+    axes, captured = axes_beside(plan, _fixed(keywords), degree), None
     request = _request(keywords, axes)
     if degree == "auto":
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
     ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
+    if keywords.get("ep") == "auto" and plan is None:
+        plan = of_first(
+            ranks and ranks.planners, "planning", partial(_experts, model, example_inputs, options, keywords)
+        )
+        axes, options, request = plan.batch, Options.of_plan(plan), _request(keywords, plan.batch)
     inputs = _examples(model, example_inputs, replace(axes, cp=request.cp), ranks)
     refuse_late(ALONE if hosts else axes, inputs, bool(keywords.get("resume")))
     request = request.within(options.tp, options.cluster)
@@ -242,6 +255,17 @@ def _captured(
     inputs = required_inputs(model, example_inputs, "autotp.plan", replace(axes, cp=request.cp))
     compared = keywords.get("check_capture") if check else False
     return capture_model(model, inputs, torch.device("cpu"), compared, request.within(tp, cluster))
+
+
+def _fixed(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords without an ep that is to be chosen."""
+    return {name: value for name, value in keywords.items() if (name, value) != ("ep", "auto")}
+
+
+def _experts(model: nn.Module, example_inputs: Any, options: Options, keywords: Mapping[str, Any]) -> Plan:
+    """The plan with the best ep."""
+    capture = partial(_captured, model, example_inputs, keywords, options.cluster)
+    return choose_experts(capture, partial(solve_plan, name=type(model).__name__), options, keywords)
 
 
 def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:

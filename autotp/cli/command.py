@@ -129,9 +129,9 @@ def described(x: Any) -> tuple[str, dict[str, str]]:
     return text, {name: " ".join(words.split()) for name, words in entries}
 
 
-# Kind of an option -> what stands for its value in help, and what is allowed: whole numbers count, others are shares.
+# Kind of an option -> what stands for its value in help, and what is allowed: whole numbers count.
 KINDS: dict[Any, dict[str, Any]] = {
-    str: {"metavar": "NAME"}, int: {"metavar": "N", "min": 1}, float: {"metavar": "SHARE", "min": 0, "max": 1},
+    str: {"metavar": "NAME"}, int: {"metavar": "N", "min": 1}, float: {"metavar": "NUMBER", "min": 0},
     Path: {"metavar": "FILE"}, bool: {"metavar": ""},
 }  # fmt: skip
 

@@ -96,7 +96,8 @@ class DegreeOptions:
         tp: Ranks that share the model, or a product such as 8x2, or auto. Default: auto; verify: 2.
         mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
         cp: Ranks that deal out each sequence, beside tp.
-        ep: As dp, to deal out experts over it too.
+        ep: A divisor of dp, to deal out experts over its ranks too, or auto.
+        imbalance: Rows of the rank that gets most for its experts, over the mean.
         pp: Pipeline stages (verify alone; plan --devices chooses them).
         fully_shard: Split weights over dp or cp too.
         within_node: Refuse a degree that leaves the node.
@@ -105,13 +106,14 @@ class DegreeOptions:
     tp: str | None = None
     mesh: str | None = None
     cp: int | None = None
-    ep: int = 1
+    ep: str | None = None
+    imbalance: float = 1.0
     pp: int = 1
     fully_shard: bool = False
     within_node: bool = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
-        """`tp`, `within_node`, and where they are asked for `dp`, `cp`, `ep`, `pp` and `fully_shard`."""
+        """`tp`, `within_node`, and where they are asked for `dp`, `cp`, `ep`, `imbalance`, `pp` and `fully_shard`."""
         alone = {"tp": read_degree(self.tp) if self.tp is not None else None, "cp": self.cp}
         degrees = {name: n for name, n in alone.items() if n is not None}
         mesh = read_mesh(self.mesh) if self.mesh is not None else {}
@@ -122,18 +124,23 @@ class DegreeOptions:
                 )
         axes = {name: n for name, n in {"dp": 1, "cp": 1, **mesh, **degrees}.items() if name == "tp" or n != 1}
         split = {"fully_shard": True} if self.fully_shard else {}
-        split |= {"ep": self.ep} if self.ep != 1 else {}
+        split |= {"ep": read_degree(self.ep, "ep")} if self.ep is not None else {}
+        split |= {"imbalance": self.imbalance} if self.imbalance != 1 else {}
         stages = {"pp": self.pp} if self.pp != 1 else {}
         return {"tp": default, "within_node": self.within_node, **axes, **split, **stages}
 
 
-def read_degree(text: str) -> int | str | tuple[int, ...]:
-    """`auto`, a number of ranks, or a product of them."""
+def read_degree(text: str, option: str = "tp") -> int | str | tuple[int, ...]:
+    """`auto`, a number of ranks, or a product of them.
+
+    Args:
+        text: of the option.
+    """
     if text == "auto":
         return text
     factors = re.split("[x*]", text.strip().lower())
     if not all(part.isdecimal() and int(part) for part in factors):
-        raise InputError(f"--tp {text}: give a number of ranks, such as 4, a product, such as 8x2, or auto.")
+        raise InputError(f"--{option} {text}: give a number of ranks, such as 4, a product, such as 8x2, or auto.")
     return int(factors[0]) if len(factors) == 1 else tuple(map(int, factors))
 
 

@@ -60,7 +60,8 @@ def plan(
 
 def sweep(
     model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, serving: ServingOptions,
-    tp: str | None = None, devices: int | None = None, global_batch: int | None = None, plot: Path | None = None,
+    tp: str | None = None, dp: int | None = None, ep: int | None = None, devices: int | None = None,
+    global_batch: int | None = None, plot: Path | None = None,
 ) -> int:  # fmt: skip
     """Plan for several degrees and compare them, or all meshes of so many devices.
 
@@ -68,6 +69,7 @@ def sweep(
         model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
             package.module:factory.
         tp: The degrees, N,N,... Default: 1,2,4,8,16,32.
+        dp: Ranks that each have a batch, beside tp. ep: Divisor of dp, to deal out experts over its ranks too.
         devices: Compare all meshes of so many devices.
         global_batch: With --devices: examples of a step over all.
         plot: Draw time, memory and exposed communication as SVG, with and without sequence parallelism; or meshes.
@@ -80,7 +82,7 @@ def sweep(
         return _meshes(loaded(model, sizes, steering, screen), steering, screen, tp, devices, global_batch, plot)
     if global_batch is not None:
         raise InputError("--global-batch goes with --devices: without it --batch is what is priced.")
-    arguments: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
+    arguments: dict[str, Any] = {"dp": dp, "ep": ep, **({} if tp is None else {"tps": read_degrees(tp)})}
     source = loaded(model, sizes, steering, screen)
     arguments |= {"example_inputs": source.inputs, **steering.arguments()}
     with screen.working(f"planning {type(source.model).__name__}"):

@@ -70,13 +70,18 @@ class RunKeywords(TypedDict, total=False):
     reduce_dtype: torch.dtype | str | None
 
 
-class AxisKeywords(TypedDict, total=False):
-    """Keywords of the axes beside tp, and how the program of one of their ranks is checked."""
+class ExpertKeywords(TypedDict, total=False):
+    """Keywords of dp, and of experts over it."""
 
     dp: int | None
-    cp: int | None
     ep: int | Literal["auto"] | None
     imbalance: float
+
+
+class AxisKeywords(ExpertKeywords, total=False):
+    """Keywords of the axes beside tp, and how the program of one of their ranks is checked."""
+
+    cp: int | None
     fully_shard: bool
     check_capture: bool | None
 
@@ -85,13 +90,14 @@ class StageKeywords(Steering, AxisKeywords, StateKeywords, RunKeywords, total=Fa
     """Keywords of `autotp.stages`."""
 
 
-class VerifyKeywords(Steering, total=False):
+class SweepKeywords(Steering, ExpertKeywords, total=False):
+    """Keywords of `autotp.sweep`."""
+
+
+class VerifyKeywords(Steering, ExpertKeywords, total=False):
     """Keywords of `autotp.verify`."""
 
-    dp: int | None
     cp: int | None
-    ep: int | None
-    imbalance: float
     tp_invariant: int | None
     dp_invariant: int | None
 
@@ -197,10 +203,8 @@ class Options:
         tp: number of ranks; `cluster`: the machines that it is priced on.
         pins: a dimension for each pattern, or None for whole; `sequence`: None where the cost decides.
         objective: what a step is, and whose optimizer's states count.
-        memory: bytes that a rank may hold; None for no limit.
-        batch: the axes beside tp.
-        band: share of the least step that a plan may take longer to send less.
-        seconds: of the CPU, after which the search for a better plan ends.
+        memory: bytes that a rank may hold; None for no limit. batch: the axes beside tp.
+        band: share of the least step that a plan may take longer to send less. seconds: of the search, CPU time.
         groups: ranks that a group with copies of a slice may have; () for what heads and nodes suggest.
     """
 

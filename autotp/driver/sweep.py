@@ -21,7 +21,16 @@ from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 
 from .compile import Staged, capture_model, plan_stages
-from .options import Options, Product, Steering, degrees_of, refuse_unknown, required_inputs, with_keywords
+from .options import (
+    Options,
+    Product,
+    SweepKeywords,
+    axes_beside,
+    degrees_of,
+    refuse_unknown,
+    required_inputs,
+    with_keywords,
+)  # fmt: skip
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
@@ -34,13 +43,13 @@ def sweep(
     example_inputs: Any = None,
     check_capture: bool | None = None,
     precision: Any = None,
-    **keywords: Unpack[Steering],
+    **keywords: Unpack[SweepKeywords],
 ) -> Sweep:
     """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
 
     Args:
         model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, seconds, within_node,
-            check_capture, precision: see `autotp.plan`.
+            check_capture, precision, dp, ep, imbalance: see `autotp.plan`; ep is a number.
         tps: the degrees, each as `tp` of `autotp.plan`.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
@@ -51,18 +60,19 @@ def sweep(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    refuse_unknown("sweep", keywords, Steering)
+    refuse_unknown("sweep", keywords, SweepKeywords)
     degrees = [tps] if isinstance(tps, int) else list(tps)
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
-    options = [Options.read(*degrees_of(tp, keywords, model)) for tp in degrees]
+    axes = axes_beside(None, {**keywords, "precision": precision}, 1)
+    options = [Options.read(*degrees_of(tp, keywords, model), axes) for tp in degrees]
     if len({each.tp for each in options}) < len(options):
         raise InputError(f"tps={degrees} gives one number of ranks twice: leave one out.")
     inputs, name = required_inputs(model, example_inputs, "autotp.sweep"), type(model).__name__
-    request = CaptureRequest.read(precision=precision)
+    request = CaptureRequest.read(axes, precision=precision)
     sweeps = [
         sweep_captured(*capture_model(model, inputs, torch.device("cpu"), check_capture, each), options, name)
-        for each in ([CaptureRequest(), request] if request.precision is not None else [request])
+        for each in ([replace(request, precision=None), request] if request.precision is not None else [request])
     ]
     if request.precision is None:
         return sweeps[0]
@@ -90,6 +100,7 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
         objective=first.objective.name,
         optimizer=first.objective.optimizer,
         batch=_batch(captured)[1],
+        axes=first.batch.text,
         limit=limit,
         rows=tuple(rows),
         plans=plans,

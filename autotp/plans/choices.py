@@ -192,6 +192,7 @@ class Sweep:
         batch: examples in the batch that was priced: the first dimension of the example inputs.
         limit: bytes that a rank may hold.
         rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
+        axes: beside tp, in words.
         precision: of the large products, in words; empty for the model's own. own: then the sweep in that, beside it.
     """
 
@@ -205,6 +206,7 @@ class Sweep:
     plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
     precision: str = ""
     own: Sweep | None = field(repr=False, default=None)
+    axes: str = "dp=1"
 
     @property
     def best(self) -> Degree | None:
@@ -231,7 +233,7 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plans, as plain data that JSON can hold."""
-        apart = ("rows", "plans", "precision", "own")
+        apart = ("rows", "plans", "precision", "own", *["axes"] * (self.axes == "dp=1"))
         fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in apart}
         beside = {} if self.own is None else {"precision": self.precision, "own": self.own.to_dict()["rows"]}
         return {**fields, "rows": [asdict(row) for row in self.rows], **beside}
@@ -256,6 +258,7 @@ class Sweep:
 
     def __rich__(self) -> Sheet:
         precise = f", {self.precision}" if self.precision else ""
+        precise += f", {self.axes}" if self.axes != "dp=1" else ""
         at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank{precise}"
         table = document.degrees(self.rows) if self.own is None else _precisions(self.rows, self.own.rows)
         return Sheet([Line(f"{self.model} ({at})", style="bold"), table])
