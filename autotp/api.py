@@ -123,12 +123,12 @@ def plan(
     if devices is not None:
         only = [degree] if isinstance(degree, int) else None
         return choose_mesh(capture, inputs, options, name, devices, global_batch, only)
-    chosen = keywords.get("ep") == "auto"
-    if chosen and like is None:
+    automatic_ep = keywords.get("ep") == "auto"
+    if automatic_ep and like is None:
         return _experts(model, example_inputs, options, keywords)
     captured, notes = capture(options.tp, axes)
     if like is not None:
-        of_other = "auto" if chosen else degree
+        of_other = "auto" if automatic_ep else degree
         return plan_like(like, of_other, captured, options, lambda of: solve_plan(captured, notes, of, name))
     return (
         automatic(captured, notes, DEGREES, keywords, name)

@@ -37,7 +37,7 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
     if not isinstance(like, Plan):
         raise InputError(f"like is {type(like).__name__}; give what autotp.plan returns, or Plan.load(path).")
     if tp == "auto":
-        raise InputError("like= keeps what a plan decided, and 'auto' compares plans. Give a number of ranks.")
+        raise InputError("like= keeps what a plan decided, and tp='auto' compares plans. Give a number, of ep too.")
     shapes = {x.name: tuple(x.node.meta["val"].shape) for x in captured.leaves if x.kind.trained}
     saved = _saved(like, shapes)
     equal = like.tp == tp and _equal_shapes(saved, shapes)

@@ -313,8 +313,6 @@ Product = int | tuple[int, ...]  # ranks of tp, or their factors
 GROUPS = "groups"  # keyword that a product leaves beside those of a public function
 PART_NAMES = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
 DEGREES = {"dp": "data-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
-
-
 # Of keywords that are numbers: the least and the most that they may be, and what to give.
 NUMBERS: dict[str, tuple[float, float, str]] = {
     "band": (0, 1, "share of the least step that a plan may take longer to send less, from 0 to 1, such as 0.02"),

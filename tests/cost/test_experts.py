@@ -99,7 +99,7 @@ def test_a_choice_that_cannot_be_made_is_one_sentence():
     with pytest.raises(InputError, match="ep='auto': the expert-parallel degree counts ranks"):
         autotp.verify(mixture("by hand"), 1, tokens(), dp=2, ep="auto")
     whole = autotp.plan(nn.Embedding(32, 8), 1, example_inputs=tokens()["input_ids"], dp=2, ep="auto")
-    assert whole.batch.ep == 1 and "no mixture" in whole.notes[-1]
+    assert whole.batch.ep == 1 and "no number of ranks" in whole.notes[-1]
 
 
 def test_a_sweep_has_experts_over_dp():
