@@ -93,15 +93,12 @@ def plan(
         cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
         objective: "training" (forward and backward count), "prefill" (a forward), or "decode" (a forward of one new
             token a sequence, against a cache as long as the example inputs).
-        optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
-        sequence_parallel: None lets the cost decide; True or False forces or forbids it.
+        optimizer: whose states count in memory, such as "adamw". sequence_parallel: None, as cost decides, True, False.
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node. seconds: of the CPU, after which the best plan is taken.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
-            of the batch, with cp whole sequences. `fully_shard` splits weights over both too. ep: a divisor
-            of dp, over which experts are dealt too, or "auto": the fastest that fits, with prices in the notes.
-            imbalance: rows of the rank that gets most of them for its experts, over the mean.
+            of the batch, with cp whole sequences. `fully_shard` splits weights over both too; `ep` experts over dp.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -123,18 +120,15 @@ def plan(
     if devices is not None:
         only = [degree] if isinstance(degree, int) else None
         return choose_mesh(capture, inputs, options, name, devices, global_batch, only)
-    automatic_ep = keywords.get("ep") == "auto"
-    if automatic_ep and like is None:
+    if (free := keywords.get("ep") == "auto") and like is None:
         return _experts(model, example_inputs, options, keywords)
     captured, notes = capture(options.tp, axes)
     if like is not None:
-        of_other = "auto" if automatic_ep else degree
-        return plan_like(like, of_other, captured, options, lambda of: solve_plan(captured, notes, of, name))
-    return (
-        automatic(captured, notes, DEGREES, keywords, name)
-        if degree == "auto"
-        else solve_plan(captured, notes, options, name)
-    )
+        auto = "auto" if free else degree
+        return plan_like(like, auto, captured, options, lambda of: solve_plan(captured, notes, of, name))
+    if degree == "auto":
+        return automatic(captured, notes, DEGREES, keywords, name)
+    return solve_plan(captured, notes, options, name)
 
 
 @with_keywords
@@ -194,16 +188,14 @@ def compile(
 
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
-        tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks. A
-            product, as for `plan`, or the names of the last dimensions of `mesh`, which make one: ("outer", "inner").
-            Or a `DeviceMesh` that gives all degrees, as for `plan`, and the ranks. "auto": the best divisor of the
-            world; not with `mesh` or `plan`.
+        tp: number of ranks; default: all of the mesh or world; in a larger one, contiguous groups. A product, as for
+            `plan`, or the names of the last dimensions of `mesh`, which make one: ("outer", "inner"). A `DeviceMesh` of
+            all degrees, as for `plan`, and the ranks. "auto": the world's best divisor, without `mesh` or `plan`.
         example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; left out: by config, or at the first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see `autotp.plan`.
-        dp, cp, ep, fully_shard: see `plan`, imbalance too: each dp rank passes its slice of the batch, all cp ranks
-            whole sequences.
+        dp, cp, ep, imbalance, fully_shard: see `plan`: dp ranks pass slices of the batch, all cp ranks whole sequences.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
@@ -231,9 +223,7 @@ def compile(
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
     ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords)
     if keywords.get("ep") == "auto" and plan is None:
-        plan = of_first(
-            ranks and ranks.planners, "planning", partial(_experts, model, example_inputs, options, keywords)
-        )
+        plan = _experts(model, example_inputs, options, keywords, ranks)
         axes, options, request = plan.batch, Options.of_plan(plan), _request(keywords, plan.batch)
     inputs = _examples(model, example_inputs, replace(axes, cp=request.cp), ranks)
     refuse_late(ALONE if hosts else axes, inputs, bool(keywords.get("resume")))
@@ -262,10 +252,13 @@ def _fixed(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if (name, value) != ("ep", "auto")}
 
 
-def _experts(model: nn.Module, example_inputs: Any, options: Options, keywords: Mapping[str, Any]) -> Plan:
-    """The plan with the best ep."""
+def _experts(
+    model: nn.Module, example_inputs: Any, options: Options, keywords: Mapping[str, Any], ranks: Ranks | None = None
+) -> Plan:
+    """The plan with the best ep, made on one rank. A collective call."""
     capture = partial(_captured, model, example_inputs, keywords, options.cluster)
-    return choose_experts(capture, partial(solve_plan, name=type(model).__name__), options, keywords)
+    solve = partial(solve_plan, name=type(model).__name__)
+    return of_first(ranks and ranks.planners, "planning", partial(choose_experts, capture, solve, options, keywords))
 
 
 def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:
