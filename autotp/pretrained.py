@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.capture.selfcheck import MAX_WEIGHT_BYTES
 from autotp.comm.ranks import Ranks, together
 from autotp.ir import files
+from autotp.runtime.checkpoint.adapters import Adapted, add_adapters
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.module import ShardedModule
 
@@ -35,6 +37,7 @@ def from_pretrained(
     mesh: DeviceMesh | None = None,
     prepare: Callable[[nn.Module], Any] | None = None,
     trusted: bool = False,
+    adapters: Mapping[str, str | os.PathLike[str]] = MappingProxyType({}),
     **options: Any,
 ) -> ShardedModule:
     """Shard a model that `save_pretrained` of transformers wrote. Run it by torchrun, alike on all ranks.
@@ -50,6 +53,8 @@ def from_pretrained(
         example_inputs: see `autotp.compile`; where the config says enough they may be left out.
         prepare: called with the model on the meta device before it is sharded, such as to freeze parameters.
         trusted: allow pickled weights (.bin), which torch opens with `weights_only=True`.
+        adapters: folders of adapters of PEFT by names of yours without a dot, put in before the model is planned and
+            cast to its types. The first is active; `set_adapter(name)` of the module takes another.
         options: the other arguments of `autotp.compile`, such as `objective="decode"` or `backend="inductor"`.
 
     Returns: the `ShardedModule` with its weights.
@@ -65,6 +70,9 @@ def from_pretrained(
             f"tp={tp}, and this is one process: weights are read by the ranks. Start it with "
             f"torchrun --nproc-per-node {tp}. A plan alone is what autotp.plan makes, without weights."
         )
+    beside = {name: Path(x) for name, x in adapters.items()}
+    if beside:
+        together(world and world.planners, "reading the adapters", lambda: add_adapters(model, beside))
     if prepare is not None:
         together(world and world.planners, "preparing the model", lambda: prepare(model))
     sharded = compile_model(model, tp, example_inputs=example_inputs, mesh=mesh, **options)
@@ -74,7 +82,10 @@ def from_pretrained(
             "example_inputs, as for autotp.compile."
         )
     if sharded.__dict__.get("_kept") is None:  # else it has the weights of a later step
-        sharded.load_checkpoint(path, cast=dtype is not None, trusted=trusted)
+        source: Any = Adapted(sharded._source.bare, path, beside, trusted) if beside else path
+        sharded.load_checkpoint(source, cast=dtype is not None or bool(beside), trusted=trusted)
+    if beside:
+        sharded.set_adapter(next(iter(beside)))
     return sharded
 
 

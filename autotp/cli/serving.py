@@ -11,21 +11,23 @@ from autotp.errors import InputError
 from .command import FINE
 from .screen import Screen
 
+FILES = "config.json", "adapter_config.json"
 PARTS, KEY = ("transformers", "fastapi", "uvicorn", "openai"), "AUTOTP_API_KEY"
 
 
 def serve(
-    folder: Path, screen: Screen, tp: int = 1, dp: int = 1, dtype: str | None = None, host: str = "127.0.0.1",
+    folders: list[Path], screen: Screen, tp: int = 1, dp: int = 1, dtype: str | None = None, host: str = "127.0.0.1",
     port: int = 8000, api_key: str | None = None, origin: list[str] | None = None, max_tokens: int = 1024,
     concurrent: int = 256, pool: int | None = None,
 ) -> int:  # fmt: skip
-    """Serve a folder of transformers over ranks of this machine, as OpenAI's API.
+    """Serve a folder of transformers, and adapters of PEFT to it, over ranks of this machine, as OpenAI's API.
 
     Chat and plain completions, models and health. It starts the ranks itself, and ends by Ctrl-C, after the answers
     that are under way.
 
     Args:
-        folder: Of the model, its weights and tokenizer, as save_pretrained writes them; no code in it is run.
+        folders: Of the model, its weights and tokenizer, as save_pretrained writes them, and of adapters to it, each a
+            further model; no code in them is run.
         tp: Ranks that share the model.
         dp: Refused beyond 1.
         dtype: Of the weights, such as bfloat16. Default: the config's.
@@ -48,6 +50,11 @@ def serve(
 
     key = api_key if api_key is not None else os.environ.get(KEY, "")
     kind, origins = read_dtype(dtype), tuple(origin or ())
-    launch(Options(folder, tp, kind, host, port, key, origins, max_tokens, concurrent, pool, ""))
+    for at, folder in enumerate(folders):
+        if not (folder / FILES[at > 0]).is_file():
+            raise InputError(f"{folder} holds no {FILES[at > 0]}. Give the model's folder, then those of adapters.")
+    if len({folder.resolve().name for folder in folders}) < len(folders):
+        raise InputError("two folders have one name, by which requests ask for a model. Rename one.")
+    launch(Options(folders, tp, kind, host, port, key, origins, max_tokens, concurrent, pool, ""))
     screen.say("stopped")
     return FINE

@@ -41,7 +41,7 @@ from .calls import Calls
 from .changes import Changes
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
-from .programs import Program, Programs, Source
+from .programs import CallKind, Program, Programs, Source
 from .storage import ShardState, Storage
 
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
@@ -142,7 +142,11 @@ class ShardedModule(Batching, Part):
             raise no_ranks_error(self._source.tp, self._shards.axis.degrees)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
-        kind = program_search.kind_of(self, call)
+        program, outputs, inputs = self._ran(call, program_search.kind_of(self, call))
+        return call.settle(self._finish(program, outputs, inputs), program.returns)
+
+    def _ran(self, call: Arguments, kind: CallKind) -> tuple[Program, Any, list[Tensor]]:
+        """The program for a call of a kind, what it gave, and what it was given."""
         match = kind.program(call.shapes)
         new, seed = self._calls.begin(kind, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
@@ -155,7 +159,7 @@ class ShardedModule(Batching, Part):
             program, order = match
             inputs = [call.flat[i] for i in order]
             outputs = self._run(program, inputs, self._calls.seed(program) if seed is None else seed)
-        return call.settle(self._finish(program, outputs, inputs), program.returns)
+        return program, outputs, inputs
 
     def _arguments(self, args: Args, kwargs: Kwargs, entry: str) -> Arguments:
         """The arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,16 +112,17 @@ class Stream(CBStreamer):
 
 @dataclass(eq=False)
 class Answers(BaseGenerateManager):
-    """The one model that is served, in all the parts that the handlers of transformers ask for.
+    """The models that are served, in all the parts that the handlers of transformers ask for.
 
     Attributes:
-        name: of the model. module: the sharded module. tokenizer: of its folder. manager: of its requests.
+        models: by name the adapter that each is the module with, or empty. module: the sharded module.
+        tokenizer: of its folder. manager: of its requests.
         context: tokens that a prompt and its answer may have together. limit: tokens of an answer.
         most: answers at once; more are told to come again.
         tokens: generated so far. running: answers that are not over.
     """
 
-    name: str
+    models: Mapping[str, str]
     module: ShardedModule
     tokenizer: PreTrainedTokenizerBase
     manager: Manager
@@ -165,7 +167,9 @@ class Answers(BaseGenerateManager):
         eos = generation.eos_token_id
         ends = (eos,) if isinstance(eos, int) else tuple(eos or ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Terms(body.choice(generation), stops, ends, body.limit, bool(body.stream), body.n)
+        return Terms(
+            body.choice(generation), stops, ends, body.limit, bool(body.stream), body.n, self.models[body.model]
+        )
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
@@ -194,7 +198,7 @@ class Answers(BaseGenerateManager):
         self.manager.register_result_handler(request_id, stream.take)  # before it can have a result
         self.manager.add_request(
             ids, request_id, terms.max_new_tokens, streaming=terms.streamed or bool(terms.stop),
-            eos_token_id=list(terms.eos), choice=terms.choice,
+            eos_token_id=list(terms.eos), choice=terms.choice, adapter=terms.adapter,
         )  # fmt: skip
         self.running += 1
         return queue, stream

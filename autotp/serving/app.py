@@ -30,14 +30,14 @@ LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 
 
 class Followed:
-    """Parts of both handlers that are ours: one model, fields that were read before, several answers at once."""
+    """Parts of both handlers that are ours: fields that were read before, and several answers at once."""
 
     def _validate_request(self, body: Any) -> None:
         """Do nothing: it was read."""
 
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         served: Answers = self.model_manager  # type: ignore[attr-defined]
-        return served.name, served.module, served.tokenizer
+        return body["model"], served.module, served.tokenizer
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = True) -> Any:
         return body["terms"]
@@ -98,10 +98,10 @@ class Served:
         self.answers, self.key, self.since = answers, key, int(time.time())
 
     def models(self, request: Request) -> JSONResponse:
-        """List the model."""
+        """List the models."""
         self._admit(request)
-        one = {"id": self.answers.name, "object": "model", "created": self.since, "owned_by": "autotp"}
-        return JSONResponse({"object": "list", "data": [one]})
+        one = {"object": "model", "created": self.since, "owned_by": "autotp"}
+        return JSONResponse({"object": "list", "data": [{"id": name, **one} for name in self.answers.models]})
 
     def health(self) -> JSONResponse:
         """Tell whether requests are answered."""
@@ -114,7 +114,7 @@ class Served:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "send JSON, with content-type: application/json.")
         answers = self.answers
-        body = read(await _body(request), kind, answers.name, answers.limit)
+        body = read(await _body(request), kind, answers.models, answers.limit)
         terms = answers.terms(body)
         name = f"{kind.__name__.lower()}-{uuid.uuid4().hex}"
         call = handler.handle_request(body.model_dump(exclude_none=True) | {"terms": terms}, name)

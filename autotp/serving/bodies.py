@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -130,7 +131,7 @@ class Terms:
     Attributes:
         choice: how its tokens are chosen. stop: strings that end it; eos: tokens that do.
         max_new_tokens: at most; None once it has ended before it had so many.
-        streamed: whether it is sent as it comes. stream: what it came by.
+        streamed: whether it is sent as it comes. stream: what it came by. adapter: that gives it, or empty.
     """
 
     choice: Choice
@@ -139,14 +140,15 @@ class Terms:
     max_new_tokens: int | None
     streamed: bool
     n: int
+    adapter: str = ""
     stream: Any = None
 
 
-def read(raw: bytes, kind: type[Body], model: str, limit: int) -> Body:
+def read(raw: bytes, kind: type[Body], models: Collection[str], limit: int) -> Body:
     """Read a body.
 
     Args:
-        raw: the body. kind: of request. model: the one that is served. limit: of new tokens of an answer.
+        raw: the body. kind: of request. models: that are served. limit: of new tokens of an answer.
 
     Raises:
         Refusal: a field is missing, not followed or out of bounds; it has the name.
@@ -158,8 +160,8 @@ def read(raw: bytes, kind: type[Body], model: str, limit: int) -> Body:
         name = ".".join(str(x) for x in first["loc"])
         text = "this server does not follow it; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
         raise Refusal(400, f"{name or 'the body'}: {text}.", name or None) from None
-    if body.model != model:
-        raise Refusal(404, f"model: {body.model!r} is not served; {model!r} is.", "model")
+    if body.model not in models:
+        raise Refusal(404, f"model: {body.model!r} is not served; {', '.join(models)} is.", "model")
     if (body.limit or 0) > limit:
         raise Refusal(400, f"max_tokens: at most {limit} tokens are generated (--max-tokens).", "max_tokens")
     for name, there in (("n", body.n > 1), ("logprobs", body.top is not None)):

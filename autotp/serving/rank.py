@@ -6,10 +6,10 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import uvicorn
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
 from autotp.pretrained import from_pretrained
-from autotp.runtime.generation.batch_manager import manager_of
+from autotp.runtime.generation.batch_manager import Latest, manager_of
 
 from .answers import Answers
 from .app import LOCAL, Served, app_of
@@ -33,13 +33,13 @@ class Options:
     """Options of a server.
 
     Attributes:
-        folder: of the model. tp: number of ranks. dtype: of the weights, or None.
+        folders: of the model, and of adapters beside it. tp: number of ranks. dtype: of the weights, or None.
         host, port: to listen on. key: that clients show, or empty. origins: of pages whose scripts may ask.
         max_tokens: of an answer. most: answers at once. pool: tokens that are kept of all requests, or None.
         store: a file by which the ranks meet.
     """
 
-    folder: Path
+    folders: Sequence[Path]
     tp: int
     dtype: torch.dtype | None
     host: str
@@ -50,13 +50,6 @@ class Options:
     most: int
     pool: int | None
     store: str
-
-
-class Dropped(Queue[Any]):
-    """A queue of results that nobody reads: those of ranks but the first, and of clients that have gone."""
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Drop it."""
 
 
 class Server(uvicorn.Server):
@@ -73,10 +66,12 @@ def run(options: Options) -> None:
     Raises:
         AutoTPError: another rank has failed, or the folder cannot be served.
     """
+    folder, *adapters = options.folders
+    names = list(map(str, range(1, 1 + len(adapters))))  # a module's name has no dot
     rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
     tokenizer: Any = None
     if rank == 0:
-        tokenizer = AutoTokenizer.from_pretrained(options.folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     batches = ContinuousBatchingConfig(page_size=PAGE, scheduler_type="fair")
     batches.num_blocks = None if options.pool is None else -(-options.pool // PAGE)
     if cuda:
@@ -87,19 +82,22 @@ def run(options: Options) -> None:
     # A file, and no port, is what the ranks of one node meet by.
     store: Any = dist.FileStore(options.store, options.tp)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=options.tp)
-    module: Any = from_pretrained(options.folder, options.tp, dtype=options.dtype, objective="decode")
+    beside = dict(zip(names, adapters, strict=True))
+    module: Any = from_pretrained(folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside)
     with module._calls.turn("serving"), torch.no_grad():
         config = deepcopy(module.generation_config)
         config.use_cache = True  # a model is saved after training without, and a server keeps the past in any case
-        manager = manager_of(module, config, batches, None, choices=True)
-    manager.output_router.output_queue = Dropped()
+        manager = manager_of(module, config, batches, None, choices=True, adapters=names)
+    manager.output_router.output_queue = Latest(0)  # those of clients that have gone
     manager.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others
         signal.signal(number, lambda *_: None)
     if rank == 0:
         print(module.plan, flush=True)
-        name, context = options.folder.resolve().name, _context(module, manager)
-        answers = Answers(name, module, tokenizer, manager, context, options.max_tokens, options.most)
+        models = dict(zip(map(model_name, options.folders), ["", *names], strict=True))
+        answers = Answers(
+            models, module, tokenizer, manager, _context(module, manager), options.max_tokens, options.most
+        )
         asyncio.run(_serve(options, answers))
         manager.stop(timeout=DRAIN_SECONDS)
     while manager.is_running():
@@ -107,6 +105,11 @@ def run(options: Options) -> None:
     if (error := manager.background_thread_status.fatal_error) is not None:
         raise error
     os._exit(0)  # the launcher reads no result by now, and would let this process wait
+
+
+def model_name(folder: Path) -> str:
+    """Return the name that a folder is served under."""
+    return folder.resolve().name
 
 
 async def _serve(options: Options, answers: Answers) -> None:
@@ -128,10 +131,8 @@ async def _serve(options: Options, answers: Answers) -> None:
         now = time.monotonic()
         if server.started and not last:
             where = f"http://{options.host}:{options.port}/v1"
-            print(
-                f"serving {answers.name} at {where} with {answers.context} tokens for a prompt and its answer",
-                flush=True,
-            )
+            names, room = ", ".join(answers.models), answers.context
+            print(f"serving {names} at {where} with {room} tokens for a prompt and its answer", flush=True)
             last = now
         if last and now - last >= REPORT_SECONDS:
             if answers.tokens != before:

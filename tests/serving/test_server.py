@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,6 +25,8 @@ from transformers import GenerationConfig
 from autotp.runtime.generation.per_request import Choice
 from autotp.serving.answers import Answers, Cut
 from tests.helpers.processes.serving import CLIENTS, NEW, PROMPTS, client_of, example, here, raw, text_of, until
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +206,10 @@ def test_more_than_there_is_room_for_come_again(small):
             statuses = [call.result()[0] for call in calls]
         assert {*statuses} == {200, 429} and statuses.count(200) >= 2, statuses
         assert raw(address, text_of(), **key)[0] == 200  # there is room again
-        preflight = http.client.HTTPConnection(address.removeprefix("http://"))
-        asked = {
-            "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization,content-type",
-        }
         for origin, allowed in (("https://chat.example", True), ("https://other.example", False)):
-            preflight.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **asked})
-            response = preflight.getresponse()
-            response.read()
-            assert (response.getheader("access-control-allow-origin") == origin) is allowed
+            assert preflight(address, origin) is allowed
+            _, _, headers = raw(address, text_of(), Origin=origin, **key)
+            assert (headers.get("access-control-allow-origin") == origin) is allowed
         # Where the loop has failed, clients hear of it.
         answers.manager._handle_critical_error(ValueError("it broke"), answers.manager.batch_processor)
         status, body, _ = raw(address, text_of(), **key)
@@ -225,6 +226,39 @@ def preflight(address: str, origin: str) -> bool:
         response = connection.getresponse()
         response.read()
         return response.getheader("access-control-allow-origin") == origin
+
+
+PAGE = """<p id=said></p><script>
+fetch("%s/v1/completions", {method: "POST",
+  headers: {"content-type": "application/json", authorization: "Bearer secret"},
+  body: JSON.stringify({model: "small", prompt: "abc", max_tokens: 12})})
+  .then(r => r.json()).then(b => said.textContent = b.usage.completion_tokens, e => said.textContent = e.name)
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_a_browsers_page_asks_where_its_origin_may(small, tmp_path):
+    pages = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    )
+    Thread(target=pages.serve_forever, daemon=True).start()
+    port = pages.server_address[1]
+    with pages, here(small[0], key="secret", origins=[f"http://127.0.0.1:{port}"]) as (address, _):
+        (tmp_path / "page.html").write_text(PAGE % address)
+        said = {}
+        for host in ("127.0.0.1", "localhost"):  # another origin
+            options = "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / host}"
+            command = [
+                str(BROWSER),
+                *options,
+                "--virtual-time-budget=20000",
+                "--dump-dom",
+                f"http://{host}:{port}/page.html",
+            ]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+            said[host] = shown.partition('id="said">')[2].partition("<")[0]
+        pages.shutdown()
+    assert said == {"127.0.0.1": "12", "localhost": "TypeError"}
 
 
 def first_token(address: str) -> float:

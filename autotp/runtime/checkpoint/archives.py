@@ -24,6 +24,7 @@ from autotp.text import indented
 
 from .digests import Entry
 
+AROUND = ".base_layer."  # in the names of what an adapter of PEFT is put around
 Boxes = Mapping[str, Sequence[Box]]
 Sources = dict[str, list[str]]  # pattern of transformers' mapping -> stored names
 
@@ -159,6 +160,11 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     for which transformers has a mapping; a training script may have stored the model under a key.
     """
     archive = _converted(shards, archive)
+
+    def plain(name: str) -> str:
+        """The name that a layer's weight has without the adapter of PEFT which is around it."""
+        return name if name in archive.entries else name.replace(AROUND, ".")
+
     base, names = f"{getattr(shards.bare, 'base_model_prefix', '')}.", dict(state.named_tensors(shards))
     longest = max(names, key=len, default="")
     outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
@@ -166,10 +172,12 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     ways = [("", ""), (base, ""), *((prefix, "") for prefix in outer), ("", base)]
     counts = []
     for more, less in ways:
-        counts.append(len({first for n, first in names.items() if more + n.removeprefix(less) in archive.entries}))
+        counts.append(
+            len({first for n, first in names.items() if more + plain(n).removeprefix(less) in archive.entries})
+        )
     more, less = ways[counts.index(max(counts))]
     every = (*_names(shards), *shards.elsewhere)
-    stored = {n: key for n in every if (key := more + n.removeprefix(less)) in archive.entries}
+    stored = {n: key for n in every if (key := more + plain(n).removeprefix(less)) in archive.entries}
     # The rest is unknown, but beside a model that is stored among other things.
     own = set(stored.values())
     for key in archive.entries:

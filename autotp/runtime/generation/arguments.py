@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -54,9 +55,6 @@ class Arguments:
     undealt: bool = False
 
     def __init__(self, carriers: Carriers, args: Leaves, kwargs: Mapping[str, Any], entry: str = "") -> None:
-        # Such as the pages of continuous batching, which a forward takes as a cache.
-        if (paged := getattr(kwargs.get("cache"), "arguments", None)) is not None:
-            kwargs = paged(kwargs)
         self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
         self.read()
 
@@ -110,6 +108,13 @@ class Arguments:
             if flat_alone:
                 self.carriers.remember(way, reading)
         return flat, reading
+
+    def again(self, new: Mapping[int, Tensor]) -> Arguments:
+        """Return the same call with other tensors in some of the leaves' places, of the same kinds."""
+        call = copy.copy(self)
+        call.__dict__.pop("whole", None)
+        call._shapes, call.flat = None, [new.get(at, x) for at, x in enumerate(self.flat)]
+        return call
 
     def _name(self, at: int) -> str:
         """The name of the argument at this place; arguments beyond the names are those of `*args`."""

@@ -11,7 +11,11 @@ import contextlib
 import copy
 import inspect
 import math
+import struct
+from collections.abc import Callable, Sequence
 from functools import partial
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,13 +31,16 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from autotp import compat
 from autotp.capture.capture import skeleton
+from autotp.comm.lockstep import meet
 from autotp.comm.ranks import broadcast, from_all, own_place
 from autotp.errors import AutoTPError, InputError, StateError
+from autotp.runtime.checkpoint.adapters import activate
 from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
 from .paged import SIDES, RankPages, example, name_of
 from .per_request import CHOSEN, Choices, Fair
+from .repeated import Repeated
 
 AXES = "continuous batching runs over tp alone: this module has {axes}. Compile it without, or take generate()."
 OPTION = "{name}={value!r}: continuous batching would not follow it. Leave it out, or take sharded.generate(...)."
@@ -51,7 +58,9 @@ UNKEPT = (
     "{model} keeps keys and values of {count} of its {layers} layers in a cache: continuous batching has pages for "
     "nothing else. Take sharded.generate(...)."
 )
+STATE = struct.Struct("!QBB")
 SCHEDULERS = SCHEDULER_MAPPING | {"fair": Fair}
+UNREAD = 4096  # results on ranks but the first
 DIMENSIONS = 4  # of a layer's keys
 UNUSED = (
     "{model} does not keep {names} in the cache that it is given as past_key_values, so continuous batching would lose "
@@ -81,8 +90,9 @@ UNSUPPORTED = (
 class Followers(DistributedHelper):
     """The engine's exchanges between ranks, each a turn of the module's."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, tokens: Callable[[], torch.Tensor]) -> None:
         super().__init__(None, None)  # heads are not the engine's to split
+        self.calls, self.tokens = Repeated(module), tokens
         self.ranks = module._source.ranks
         self.tp_local_rank = own_place(self.ranks)
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
@@ -91,8 +101,12 @@ class Followers(DistributedHelper):
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, int, int]:
         """Return the largest of each number on any rank."""
-        every = from_all(self.ranks, (payload_size, stop_status, int(pause_requested)), "next batch of requests")
-        return tuple(map(max, zip(*every, strict=True)))  # type: ignore[return-value]
+        mine = STATE.pack(payload_size, stop_status, pause_requested)
+        words = self.calls.words(self.tokens())
+        every = meet(self.ranks and self.ranks.channel, "next batch of requests", mine + words)
+        # What is changed in a pause is held against the other ranks in full.
+        self.calls.agreed = bool(words) and every.count(mine + words) == len(every) and not pause_requested
+        return tuple(map(max, zip(*map(STATE.unpack_from, every), strict=True)))  # type: ignore[return-value]
 
     def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
         """Return rank 0's requests, or its seed, on every rank."""
@@ -101,20 +115,62 @@ class Followers(DistributedHelper):
     tp_broadcast_from_rank_0: Any = tp_broadcast_object_from_rank_0
 
 
+class Latest(Queue[Any]):
+    """A queue of results that keeps the latest few, where nobody may read them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Add one, and drop the first where there are too many."""
+        super().put(item)
+        if self.qsize() > self.most:
+            self.get()
+
+
 class Manager(engine.ContinuousBatchingManager):
     """The engine's manager over the ranks of a sharded module."""
 
-    def __init__(self, module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> None:
+    def __init__(
+        self, module: Any, generation: Any, options: Any, hints: Any, choices: bool, adapters: Sequence[str]
+    ) -> None:
         super().__init__(module, generation, options, hints)
+        self.adapter, self.adapters = "", adapters
         if choices:
             self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Choices()]))
             self.logit_processor.tensors_required = 1
-        self.distributed_helper = Followers(module)
+        self.distributed_helper: Any = Followers(module, self.tokens)
         self.is_tp_driver = self.distributed_helper.is_tp_driver
+        if not self.is_tp_driver:
+            self.output_router.output_queue = Latest(UNREAD)
         self.batch_processor = self._create_batch_processor()
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Leave attention as it was captured."""
+
+    @torch.no_grad()
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+
+    def _generation_step(self) -> None:
+        forward: Any = partial(self.forward)
+        forward._supports_logits_to_keep = self.model._supports_logits_to_keep  # type: ignore[attr-defined]
+        self.batch_processor._generation_step(forward)  # type: ignore[union-attr]
+
+    def forward(self, **batch: Any) -> Any:
+        """The forward of a batch as the engine asks for it."""
+        processor: Any = self.batch_processor
+        adapter = getattr(processor.scheduler, "adapter", self.adapter)
+        if adapter != self.adapter:
+            activate(self.model, adapter)  # type: ignore[arg-type]
+            self.adapter, self.distributed_helper.calls.agreed = adapter, False
+        return SimpleNamespace(logits=self.distributed_helper.calls(*processor.cache.arguments(batch)))
+
+    def tokens(self) -> torch.Tensor:
+        """Tokens of the last batch."""
+        last: Any = self.batch_processor.inputs_and_outputs  # type: ignore[union-attr]
+        return last.output_ids[0, : last.num_request_in_batch]
 
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
@@ -124,7 +180,7 @@ class Manager(engine.ContinuousBatchingManager):
         options = self.continuous_batching_config
         config = copy.copy(module.config.get_text_config())
         config._attn_implementation = "sdpa"  # for which the engine makes masks
-        pages = pages_for(module, config, options)
+        pages = pages_for(module, config, options, self.adapters)
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(options, pages.num_blocks, pages.max_batch_tokens)
         if SLIDING_ATTENTION in pages.cache_allocators:
@@ -184,11 +240,12 @@ class Manager(engine.ContinuousBatchingManager):
             raise error  # so that ranks that go on hear of it
 
 
-def pages_for(module: Any, config: Any, options: Any) -> RankPages:
+def pages_for(module: Any, config: Any, options: Any, adapters: Sequence[str]) -> RankPages:
     """The engine's cache with this rank's pools, and the program of any batch made: its layouts say what a rank holds.
 
     Args:
         module: the sharded module. config: of its text model. options: the engine's, resolved; not changed.
+        adapters: with each of which there is a program too.
 
     Raises:
         StateError: the model does not keep all that it needs in the cache that it is given.
@@ -209,9 +266,13 @@ def pages_for(module: Any, config: Any, options: Any) -> RankPages:
         return torch.zeros(shape if real else (), dtype=module.dtype, device=device).expand(shape)
 
     one = pages(options.max_requests_per_batch, 1)
-    one.fill(pool)
-    with torch.no_grad():
-        program, _ = program_of(module, module._arguments((), example(one, keeps, device), ""))
+    program: Any = None
+    for adapter in (*adapters, ""):
+        one.fill(pool)
+        if adapters:
+            activate(module, adapter)
+        with torch.no_grad():
+            program, _ = program_of(module, module._arguments((), example(one, keeps, device), ""))
     if unused := states.keys() - set(map(program.capture.becomes, program.capture.mutations)):
         raise StateError(UNUSED.format(model=module._calls.name, names=", ".join(sorted(unused)[:4])))
     # Whole heads of the engine's size, so many as make up what the rank with most has: pages are of the same bytes on
@@ -242,12 +303,15 @@ def _states(module: Any, config: Any) -> dict[str, torch.Size]:
     return shapes
 
 
-def manager_of(module: Any, generation: Any, options: Any, hints: Any, choices: bool = False) -> Manager:
+def manager_of(
+    module: Any, generation: Any, options: Any, hints: Any, choices: bool = False, adapters: Sequence[str] = ()
+) -> Manager:
     """Make a manager. Collective.
 
     Args:
         module: the sharded module. generation, options, hints: as transformers has them; None for defaults.
         choices: let each request be added with a `Choice` of its own, `choice=`, in place of what `generation` says.
+        adapters: of PEFT in the module, of which each request may have one, `adapter=`; others have none.
 
     Raises:
         StateError: an option that the engine would not follow, a model that it cannot serve, or axes beside tp.
@@ -261,10 +325,12 @@ def manager_of(module: Any, generation: Any, options: Any, hints: Any, choices: 
         setattr(generation, name, None)
     refuse(module, generation, options)
     options.auto_switch_to_flash = False
+    if adapters:  # a page of one model is no page of another
+        options.allow_block_sharing = False
     if generation.eos_token_id is None:
         generation.eos_token_id = -1
     try:
-        return Manager(module, generation, options, hints, choices)
+        return Manager(module, generation, options, hints, choices, adapters)
     except AutoTPError:
         raise
     except (ValueError, AttributeError, KeyError, MemoryError) as error:  # as of a kind of layer that it does not know

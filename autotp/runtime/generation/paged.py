@@ -129,8 +129,8 @@ class RankPages(PagedAttentionCache):
                         pages = pool.unflatten(2, (-1, allocator.tokens_per_page))
                         pages[:, :, target] = pages[:, :, source]
 
-    def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of a forward for those of one batch.
+    def arguments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        """The keyword arguments of a forward for those of one batch, and their tensors but the pools.
 
         Args:
             batch: what the engine passes.
@@ -156,7 +156,14 @@ class RankPages(PagedAttentionCache):
         carrier.reads, carrier.writes, carrier.news, own = (list(each) for each in zip(*places, strict=True))
         # Always in one order; a mask by kind of layer where there are several.
         mask = dict(zip(self.cache_allocators, own, strict=True)) if len(own) > 1 else own[0]
-        return {**keywords, "attention_mask": mask, "past_key_values": carrier, "use_cache": True}
+        tensors = [
+            *keywords.values(),
+            *own,
+            *carrier.reads,
+            *carrier.writes,
+            *(x for x in carrier.news if x is not None),
+        ]
+        return {**keywords, "attention_mask": mask, "past_key_values": carrier, "use_cache": True}, tensors
 
 
 def _places(
@@ -208,4 +215,4 @@ def example(pages: RankPages, keeps: bool, device: torch.device) -> dict[str, An
         reads.append(read.masked_fill(read < len(tokens), allocator.sentinel_index) if _windowed(allocator) else read)
     batch: dict[str, Any] = {"input_ids": tokens[None], "position_ids": tokens[None].clone(), "attention_mask": masks}
     batch |= {"read_index": reads, "write_index": [tokens.long()] * len(reads), "block_table": None}
-    return pages.arguments(batch | ({"logits_to_keep": tokens[:EXAMPLE_REQUESTS].clone()} if keeps else {}))
+    return pages.arguments(batch | ({"logits_to_keep": tokens[:EXAMPLE_REQUESTS].clone()} if keeps else {}))[0]

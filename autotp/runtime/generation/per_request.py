@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 CHOSEN = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")  # of a generation config, by a choice
 # How many seeds there are; how far those of tokens and of answers that follow each other are apart.
 SEEDS, STRIDE, APART = 2**63, 1_000_003, 998_244_353_000_003
+BATCHES = 4  # of one adapter, after which another has its turn
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Choices(ContinuousBatchingLogitsProcessor):
     Log-probabilities, of the model itself, are kept as the request's own: (chosen, {token: of the likeliest}).
     """
 
-    supported_kwargs, ignored_kwargs = {"choice": Choice}, ()
+    supported_kwargs, ignored_kwargs = {"choice": Choice, "adapter": str}, ()
     states: Sequence[Any] = ()
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
@@ -116,15 +117,35 @@ class Choices(ContinuousBatchingLogitsProcessor):
 
 
 class Fair(FIFOScheduler):
-    """A scheduler in which a long prompt keeps no short one waiting: every other batch reads the shortest first."""
+    """A scheduler in which a long prompt keeps no short one waiting: every other batch reads the shortest first.
 
-    turns = 0
+    Requests of one adapter make up a batch; where others wait, those of the next one have their turn after a few.
+
+    Attributes:
+        adapter: of the batch.
+    """
+
+    turns, adapter = 0, ""
 
     def _process_candidates(self, candidates: list[Any], *budgets: Any, **more: Any) -> Any:
         self.turns += 1
         if self.turns % 2:
             candidates = sorted(candidates, key=_unread)
-        return super()._process_candidates(candidates, *budgets, **more)
+        waiting = sorted({*map(adapter_of, candidates), self.adapter})
+        at = waiting.index(self.adapter) + (self.turns % BATCHES == 0)
+        full, result = False, (None, False)
+        for self.adapter in waiting[at:] + waiting[:at]:  # until one is found that there is room for
+            own = [state for state in candidates if adapter_of(state) == self.adapter]
+            result = super()._process_candidates(own, *budgets, **more)
+            full |= result[1]
+            if result[0]:
+                break
+        return result[0], full, *result[2:]
+
+
+def adapter_of(state: Any) -> str:
+    """Return the adapter that a request asks for; empty for none."""
+    return state.logit_processor_kwargs.get("adapter", "")
 
 
 def _unread(state: Any) -> int:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import uvicorn
 from openai import OpenAI
-from transformers import AutoTokenizer, ContinuousBatchingConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
 
 import autotp
-from autotp.runtime.generation.batch_manager import manager_of
+from autotp.runtime.generation.batch_manager import Latest, manager_of
 from autotp.serving.answers import Answers
 from autotp.serving.app import Served, app_of
-from autotp.serving.rank import Dropped
 from tests.helpers.examples import example_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,6 +41,28 @@ def example() -> ModuleType:
     return example_of("serve_client")
 
 
+def adapter(base: Path, folder: Path, seed: int, **options: Any) -> None:
+    """Save an adapter with weights that show."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **options)
+    model: Any = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data += 0.3 * torch.randn_like(p)
+    model.save_pretrained(folder)
+
+
+def generated(base: Path, folder: Path, prompts: Sequence[str]) -> dict[str, str]:
+    """What the unsharded model generates by itself, or with an adapter, as text, by prompt."""
+    tokenizer, model, texts = AutoTokenizer.from_pretrained(base), LlamaForCausalLM.from_pretrained(base), {}
+    whole: Any = PeftModel.from_pretrained(model, folder) if folder != base else model
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        made = whole.eval().generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+        texts[prompt] = str(tokenizer.decode(made)).replace("�", "")  # bytes that make no character yet are kept back
+    return texts
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
@@ -48,16 +70,31 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def here(
-    folder: Path, most: int = 64, key: str = "", origins: Sequence[str] = (), scheduler: str = "fair", blocks: int = 64
+    folder: Path,
+    most: int = 64,
+    key: str = "",
+    origins: Sequence[str] = (),
+    scheduler: str = "fair",
+    blocks: int = 64,
+    adapters: Sequence[Path] = (),
 ) -> Iterator[tuple[str, Answers]]:
     """The address of a server over one rank, which is this process, and what answers there."""
-    module: Any = autotp.from_pretrained(folder, 1, objective="decode")
+    beside = {path.name.replace(".", "_"): path for path in adapters}
+    module: Any = autotp.from_pretrained(folder, 1, objective="decode", adapters=beside)
     options = ContinuousBatchingConfig(page_size=16, num_blocks=blocks, max_batch_tokens=64, scheduler_type=scheduler)
     with torch.no_grad():
-        manager = manager_of(module, module.generation_config, options, None, choices=True)
-    manager.output_router.output_queue = Dropped()
+        manager = manager_of(module, module.generation_config, options, None, choices=True, adapters=[*beside])
+    manager.output_router.output_queue = Latest(0)
     manager.start()
-    answers = Answers("small", module, AutoTokenizer.from_pretrained(folder), manager, 16 * (blocks - 1), 512, most)
+    answers = Answers(
+        {"small": "", **{path.name: name for name, path in beside.items()}},
+        module,
+        AutoTokenizer.from_pretrained(folder),
+        manager,
+        16 * (blocks - 1),
+        512,
+        most,
+    )
     app, port = app_of(Served(answers, key), origins, True), free_port()
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
@@ -80,10 +117,10 @@ def until(holds: Any) -> None:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
+def started(*options: Any) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
     """A server of its own: its address, its process, which leads a group, and the lines that it prints."""
     port = free_port()
-    command = [sys.executable, "-m", "autotp", "serve", str(folder), "--port", str(port), *options]
+    command = [sys.executable, "-m", "autotp", "serve", "--port", str(port), *map(str, options)]
     with subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

@@ -60,7 +60,7 @@ def batching(rank: int, world: int, group: Any) -> dict[str, Any]:
         }
         found["programs"] = sharded._programs_made.total
         found["heads"] = sharded._carriers.cut("past_key_values.layers.0.keys")
-        return found | (more_of(sharded, model) if world == 2 else wrong_of(sharded, rank))
+        return found | (more_of(sharded, model) if world == 2 else wrong_of(sharded, rank, mesh_of(group)))
 
 
 def more_of(sharded: Any, model: Any) -> dict[str, Any]:
@@ -69,11 +69,15 @@ def more_of(sharded: Any, model: Any) -> dict[str, Any]:
     return found | managed(sharded, model) | {"programs after": sharded._programs_made.total}
 
 
-def wrong_of(sharded: Any, rank: int) -> dict[str, Any]:
+def wrong_of(sharded: Any, rank: int, mesh: Any) -> dict[str, Any]:
     """Answers of wrong places, of a rank that fails, and those that come after."""
     with patch.object(paged, "_slots", lambda allocator, index: index % 8):  # requests write over each other's
         found: dict[str, Any] = {"control": answers(sharded)[0]}
     found["failing"] = failing(sharded, rank)
+    # Planned for decoding, two heads of keys are on every rank, and what is written to them is copied.
+    model = llama()
+    decoding = autotp.compile(model, example_inputs=IDS, mesh=mesh, objective="decode", check_capture=False)
+    found["decoding"] = answers(decoding)[0]
     return found | {"after": answers(sharded)[0], "programs after": sharded._programs_made.total}
 
 
@@ -124,7 +128,7 @@ def test_llama_answers_many_requests_at_once(pool, world, mine):
             assert found["drawn"] == on_ranks[0]["sampled"]  # rank 0 is whom the engine seeds as without ranks
             assert found["managed"] and found["results"][-2:] == ["last", "last__child#0"]
         else:
-            assert found["control"] != found["wanted"] == found["after"]
+            assert found["control"] != found["wanted"] == found["after"] == found["decoding"]
             assert found["failing"].startswith("StateError: continuous batching: ")
     assert [found["heads"].mine for found in on_ranks] == mine
 
