@@ -30,6 +30,6 @@ def test_the_reason_is_the_ranks_own(message, tmp_path, monkeypatch):
         return start
 
     monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
-    options = Options(Path("x"), 2, None, "127.0.0.1", 0, "", (), 16, 4, None, "")
+    options = Options([Path("x")], 2, None, "127.0.0.1", 0, "", (), 16, 4, None, "")
     with pytest.raises(RankError, match="rank 1 of 2 ended with code 1. StateError: no"):
         launch.serve(options)
