@@ -35,11 +35,12 @@ class Repeated:
     rank has none, all make the next call in full, which says what differs.
 
     Attributes:
-        agreed: whether the ranks' words were the same, and the next call is short.
+        agreed: whether the ranks' words were the same, and the next call is short. last: of the kind that it is of.
     """
 
     def __init__(self, module: Any) -> None:
         self.module, self.agreed, self.kinds = module, False, dict[Any, Repetition]()
+        self.last: Repetition | None = None
 
     def _now(self) -> Any:
         return self.module._mode(), self.module._changes.key()
@@ -52,7 +53,7 @@ class Repeated:
         """
         module, inventory = self.module, self.module._calls.inventory
         hooks = hooked(module._forward_pre_hooks, module._forward_hooks) or any(inventory.hooked)
-        last = self.kinds.get(self._now())
+        self.last = last = self.kinds.get(self._now())
         if last is None or hooks or module._calls.writes():
             return b""
         return STANDING.pack(inventory.trained(), zlib.crc32(repr(tokens.tolist()).encode()), last.kind.digest)
@@ -65,8 +66,8 @@ class Repeated:
         """
         module = self.module
         with module._calls.turn():
-            last = self.kinds.get(self._now()) if self.agreed else None
-            if last is not None:
+            last = self.last
+            if self.agreed and last is not None:
                 call = last.call.again(dict(zip(last.places, new, strict=True)))
                 match = last.kind.program(call.shapes)
                 if match is not None and match[0] is last.program:
