@@ -130,7 +130,7 @@ def writing(sharded: Any, rank: int) -> str:
 
 
 def decoding(rank: int, world: int, group: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Answers under a plan for decoding, by which both heads of keys are on every rank, and what is written is copied."""
+    """Answers under a plan for decoding: both heads of keys are on every rank, and what is written is copied."""
     with torch.no_grad(), doubled():
         model, mesh = llama(), mesh_of(group)
         sharded = autotp.compile(model, example_inputs=IDS, mesh=mesh, objective="decode", check_capture=False)
