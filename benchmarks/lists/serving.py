@@ -128,7 +128,8 @@ def measured(rounds: int) -> Record:
         steps[f"{name}, {FEW}"] = Step(engine, Engine.few)
     times = {k: t._asdict() for k, t in interleaved(steps, rounds, before=dist.barrier).items()}
     tokens = {name: engine.all_tokens for name, engine in engines.items() if engine is not None}
-    return {"times": times, "tokens": tokens, "around": {n: around(e) for n, e in engines.items()}}
+    every = [{n: around(e) for n, e in engines.items()} for _ in range(rounds)]
+    return {"times": times, "tokens": tokens, "around": {n: statistics.median(x[n] for x in every) for n in engines}}
 
 
 def around(engine: Engine | None) -> float:
@@ -233,7 +234,8 @@ requests of {PROMPT} tokens with {NEW} new ones at once, and one of them alone, 
 first tokens are compared. CPU seconds of both ranks together: medians of {found["rounds"]} interleaved rounds, and of
 ratios of the same round. *gain*: all at once over one by one, as the one alone; *of whole*: of the unsharded gain;
 *of tp_plan*: throughput of all at once over that of transformers' plan. *around the model*: CPU time of the thread that
-runs batches but in the model's forward (of autotp: in its program), for a batch of {MANY}, on the slower rank.
+runs batches but in the model's forward (of autotp: in its program), for a batch of {MANY}, on the slower rank: medians
+of as many interleaved rounds.
 {made["machine"]}; torch {made["torch"]}, transformers {made["transformers"]}, Python {made["python"]}, {made["date"]},
 load average {made["load"]} before.
 
