@@ -30,6 +30,7 @@ from autotp.text import listed
 from .own_rows import SORTED, Kind, OwnRows, Read, Region, calls
 
 AXIS: Axis = "dp"
+MEASURED: list[list[Tensor]] = []  # counts of each exchange, for those who measure
 
 
 def counts_of(ends: Tensor) -> Tensor:
@@ -59,6 +60,8 @@ def agreed_counts(counts: Tensor, rows: int) -> Tensor:
             f"have an expert for {counts.sum(1)[odd].tolist()}: a router has named an expert that is not there, or "
             f"counted rows twice. Names of experts go from 0 to {counts.shape[1] - 1}."
         )
+    for each in MEASURED:
+        each.append(counts)
     return counts
 
 

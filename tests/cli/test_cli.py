@@ -95,7 +95,10 @@ def test_a_mesh_of_two_axes_is_passed_on(run, monkeypatch):
 
     monkeypatch.setattr(autotp, "plan", keep)
     assert run("plan", SMALL, "--mesh", "2x4").exit_code == 4 and (asked["dp"], asked["tp"]) == (2, 4)
-    assert "fully_shard" not in asked
+    assert "fully_shard" not in asked and "ep" not in asked
+    for text, ep in (("2", 2), ("auto", "auto")):
+        assert run("plan", SMALL, "--mesh", "2x4", "--ep", text, "--imbalance", "1.5").exit_code == 4
+        assert (asked["ep"], asked["imbalance"]) == (ep, 1.5)
     assert run("plan", SMALL, "--mesh", "2x4", "--fully-shard").exit_code == 4 and asked["fully_shard"] is True
     asked.clear()
     assert run("plan", SMALL, "--mesh", "1x4").exit_code == 4 and asked["tp"] == 4 and "dp" not in asked

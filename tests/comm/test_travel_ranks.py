@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralForCausalLM
 
 import autotp
+from autotp.cost import Cluster
 from autotp.errors import InputError
 from autotp.runtime.checkpoint.archives import Archive
 from tests.helpers.compare import difference, gradients_differ, mesh_of
@@ -225,3 +227,30 @@ def test_weights_move_and_degrees_change(pool):
     for found in pool.run(moving):
         assert found["moved"] and found["experts"] == [4, (1, 16, 24)], found
         assert max(found["before"], found["replanned"]) < EXACT, found
+
+
+def chosen(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """What rows a router sends where, measured; and the ep that every rank takes with that, and without."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    model, mine = mixture("by hand"), part(tokens(), rank, 4)
+    assert isinstance(model, Mixture)
+    with torch.no_grad():
+        model.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    options = cast(Any, {"mesh": mesh, "example_inputs": mine, "check_capture": False, "dp": 4})
+    sharded: Any = autotp.compile(model, ep=4, **options)
+    measured = sharded.profile(mine)
+    found: dict[str, Any] = {"imbalance": measured.imbalance, "loads": measured.loads, "text": str(measured)}
+    slow = replace(Cluster.preset("h100"), devices_per_node=1, inter_bandwidth=1e6, inter_latency=1e-9)
+    for imbalance in (1.0, 1e6):
+        other: Any = autotp.compile(model, ep="auto", cluster=slow, imbalance=imbalance, **options)
+        found[f"ep at {imbalance:g}"] = other.plan.batch.ep
+        found[f"differs at {imbalance:g}"] = difference(other(**mine), model(**tokens()).chunk(4)[rank].clone())
+    return found
+
+
+def test_ranks_measure_an_imbalance_and_take_one_ep(pool):
+    for found in pool.run(chosen):
+        assert found["imbalance"] == 2.0 and set(found["loads"]) == {(24, 24, 0, 0)}, found
+        assert "with most, over the mean: 2.00" in found["text"], found["text"]
+        assert found["ep at 1"] in (1, 4) and found["ep at 1e+06"] == 1, found
+        assert max(found["differs at 1"], found["differs at 1e+06"]) < EXACT, found

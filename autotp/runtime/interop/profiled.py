@@ -22,6 +22,7 @@ from autotp.cost.collective_costs import COLLECTIVES
 from autotp.errors import InputError
 from autotp.inputs import normalise
 from autotp.ir.scopes import generic
+from autotp.passes.shard.travel import MEASURED
 from autotp.plans.plan import Plan
 from autotp.plans.show.timeline import layer_of
 from autotp.text import seconds
@@ -42,12 +43,23 @@ class Profile:
         predicted: seconds by the plan of those rows that it has a figure for.
         trace: torch's own profile of the step, of this rank alone; `trace.export_chrome_trace(path)` writes it for
             ui.perfetto.dev, and blocks have their names in it.
+        loads: where rows travel to their experts, how many each expert of each mixture has, from all ranks.
     """
 
     plan: Plan
     rows: Mapping[str, tuple[float, ...]]
     predicted: Mapping[str, float]
     trace: torch_profile = field(repr=False, compare=False)
+    loads: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the rank that gets most for its experts, over the mean of ranks: `imbalance=` of `autotp.plan`."""
+        ratios = []
+        for rows in self.loads:
+            own = torch.tensor(rows, dtype=torch.float64).view(self.plan.batch.ep, -1).sum(1)
+            ratios.append(float(own.max() / own.mean()))
+        return sum(ratios) / len(ratios) if ratios else 1.0
 
     def __str__(self) -> str:
         lines = [f"{self.plan.model}, tp={self.plan.tp}, as measured, and as planned for {self.plan.cluster}", HEAD]
@@ -55,6 +67,7 @@ class Profile:
             planned, slowest = self.predicted.get(name), max(ranks)
             cells = seconds(planned) if planned else "", seconds(min(ranks)), seconds(slowest), ranks.index(slowest)
             lines.append(ROW.format(name, *cells))
+        lines += [f"rows of the rank with most, over the mean: {self.imbalance:.2f}"] if self.loads else []
         return "\n".join(lines)
 
 
@@ -92,8 +105,10 @@ def profile(self: Any, batch: Any) -> Profile:
         RankError: the ranks' batches differ.
     """
     inputs, plan, layer, marks = normalise(batch), self._plan, layer_of(self._plan), Marks()
-    trace = torch_profile(acc_events=True)
+    trace, counts = torch_profile(acc_events=True), list[Tensor]()
     with ExitStack() as undo:
+        MEASURED.append(counts)
+        undo.callback(MEASURED.pop)
         # Blocks get their names in the trace by hooks, and all that the steps change is put back at the end.
         for path, part in self._shards.parts.items():
             undo.callback(part._buffers.update, dict(part._buffers))
@@ -123,12 +138,13 @@ def profile(self: Any, batch: Any) -> Profile:
     rows = {}
     for name in dict.fromkeys(chain.from_iterable(ranks)):  # stages have blocks and collectives of their own
         rows[name] = tuple(other.get(name, 0.0) for other in ranks)
+    loads = tuple(tuple(each.sum(0).tolist()) for each in counts)
     # The plan's figures are of one block, the rows of all equal ones together.
     predicted = {"step": plan.totals.passes}
     for direction in ("forward", "backward"):
         took = sum(getattr(step, direction) for step in layer.steps)
         predicted[f"{direction} {generic(layer.module)}"] = layer.count * took
-    return Profile(plan, rows, predicted if self.training == (plan.objective == "training") else {}, trace)
+    return Profile(plan, rows, predicted if self.training == (plan.objective == "training") else {}, trace, loads)
 
 
 def _graded(values: Any) -> list[Tensor]:
