@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.helpers.command import made
@@ -69,7 +70,8 @@ def kept(module: nn.Module, ids: Tensor) -> tuple[dict[Kind, int], int]:
 
 
 def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _address(x: Tensor) -> int:

@@ -1,0 +1,1 @@
+"""Others who shard models, as the packages themselves, beside autotp in one run."""
