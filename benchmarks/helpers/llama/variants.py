@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -46,7 +46,8 @@ def hand(model: nn.Module, shape: Shape, sequence: bool) -> Llama:
 
 def dtensor(model: nn.Module, shape: Shape, sequence: bool) -> nn.Module:
     """torch's `parallelize_module` of a copy, with the usual column- and row-parallel styles."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group: Any = dist.new_group()  # DTensors over a sharded module's own group are taken for that module's
+    mesh = DeviceMesh.from_group(group, "cpu")
     return parallelize_module(copy.deepcopy(model), mesh, styles(shape, sequence))
 
 
