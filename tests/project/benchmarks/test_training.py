@@ -1,4 +1,4 @@
-"""The training over each mesh: two hundred steps of it, a run that goes on, what is written; and curves of equal bits."""
+"""The training over each mesh: two hundred steps, a run that goes on, what is written; and curves of equal bits."""
 
 from __future__ import annotations
 
