@@ -235,7 +235,7 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor
 def _run(spec: Any, tp: int, chunks: int) -> tuple[int, int, int] | None:
     """(repeat, chunks, length) of a rank's rows where they come evenly and divide into the chunks."""
     repeat, segments = spec.repeat, spec.segments
-    if chunks == 1 or len(segments) != 1 or segments[0][0] % tp != 0:
+    if chunks == 1 or len(segments) != 1 or len(segments[0]) > 2 or segments[0][0] % tp != 0:
         return None
     rows = segments[0][0] // tp * segments[0][1]
     return (repeat, chunks, rows // chunks) if rows % chunks == 0 and rows > 0 else None

@@ -479,7 +479,7 @@ def _builder(
     return Builder(
         reading.program, options.tp, options.cluster, placements or {}, options.pins, options.sequence,
         options.objective, memory, states or {}, band=options.band, seconds=options.seconds, cache_parts=parts,
-        read_before=reading, groups=options.groups, imbalance=options.batch.imbalance,
+        read_before=reading, groups=options.groups, shares=options.shares, imbalance=options.batch.imbalance,
     )  # fmt: skip
 
 

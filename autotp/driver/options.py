@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
@@ -28,6 +28,8 @@ from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.plan import Plan
 from autotp.text import BESIDE, BITS, counts, divisors, read_bytes
 
+from .shares import read_shares
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -43,6 +45,7 @@ class Steering(TypedDict, total=False):
     within_node: bool
     band: float
     seconds: float
+    shares: Sequence[int] | None
 
 
 class StateKeywords(TypedDict, total=False):
@@ -130,6 +133,7 @@ UNLIKE: dict[str, tuple[Any, str]] = {
     "carried": ((), "what is carried from call to call is of as many ranks as there are"),
     "precision": ((), "scales of float8 are largest values over the ranks"),
     "reduce_dtype": ((), "gradients of slices are not added up in another type yet"),
+    "shares": ((), "parts of several sizes are added up in another order"),
     "compare": ((), "autotp.verify(model, tp_invariant=8) compares the ranks"),
     "seconds": (SECONDS, "a search that its time ends has another plan in another run"),
     "optimise": (False, "rewrites of a rank's program change what it sums"),
@@ -190,8 +194,8 @@ def refuse_beside(plan: Plan | None, keywords: Mapping[str, Any]) -> None:
     if plan is not None and (GROUPS in keywords or pick(keywords, Steering) != pick({}, Steering)):
         raise InputError(
             "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
-            "sequence_parallel, memory, within_node, band, seconds or a product as tp. Give them to autotp.plan, which "
-            "makes the plan."
+            "sequence_parallel, memory, within_node, band, seconds, shares or a product as tp. Give them to "
+            "autotp.plan, which makes the plan."
         )
 
 
@@ -206,6 +210,7 @@ class Options:
         memory: bytes that a rank may hold; None for no limit. batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less. seconds: of the search, CPU time.
         groups: ranks that a group with copies of a slice may have; () for what heads and nodes suggest.
+        shares: of the work, one for each rank; () for equal ones.
     """
 
     tp: int
@@ -218,6 +223,7 @@ class Options:
     band: float = BAND
     seconds: float = SECONDS
     groups: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axes = ALONE) -> Options:
@@ -249,8 +255,10 @@ class Options:
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
         band, seconds = read_number("band", steering), read_number("seconds", steering)
-        groups = (keywords or {}).get(GROUPS, ())
-        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, band, seconds, groups)
+        groups, shares = (keywords or {}).get(GROUPS, ()), read_shares(steering["shares"], check_degree(tp))
+        if groups and shares:
+            raise InputError(f"shares={shares} and a product as tp: unlike ranks hold no copies. Leave out one.")
+        return cls(tp, machines, dims, sequence, objective, limit, batch, band, seconds, groups, shares)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -262,7 +270,8 @@ class Options:
         objective = Objective(plan.objective, plan.memory.optimizer)
         copies = {x.copies for each in plan.decisions.values() for x in (*each.ins, *each.outs)} - {1}
         groups = tuple(sorted(copies, reverse=True))
-        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band, groups=groups)
+        more = {"batch": plan.batch, "band": plan.totals.band, "groups": groups, "shares": plan.shares}
+        return cls(plan.tp, cluster, {}, None, objective, **more)
 
 
 def read_invariant(keywords: Mapping[str, Any], axis: str, ranks: int | None = None) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .partitions import Copies, Distribution, Groups, Partition, Segment  # noqa: F401
-from .sizes import Size, chunk, divide, simplify  # noqa: F401
+from .sizes import Size, dealt, divide, simplify  # noqa: F401
 
 if TYPE_CHECKING:
     from .specs import Spec

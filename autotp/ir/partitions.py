@@ -8,22 +8,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .sizes import Size, chunk, divide, read_size, simplify, write_size
+from .sizes import Deal, Size, apportion, dealt, divide, largest, read_size, simplify, write_size
 
 if TYPE_CHECKING:
     from .specs import CopiedRuns, Runs
 
 
+TILES = 1, 2, 4, 8, 16, 32, 64  # elements that shares are whole numbers of, where a dimension has 64 of them
+
+
 @dataclass(frozen=True)
 class Segment:
-    """`count` units of `unit` consecutive elements; whole units are dealt to the ranks by `chunk`.
+    """`count` units of `unit` consecutive elements; whole units go to the ranks as `sizes.dealt` has it by `deal`.
 
-    With `reverse` the last rank owns the first chunk. Such a segment is dealt evenly.
+    Reversed, with a deal of True, a segment is dealt evenly. Shares are whole units where the count is a number, and of
+    a symbol what ranks have of it in proportion.
     """
 
     count: Size
     unit: Size = 1
-    reverse: bool = False
+    deal: Deal = False
 
     @property
     def length(self) -> Size:
@@ -92,6 +96,10 @@ class Distribution:
         not known."""
         return None
 
+    def by(self, shares: tuple[int, ...], tp: int) -> Distribution:
+        """The distribution of this kind by these shares, one for each rank; () for equal ones."""
+        return self
+
     def runs(self) -> Sequence[Segment] | None:
         """Its segments one after the other, to be joined with others; None where it cannot be."""
         return None
@@ -148,7 +156,7 @@ class Partition(Distribution):
     """Partition of one dimension: a run of segments, the run repeated `repeat` times.
 
     `((N, 1),)` is a plain split, `((q, d), (k, d), (v, d))` a fused q/k/v in whole heads, `((6, 8),)` six heads of
-    8. A rank owns its chunk of every segment of every repetition. Make one with `Partition.of`, which brings equal
+    8. A rank owns its share of every segment of every repetition. Make one with `Partition.of`, which brings equal
     distributions to one form, so that `==` means the same elements on every rank.
     """
 
@@ -171,6 +179,14 @@ class Partition(Distribution):
     def plain(cls, length: Size, tp: int) -> Partition:
         """One segment of single elements."""
         return cls.of([Segment(length, 1)], 1, tp)
+
+    def by(self, shares: tuple[int, ...], tp: int) -> Partition:
+        """All its elements dealt by shares, in whole tiles where there are many of these."""
+        length = self.length
+        if not shares or not isinstance(length, int):
+            return Partition.of([Segment(length, 1, shares)], 1, tp) if shares else self
+        tile = max(n for n in TILES if length % n == 0 and (length >= n * TILES[-1] or n == 1))
+        return Partition.of([Segment(length // tile, tile, apportion(length // tile, shares))], 1, tp)
 
     @property
     def length(self) -> Size:
@@ -195,11 +211,12 @@ class Partition(Distribution):
 
     def even(self, tp: int) -> bool:
         """Say whether every rank certainly owns the same number of elements."""
-        return all(isinstance(s.count, int) and s.count % tp == 0 for s in self.segments)
+        return all(isinstance(s.count, int) and s.count % tp == 0 and type(s.deal) is bool for s in self.segments)
 
     def full(self, tp: int) -> bool:
-        """Say whether every rank certainly owns something: the last one owns least."""
-        return any(isinstance(s.count, int) and chunk(s.count, tp - 1, tp)[1] > 0 for s in self.segments)
+        """Say whether every rank certainly owns something."""
+        counted = [s for s in self.segments if isinstance(s.count, int)]
+        return all(any(dealt(s.count, rank, tp, s.deal)[1] > 0 for s in counted) for rank in range(tp))
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
         """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
@@ -254,7 +271,7 @@ class Partition(Distribution):
 
     def local(self, rank: int, tp: int) -> int:
         """Elements of a static partition that `rank` owns."""
-        return self.repeat * sum(chunk(s.count, rank, tp)[1] * s.unit for s in self.segments)  # type: ignore[operator]
+        return self.repeat * sum(dealt(s.count, rank, tp, s.deal)[1] * s.unit for s in self.segments)
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
         """The (offset, length) runs of a static partition that `rank` owns, in order."""
@@ -264,11 +281,14 @@ class Partition(Distribution):
         part = total = 0
         for s in self.segments:
             count, unit = hint(s.count), hint(s.unit)
-            part, total = part + -(-count // tp) * unit, total + count * unit
+            part, total = part + largest(count, tp, s.deal) * unit, total + count * unit
         return part / max(total, 1)
 
     def small(self, tp: int) -> Partition:
         def few(s: Segment) -> Segment:
+            if isinstance(s.deal, tuple):
+                units = tuple([min(n, 1 + (n == max(s.deal))) for n in s.deal])
+                return _coarsest(replace(s, count=sum(units), unit=1, deal=units), tp)
             count = min(int(s.count), tp + (s.count % tp != 0))
             return replace(s, count=count, unit=min(int(s.unit), 2))
 
@@ -284,17 +304,19 @@ class Partition(Distribution):
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
         from .specs import Runs  # noqa: PLC0415  a plan is read without torch
 
-        back = {False: (), True: (True,)}
-        return Runs(size(self.repeat), tuple((size(s.count), size(s.unit), *back[s.reverse]) for s in self.segments))
+        each = [(size(s.count), size(s.unit), *([s.deal] if s.deal else ())) for s in self.segments]
+        return Runs(size(self.repeat), tuple(each))
 
     def to_json(self) -> dict[str, Any]:
-        back = {False: [], True: [True]}
-        segments = [[write_size(s.count), write_size(s.unit), *back[s.reverse]] for s in self.segments]
+        segments = []
+        for s in self.segments:
+            deal = [s.deal if s.deal is True else list(s.deal)] if s.deal else []
+            segments.append([write_size(s.count), write_size(s.unit), *deal])
         return {"repeat": write_size(self.repeat), "segments": segments}
 
     @classmethod
     def from_json(cls, data: Any) -> Partition:
-        triples = [(read_size(count), read_size(unit), back == [True]) for count, unit, *back in data["segments"]]
+        triples = [(read_size(count), read_size(unit), _read_deal(deal)) for count, unit, *deal in data["segments"]]
         segments = tuple(Segment(*numbers) for numbers in triples)
         return cls(segments, read_size(data["repeat"]))
 
@@ -403,11 +425,28 @@ class Copies(Distribution):
 
 
 def _coarsest(segment: Segment, tp: int) -> Segment:
-    """Write the same shares in the largest units: as many as divide rank 0's share and the whole."""
+    """Write the same shares in the largest units: as many as divide the share of every rank; by `torch.chunk`'s rule
+    where it is that."""
     if not isinstance(segment.count, int):
         return segment
-    units = math.gcd(segment.count, -(-segment.count // tp))
-    return replace(segment, count=segment.count // units, unit=simplify(units * segment.unit))
+    if (deal := segment.deal) is not True:
+        each = [dealt(segment.count, rank, tp, deal)[1] for rank in range(tp)]
+        units = math.gcd(*each)
+        deal = tuple([n // units for n in each])
+        deal = any(n != dealt(sum(deal), rank, tp)[1] for rank, n in enumerate(deal)) and deal
+    else:
+        units = math.gcd(segment.count, largest(segment.count, tp))
+    return Segment(segment.count // units, simplify(units * segment.unit), deal)
+
+
+def _read_deal(data: list[Any]) -> Deal:
+    """How a file says that units go to the ranks: in nothing, in True, or in shares."""
+    if data in ([], [True]):
+        return bool(data)
+    (shares,) = data
+    if not all(type(n) is int and n >= 0 for n in shares) or not any(shares):
+        raise ValueError(f"units are dealt by {shares!r}, should be a share for each rank")
+    return tuple(shares)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -31,11 +32,52 @@ def divide(a: Size, b: Size) -> Size | None:
     return simplify(quotient) if whole else None
 
 
-def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
-    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
-    step = -(-count // tp)
-    start = min(rank * step, count)
-    return start, min(step, count - start)
+Deal = bool | tuple[int, ...]  # how units go to ranks, as `dealt` has it
+
+
+def dealt(
+    count: Any, rank: int, tp: int, deal: Deal = False, least: Callable[[Any, Any], Any] = min
+) -> tuple[Any, Any]:
+    """Offset and number of the units that `rank` owns of `count`: the one place that says so.
+
+    Args:
+        count: units, an int or `torch.SymInt`. rank, tp: which rank, of how many.
+        deal: False for `torch.chunk`'s rule, which is DTensor's `Shard`; True for that from the last rank on; shares,
+            one for each rank, which are exact where they add up to `count`.
+        least: the minimum of two counts.
+
+    Example:
+        >>> [dealt(32, rank, 2, (21, 11)) for rank in range(2)], dealt(6, 3, 4)
+        ([(0, 21), (21, 11)], (6, 0))
+    """
+    if isinstance(deal, tuple):
+        start, end = (-(-count * sum(deal[:n]) // sum(deal)) for n in (rank, rank + 1))
+        return start, end - start
+    step = (count + tp - 1) // tp
+    start = least((tp - 1 - rank if deal else rank) * step, count)
+    return start, least(step, count - start)
+
+
+def largest(count: Any, tp: int, deal: Deal = False) -> Any:
+    """Units of the rank that owns most of `count`, or of symbols a few more; `deal` as in `dealt`."""
+    return -(-count * max(deal) // sum(deal)) if isinstance(deal, tuple) else (count + tp - 1) // tp
+
+
+def apportion(count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Whole units for each rank, so that the rank which is done last with its own is done as early as may be.
+
+    Args:
+        count: units. shares: what each rank does of them in the same time.
+
+    Example:
+        >>> apportion(8, (2, 1)), apportion(2, (3, 1))
+        ((5, 3), (2, 0))
+    """
+    units = [count * share // sum(shares) for share in shares]
+    while sum(units) < count:  # what rounding left, fewer than the ranks; a tie goes to who has least
+        ranks = [rank for rank, share in enumerate(shares) if share]
+        units[min(ranks, key=lambda r: (Fraction(units[r] + 1, shares[r]), shares[r]))] += 1
+    return tuple(units)
 
 
 def simplify(size: Size) -> Size:

@@ -5,9 +5,8 @@ as ints or `torch.SymInt`. The last element of each tuple is the kind's mark, so
 holds the whole value. `sharded_dim`: the dimension of which a rank holds a slice. `split` cuts a whole into what each
 rank holds, where summands are pseudo-random, drawn with a seed; `recombine` undoes it.
 
-Uneven shares are padded **per segment** to the largest share, rank 0's. As `torch.chunk` leaves only trailing shares
-short, padding then sits at the end of each joined segment, and the even algorithm followed by one cut serves the uneven
-case too.
+Uneven shares are padded **per segment** to the largest share, so that all ranks send and get equally much; what the
+padding holds is read by none.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor
 from autotp.errors import PlanError
 
 from . import windows
-from .sizes import chunk
 from .windows import Segments
 
 
@@ -170,7 +168,7 @@ class ShardSpec(NamedTuple):
         dim, repeat, segments, _ = self
         if share := windows.even_share(repeat, segments, tp):
             return windows.checked(x, dim, 1, [share])
-        largest = [(0, n) for _, n in windows.shares(segments, 0, tp)]
+        largest = [(0, n) for n in windows.most(segments, tp)]
         return windows.window(x, dim, repeat, [n for _, n in windows.shares(segments, rank, tp)], largest)
 
     def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
@@ -179,7 +177,7 @@ class ShardSpec(NamedTuple):
         if share := windows.even_share(repeat, segments, tp):
             return windows.checked(x, dim, 1, [share]).contiguous()
         mine = [(0, n) for _, n in windows.shares(segments, rank, tp)]
-        return windows.window(x, dim, repeat, [n for _, n in windows.shares(segments, 0, tp)], mine).contiguous()
+        return windows.window(x, dim, repeat, windows.most(segments, tp), mine).contiguous()
 
     def deal(self, x: Tensor, tp: int) -> Tensor:
         """The padded slices of all ranks of the whole `x`, stacked on a new first dimension of size `tp`."""
@@ -187,26 +185,27 @@ class ShardSpec(NamedTuple):
         if share := windows.even_share(repeat, segments, tp):
             x = windows.checked(x, dim, 1, [tp * share])
             return x.unflatten(dim, (tp, share)).movedim(dim, 0).contiguous()
-        most = [n for _, n in windows.shares(segments, 0, tp)]
-        x = windows.window(x, dim, repeat, windows.lengths(segments), [(0, tp * n) for n in most])
-        x = x.unflatten(dim, (repeat, tp * sum(most)))
-        cuts = windows.cut(x, dim + 1, most, tp)
-        pieces = [p.unflatten(dim + 1, (tp, n)) for p, n in zip(cuts, most, strict=True)]
-        pieces = windows.turned(pieces, segments, dim + 1)
-        return windows.join(pieces, dim + 2).movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+        most, whole, parts = windows.most(segments, tp), windows.lengths(segments), []
+        for rank in range(tp):  # as long as the largest: the next rank's elements, or zeros, are the padding
+            starts = [start for start, _ in windows.shares(segments, rank, tp)]
+            parts.append(windows.window(x, dim, repeat, whole, list(zip(starts, most, strict=True))))
+        return torch.stack(parts)
 
     def collect(self, stack: Tensor, tp: int) -> Tensor:
         """The inverse of `deal`: the whole tensor from the stacked padded slices."""
         dim, repeat, segments, _ = self
         if share := windows.even_share(repeat, segments, tp):
             return windows.checked(stack, dim + 1, 1, [share]).movedim(0, dim).flatten(dim, dim + 1).contiguous()
-        most = [n for _, n in windows.shares(segments, 0, tp)]
-        stack = stack.unflatten(dim + 1, (repeat, sum(most))).movedim(0, dim + 1)
-        pieces = windows.turned(windows.cut(stack, dim + 2, most, 1), segments, dim + 1)
-        pieces = [p.flatten(dim + 1, dim + 2) for p in pieces]
-        x = windows.join(pieces, dim + 1).flatten(dim, dim + 1)
-        whole = [(0, n) for n in windows.lengths(segments)]
-        return windows.window(x, dim, repeat, [tp * n for n in most], whole).contiguous()
+        most = windows.most(segments, tp)
+        runs = stack.unflatten(dim + 1, (repeat, sum(most))).unbind(0)
+        shares = [windows.shares(segments, rank, tp) for rank in range(tp)]
+        parts: list[Tensor] = []
+        at = 0
+        for i, (n, segment) in enumerate(zip(most, segments, strict=True)):
+            for rank in reversed(range(tp)) if segment[2:] == (True,) else range(tp):
+                parts.append(runs[rank].narrow(dim + 1, at, shares[rank][i][1]))
+            at += n
+        return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
     def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
         return [self.take(x, rank, tp) for rank in range(tp)]
@@ -407,7 +406,7 @@ SUMMANDS: Spec = PartialSpec()
 
 
 class Runs(NamedTuple):
-    """A dimension that is `repeat` runs of `segments`, as in `windows`; a rank owns its chunk of every segment.
+    """A dimension that is `repeat` runs of `segments`, as in `windows`; a rank owns its share of every segment.
 
     The run-time form of `partitions.Partition`. Numbers are ints, `torch.SymInt` while a program is traced, and while
     one is written the nodes that compute them.
@@ -434,10 +433,11 @@ class Runs(NamedTuple):
         """
         out, at = [], 0
         for _ in range(self.repeat):
-            for count, unit, *back in self.segments:
-                start, number = chunk(count, tp - 1 - rank if back else rank, tp)
-                out.append((at + start * unit, number * unit))
-                at += count * unit
+            for (start, n), whole in zip(
+                windows.shares(self.segments, rank, tp), windows.lengths(self.segments), strict=True
+            ):
+                out.append((at + start, n))
+                at += whole
         return out
 
     def __repr__(self) -> str:

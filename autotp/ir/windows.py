@@ -14,8 +14,10 @@ from torch import Tensor
 
 from autotp.errors import PlanError
 
+from .sizes import dealt, largest
+
 Size = Any  # int or torch.SymInt
-Segments = Sequence[tuple[int, ...]]  # (count, unit) each, and True where the last rank owns the first chunk
+Segments = Sequence[tuple[Any, ...]]  # (count, unit) each, and where units go otherwise than by `torch.chunk` how
 
 
 def least(a: Size, b: Size) -> Size:
@@ -29,13 +31,17 @@ def lengths(segments: Segments) -> list[int]:
 
 
 def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
-    """(start, length) in elements of `rank`'s share of each segment: `runs.chunk`, for symbolic counts too."""
+    """(start, length) in elements of `rank`'s share of each segment, for symbolic counts too."""
     out = []
-    for count, unit, *back in segments:
-        step = (count + tp - 1) // tp
-        start = least((tp - 1 - rank if back else rank) * step, count)
-        out.append((start * unit, least(step, count - start) * unit))
+    for count, unit, *deal in segments:
+        start, length = dealt(count, rank, tp, *deal, least=least)
+        out.append((start * unit, length * unit))
     return out
+
+
+def most(segments: Segments, tp: int) -> list[Any]:
+    """Elements of each segment in the largest of its shares."""
+    return [largest(count, tp, *deal) * unit for count, unit, *deal in segments]
 
 
 def even_share(repeat: int, segments: Segments, tp: int) -> int:
@@ -43,8 +49,8 @@ def even_share(repeat: int, segments: Segments, tp: int) -> int:
 
     All conversions of such a dimension are what they are in the general case, at a third of its cost.
     """
-    count, unit, *back = segments[0]
-    if len(segments) > 1 or back or isinstance(repeat, torch.SymInt) or isinstance(count, torch.SymInt):
+    count, unit, *deal = segments[0]
+    if len(segments) > 1 or deal or isinstance(repeat, torch.SymInt) or isinstance(count, torch.SymInt):
         return 0
     return 0 if repeat != 1 or count % tp else count // tp * unit
 
@@ -101,21 +107,6 @@ def _zeros(x: Tensor, axis: int, length: int) -> Tensor:
     return x.new_zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]))
 
 
-def cut(x: Tensor, axis: int, parts: Sequence[int], times: int) -> list[Tensor]:
-    """Return consecutive pieces of `times * part` elements along `axis`."""
-    if len(parts) == 1:
-        return [x]
-    return list(x.split([times * n for n in parts], axis))
-
-
 def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    """Return the inverse of `cut`."""
+    """Return pieces as one tensor along `axis`."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), axis)
-
-
-def turned(pieces: Sequence[Tensor], segments: Segments, axis: int) -> list[Tensor]:
-    """Pieces of as many segments, those of reversed ones flipped along the `axis` of ranks."""
-    out = []
-    for piece, segment in zip(pieces, segments, strict=True):
-        out.append(piece.flip(axis) if len(segment) > 2 else piece)
-    return out

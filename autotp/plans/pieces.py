@@ -1,7 +1,9 @@
 """Pieces that hold a parameter, and the blocks of it that a rank has: numbers, no tensors.
 
 A plain split is one piece. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one piece for each
-segment, so that every piece is a plain `Shard` (docs/architecture.md, "One DTensor for each parameter").
+segment, so that every piece is a plain `Shard` (docs/architecture.md, "One DTensor for each parameter"). Of shares that
+are unlike every rank but the last has more than one piece: what all ranks have, what all but those of the least share
+have beside it, and so on, each dealt evenly to the ranks that have it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from autotp.ir.layouts import Layout, Partition, Segment, chunk
+from autotp.ir.layouts import Layout, Partition, Segment, dealt
 
 MAX_PIECES = 16  # of a parameter
 BUCKET = 256 * 10**6  # bytes that a rank packs and unpacks at once where blocks are sent
@@ -53,7 +55,7 @@ class Block(NamedTuple):
 
     def chunk(self, dim: int, rank: int, ranks: int) -> Block:
         """A rank's part where whole elements of a dimension are dealt."""
-        start, length = chunk(self.size[dim], rank, ranks)
+        start, length = dealt(self.size[dim], rank, ranks)
         return self.span(dim, self.offset[dim] + start, length)
 
 
@@ -64,12 +66,15 @@ class Piece:
     Attributes:
         offset, length: along the run of pieces.
         shape: of the piece. dim: the dimension of that which is split; None where every rank holds all of it.
+        starts: of unlike shares, where what each rank has of it starts in the run: the piece has a dimension of the
+            elements of one rank, and after it the one of so many ranks, which is split.
     """
 
     offset: int
     length: int
     shape: tuple[int, ...]
     dim: int | None
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ class Pieces:
         out, at = [], 0
         for s in segments:
             assert isinstance(s.count, int) and isinstance(s.unit, int)
+            if isinstance(s.deal, tuple):
+                if [*s.deal] != sorted(s.deal, reverse=True):  # `torch.chunk` gives the first ranks, if any
+                    return whole
+                out += self._levels(s, at)
+                at += s.count * s.unit
+                continue
             # Units larger than one need a dimension of their own, but where single elements are dealt in the same way.
             flat = Partition.plain(s.length, self.tp).segments == (s,)
             units = (s.count * s.unit,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
@@ -110,6 +121,19 @@ class Pieces:
         matrices = [x for x in out if len(x.shape) > 1]
         return whole if len(self.shape) == 1 and matrices else tuple(out)
 
+    def _levels(self, s: Segment, at: int) -> Iterator[Piece]:
+        """Iterate over the pieces of a segment of unlike shares, which starts `at` in the run."""
+        d, times = self.layout.sharded_dim, self._run[1]
+        assert isinstance(s.deal, tuple) and d is not None
+        unit: Any = s.unit
+        repeat, below = (times,) if times > 1 else (), 0
+        for level in sorted({*s.deal} - {0}):
+            ranks = sum(n >= level for n in s.deal)
+            starts = tuple([at + (sum(s.deal[:rank]) + below) * unit for rank in range(ranks)])
+            shape = (*self.shape[:d], *repeat, (level - below) * unit, ranks, *self.shape[d + 1 :])
+            yield Piece(at, sum(s.deal) * unit, shape, d + len(repeat) + 1, starts)
+            below = level
+
     @property
     def _aligned(self) -> bool:
         """Return whether the parts of the virtual ranks of each rank are what DTensor gives that rank."""
@@ -119,8 +143,8 @@ class Pieces:
         for s in partition.segments:
             for v in range(self.virtual):
                 count: Any = s.count
-                start, here = chunk(count, v // own, self.tp)
-                if start + chunk(here, v % own, own)[0] != chunk(count, v, self.virtual)[0]:
+                start, here = dealt(count, v // own, self.tp)
+                if start + dealt(here, v % own, own)[0] != dealt(count, v, self.virtual)[0]:
                     return False
         return True
 
@@ -188,8 +212,8 @@ class Pieces:
         return out
 
     def unfolded(self, piece: Piece, part: Block) -> Iterator[Block]:
-        """Iterate over what a part of a piece `(..., [repeat], count, [unit], ...)` is in the parameter's dimensions,
-        one block for each repetition."""
+        """Iterate over what a part of a piece `(..., [repeat], count, [unit or ranks], ...)` is in the parameter's
+        dimensions, one block for each repetition, and in that for each rank."""
         d, repeat = self.layout.sharded_dim, self._run[1]
         if d is None or self._plain:
             yield part
@@ -197,9 +221,11 @@ class Pieces:
         (offset, size), repeated = part, repeat > 1
         axis = d + repeated  # of the counts
         units = len(piece.shape) - len(self.shape) - repeated
-        unit = piece.shape[axis + 1] if units else 1
+        unit = piece.shape[axis + 1] if units and not piece.starts else 1
         after = axis + 1 + units
+        ranks = slice(offset[axis + 1], offset[axis + 1] + size[axis + 1]) if piece.starts else slice(0)
         for i in range(size[d] if repeated else 1):
             at = (offset[d] + i) * (self.shape[d] // repeat) if repeated else 0
-            start = (*offset[:d], at + piece.offset + offset[axis] * unit, *offset[after:])
-            yield Block(start, (*size[:d], size[axis] * unit, *size[after:]))
+            for first in piece.starts[ranks] if piece.starts else (piece.offset,):
+                start = (*offset[:d], at + first + offset[axis] * unit, *offset[after:])
+                yield Block(start, (*size[:d], size[axis] * unit, *size[after:]))

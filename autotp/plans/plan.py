@@ -124,6 +124,7 @@ class Plan:
         states: what is carried from call to call, such as a cached key, by its name -> layout, in every program.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
+        shares: of the work, one for each rank; () for equal ones.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
         builder: what solved it, which `explain` and the exports ask; None in a plan that was loaded or came from
             another process.
@@ -148,6 +149,7 @@ class Plan:
     tables: Mapping[str, Layout] = field(repr=False, default_factory=dict)
     batch: Axes = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    shares: tuple[int, ...] = ()
     fired: tuple[str, ...] = field(compare=False, default=())
     builder: Builder | None = field(default=None, repr=False, compare=False)
 

@@ -1,9 +1,9 @@
 """A plan as JSON text and back, in a numbered format: a file in another one, or one that was changed, is refused.
 
 `axes` are the axes of the mesh in order, the outermost first, each with its size: dp, cp and tp, of which tp is always
-there and has its layouts in the records. With the first of those beside tp stands what all of these cost. A later
-format's fields of an axis (`layouts` of a further one by name, `virtual` ranks, `shares` of uneven ones) may be absent,
-and are refused where they are not.
+there and has its layouts in the records. With the first of those beside tp stands what all of these cost, with tp the
+`shares` of its ranks where they are unlike. A later format's fields of an axis (`layouts` of a further one by name,
+`virtual` ranks) may be absent, and are refused where they are not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .plan import Plan
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
 FORMAT = 11
 UNSAVED = ("fired", "builder")  # they say something of one process alone
-MESH = ("tp", "batch")  # fields that a file has as axes
+MESH = ("tp", "batch", "shares")  # fields that a file has as axes
 UNSAID: dict[str, Any] = {"ep": 1, "imbalance": 1.0, "experts": []}  # of an axis, where a file leaves it out
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
 MAX_FILE_BYTES = 100_000_000  # the plan of a model with hundreds of layers has a few million
@@ -54,6 +54,7 @@ def write_plan(plan: Plan) -> str:
     data["decisions"] = [[name, *how.values()] for name, how in data["decisions"].items()]
     data |= {key: list(data[key].items()) for key in ("states", "tables")}
     axes = [[name, {"size": n}] for name, n in {**plan.batch.degrees, "tp": plan.tp}.items()]
+    axes[-1][1] |= {"shares": list(plan.shares)} if plan.shares else {}
     if plan.batch.degrees:
         axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE and x != UNSAID.get(key)}
     return sealed({"format": FORMAT, "axes": axes, **data, **{key: fold(data[key]) for key in FOLDED}})
@@ -126,7 +127,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
     more: list[str] = []
     for i, (axis, entry) in enumerate(axes):
-        own = {"size"} | (costs if i == 0 and axis != "tp" else set())
+        own = {"size", "shares"} if axis == "tp" else {"size"} | (costs if i == 0 else set())
         more += [f"{key} of {axis}" for key in entry if key not in own]
     order = [axis for axis in (*BESIDE, "tp") if axis in sizes]
     if [axis for axis, _ in axes] != order or "tp" not in order or more:
@@ -135,7 +136,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
             f"{' and '.join(more)}, and this version of autotp runs dp, cp and tp, in this order. Read it with the "
             "version that saved it, or plan again."
         )
-    mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE)}
+    mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE), "shares": axes[-1][1].get("shares", [])}
     if sizes:
         mesh["batch"] = {**dict.fromkeys(BESIDE, 1), **UNSAID, **sizes, **axes[0][1]}
         del mesh["batch"]["size"]
@@ -149,6 +150,10 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     for axis, size in (("tp", plan.tp), ("dp", plan.batch.dp), ("cp", plan.batch.cp)):
         if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")
+    deals = [s.deal for layout in plan.placements.values() if layout.stored for s in layout.stored.segments]
+    for shares in (plan.shares, *deals):
+        if isinstance(shares, tuple) and shares and (len(shares) != plan.tp or min(shares) < 0 or not any(shares)):
+            raise ValueError(f"shares are {shares}, which are not of tp={plan.tp} ranks")
     return plan
 
 

@@ -147,7 +147,7 @@ class Boundary:
     def _measured(self, value: Tensor, layout: Shard) -> Spec:
         """A slice of a length that only the ranks' tensors tell. A collective call."""
         _, repeat, segments = layout.to_runtime()[:3]  # type: ignore[index]
-        unit = segments[0][1] if len(segments) == 1 and repeat == 1 else None
+        _, unit, *deal = segments[0] if len(segments) == 1 and repeat == 1 else (None, None)
         if not isinstance(unit, int):
             raise StateError(
                 f"a hook on {self.path}: its values are split in pieces whose sizes change. Hook the module around it."
@@ -156,7 +156,7 @@ class Boundary:
         channel = self.ranks.channel if self.ranks is not None else None
         lengths = meet(channel, f"hook on {self.path}", LENGTH.pack(length))
         total = sum(LENGTH.unpack(x)[0] for x in lengths)
-        return ShardSpec(layout.dim, 1, ((total // unit, unit),))
+        return ShardSpec(layout.dim, 1, ((total // unit, unit, *deal),))
 
 
 def _total(values: Sequence[Any]) -> Any:
@@ -167,7 +167,7 @@ def _total(values: Sequence[Any]) -> Any:
 
 def _plain(spec: Any) -> bool:
     """Return whether a slice is told in numbers."""
-    return isinstance(spec.repeat, int) and all(isinstance(n, int) for pair in spec.segments for n in pair)
+    return isinstance(spec.repeat, int) and all(isinstance(n, int) for segment in spec.segments for n in segment[:2])
 
 
 def _at(module: Any, kwargs: Kwargs) -> tuple[Boundary | None, Kwargs, Kwargs]:

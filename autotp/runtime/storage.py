@@ -66,7 +66,13 @@ class Storage(Pieces):
 
     def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the whole parameter of whole pieces."""
-        return pieces[0] if self._plain else self.local(pieces).reshape(self.shape)
+        if self._plain:
+            return pieces[0]
+        runs = list[tuple[int, int, Tensor]]()  # in the order of segments, and of the ranks in one
+        for t, piece in zip(pieces, self.pieces, strict=True):
+            each = t.unbind(piece.dim) if piece.starts and piece.dim is not None else [t]
+            runs += [(piece.offset, rank, x) for rank, x in enumerate(each)]
+        return self.local([x for *_, x in sorted(runs, key=lambda run: run[:2])]).reshape(self.shape)
 
     def local(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the rank's slice of the parameter, in its own dimensions, from its slices of the pieces."""
@@ -159,7 +165,9 @@ class Storage(Pieces):
             if local.numel():
                 blocks = [*self.unfolded(piece, block)]
                 # view, not reshape: a copy would be filled in place of the parameter
-                parts = local.unbind(self.layout.sharded_dim or 0) if len(blocks) > 1 else [local]
+                d = self.layout.sharded_dim or 0
+                parts = local.unbind(d) if self._run[1] > 1 else [local]
+                parts = [x for part in parts for x in part.unbind(d + 1)] if piece.starts else parts
                 out += [Box(b.offset, part.view(b.size)) for b, part in zip(blocks, parts, strict=True)]
         return out
 

@@ -18,7 +18,7 @@ from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Host, Hosts, Virtual, aligned
 from autotp.compat import local_of
 from autotp.errors import StateError
-from autotp.ir.layouts import chunk
+from autotp.ir.layouts import dealt
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from autotp.ir.specs import INVARIANT, REPLICATED, ShardSpec
 from autotp.runtime.lower.hosted import convert
@@ -181,7 +181,7 @@ class Slices:
         whole = pieces[0] if storage.held_whole else storage.local(pieces)
         if not storage.held_whole:  # of what is here they have a part each
             place, hosts = host.first // host.own, host.size // host.own
-            here = tuple((chunk(count, place, hosts)[1], unit) for count, unit in spec.segments)
+            here = tuple((dealt(count, place, hosts)[1], unit) for count, unit in spec.segments)
             spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.own, host.own)
         if host.own == host.size and spec.plain:  # torch joins their gradients in one step
             slices = [x.contiguous() for x in whole.split(spec.lengths(host.size), spec.dim)]

@@ -220,7 +220,7 @@ def look_up(node: fx.Node) -> Rewrite | None:
         return None
     operands: Any = node.args
     weight, ids, runs, padding = operands
-    numbers = [runs.repeat, padding, *(n for segment in runs.segments for n in segment)]
+    numbers = [runs.repeat, padding, *(n for segment in runs.segments for n in segment[:2])]
     if value_of(weight).dtype not in DTYPES or not all(isinstance(n, int) for n in numbers):
         return None
     place: Any = node.kwargs

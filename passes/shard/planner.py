@@ -112,6 +112,7 @@ class Builder:
     seconds: float = inf  # of the search for a better plan
     cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
     read_before: Reading | None = None  # of the program by these rules, where that was read already
+    shares: tuple[int, ...] = ()  # of the ranks; () for equal ones
     groups: tuple[int, ...] = ()  # sizes that groups with copies may have; () for what heads and nodes suggest
     imbalance: float = 1.0  # the most rows that a rank gets for its experts, over the mean
 
@@ -132,7 +133,7 @@ class Builder:
         self.calls = [n for n in reading.calls if self.axis.decides(n)]
         self.ends = ends_table(self.calls, self.ops, self.rules, self.same)
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
-        self.candidates = Candidates(self.tp, self.axis.fills, numbers)
+        self.candidates = Candidates(self.tp, self.axis.fills, numbers, self.shares)
         decoded = self.objective.name == "decode" and not reading.past
         parts = self.cache_parts if self.cache_parts is not None else self.states.begun_parts()
         self.past = past_of(self.program, self.calls, self.ops, self.rules, parts) if decoded else Past()
@@ -266,15 +267,15 @@ class Builder:
             if new is None or new.unit != 1 or new.repeat != 1 or not (view or gates):
                 continue
             if isinstance(factor.size, int) and factor.size > 1:
-                self.candidates.add(((node, 0), new.dim), Partition.plain(factor.size, self.tp))
+                self.candidates.add_plain(((node, 0), new.dim), factor.size)
 
     def _seed_shared(self, node: fx.Node, slots: list[set[Value]]) -> None:
         """Heads of keys and values that are fewer than the ranks may be each on several of these."""
         rule = self.rules[node]
         assert rule is not None
         for factor in rule.factors:
-            if not several_read(self.ops[node], factor):
-                continue
+            if self.shares or not several_read(self.ops[node], factor):
+                continue  # a group of unlike ranks would have no part for each
             ways = Copies.of_units(factor.size, self.tp, self.groups, self.cluster.devices_per_node)
             for carry, values in zip(factor.ins, slots, strict=True):
                 if carry is not None and carry.repeat == carry.unit == 1:

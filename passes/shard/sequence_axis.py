@@ -143,7 +143,7 @@ class SequenceRules(BatchRules):
     def partition(self, ranks: int) -> Partition:
         """Two halves, of which a rank owns the r-th chunk of the first and, from the end, of the second."""
         half = self.batch / 2
-        return Partition.of([Segment(half), Segment(half, reverse=True)], 1, ranks)
+        return Partition.of([Segment(half), Segment(half, deal=True)], 1, ranks)
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
         """A slice along the first dimension that is dealt as the sequence is."""

@@ -19,7 +19,7 @@ from autotp.cost.solver.problem import Choice, Item, Problem, ValueId
 from autotp.cost.terms import Cost
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
-from autotp.ir.layouts import I, Layout, Partition, R, dealt_by
+from autotp.ir.layouts import I, Layout, R, dealt_by
 from autotp.ir.op import sizes, symbols_of
 from autotp.ir.program import Past
 
@@ -103,7 +103,7 @@ class States:
                 continue
             shape = sizes(tensors(node)[0])
             for d in self.dims(name, lengths):
-                candidates.add((value, d), Partition.plain(shape[d], self.tp))
+                candidates.add_plain((value, d), shape[d])
         for name, node in self.results.items():
             layout = self.fixed.get(name)
             if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:

@@ -7,7 +7,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.ir.layouts import I, P, Partition, R, Segment, Shard, chunk, divide
+from autotp.ir.layouts import I, P, Partition, R, Segment, Shard, dealt, divide
 
 thorough = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -119,7 +119,7 @@ def test_a_cut_is_at_a_boundary_and_gives_what_each_rank_has_there(data, at, tp)
 @thorough
 @given(st.integers(0, 40), ranks)
 def test_chunk_is_the_rule_of_torch_chunk(count, tp):
-    chunks = [chunk(count, rank, tp) for rank in range(tp)]
+    chunks = [dealt(count, rank, tp) for rank in range(tp)]
     assert sum(n for _, n in chunks) == count
     step = -(-count // tp)
     assert all(n == max(0, min(step, count - rank * step)) for rank, (_, n) in enumerate(chunks))

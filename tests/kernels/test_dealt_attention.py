@@ -22,7 +22,7 @@ def test_runs_of_queries_are_rows_of_the_whole(device, heads):
     q, k, v = (torch.randn(2, n, 48, 16, device=device, dtype=dtype).requires_grad_() for n in (4, heads, heads))
     whole = attention(q, k, v, is_causal=True, enable_gqa=heads != 4)
     gradients = torch.autograd.grad(whole.square().sum(), (q, k, v))
-    for segments in ([Segment(48)], [Segment(24), Segment(24, reverse=True)]):
+    for segments in ([Segment(48)], [Segment(24), Segment(24, deal=True)]):
         layout = Shard(2, Partition.of(segments, 1, RANKS))
         spec, runs = layout.to_runtime(), layout.partition.to_runtime(int)
         parts = [dealt_attention(x, k, v, runs, None, rank=r, tp=RANKS) for r, x in enumerate(spec.split(q, RANKS))]
@@ -34,7 +34,7 @@ def test_runs_of_queries_are_rows_of_the_whole(device, heads):
 
 def test_two_chunks_are_the_same_work_on_every_rank():
     """Pairs of queries and keys; of one chunk each the last rank has five times the work of the first."""
-    for segments, even in (([Segment(48)], False), ([Segment(24), Segment(24, reverse=True)], True)):
+    for segments, even in (([Segment(48)], False), ([Segment(24), Segment(24, deal=True)], True)):
         dealt = Partition.of(segments, 1, RANKS)
         work = [sum(at + 1 for a, n in dealt.spans(r, RANKS) for at in range(a, a + n)) for r in range(RANKS)]
         assert (max(work) - min(work) == 0) == even, work

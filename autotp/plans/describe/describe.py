@@ -80,6 +80,7 @@ def describe(
         states=planned.states,
         tables={n: x for n, x in tables.items() if x.sharded_dim is not None},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
+        shares=builder.shares,
     )
 
 
