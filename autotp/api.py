@@ -95,7 +95,7 @@ def plan(
             token a sequence, against a cache as long as the example inputs).
         optimizer: whose states count in memory, such as "adamw". sequence_parallel: None, as cost decides, True, False.
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
-        within_node: refuse a degree that leaves the node. seconds: of the CPU, after which the best plan is taken.
+        within_node: refuse a degree that leaves the node. shares: of each rank, as (2, 1). seconds: of the search, CPU.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp, cp: ranks of data and of context parallelism (docs/axes.md). With dp the example inputs are one rank's slice
             of the batch, with cp whole sequences. `fully_shard` splits weights over both too; `ep` experts over dp.
@@ -194,7 +194,7 @@ def compile(
         example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; left out: by config, or at the first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see `autotp.plan`.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds, shares: see `plan`.
         dp, cp, ep, imbalance, fully_shard: see `plan`: dp ranks pass slices of the batch, all cp ranks whole sequences.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.

@@ -69,6 +69,7 @@ class SteeringOptions:
         seconds: Of the CPU, after which the best plan so far is taken.
         precision: Of large products: float8, float8-rowwise or float8-delayed. Default: the model's.
         sequence_parallel: Force or forbid it. Default: the cost decides.
+        shares: What each rank does of the work, such as 2:1. Default: all equally much.
     """
 
     cluster: str | None = None
@@ -80,12 +81,13 @@ class SteeringOptions:
     seconds: int = 60
     precision: str | None = None
     sequence_parallel: bool | None = None
+    shares: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `autotp.plan` that say the same."""
-        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pin", "precision")}
+        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pin", "precision", "shares")}
         precise = {} if self.precision is None else {"precision": self.precision}
-        return {**same, "pins": read_pins(self.pin or []) or None, **precise}
+        return {**same, "pins": read_pins(self.pin or []) or None, "shares": read_ratio(self.shares), **precise}
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,16 @@ def read_degrees(text: str) -> list[Any]:
     if not parts or "auto" in parts:
         raise InputError(f"--tp {text}: give numbers of ranks, such as 1,2,4,8.")
     return list(dict.fromkeys(map(read_degree, parts)))
+
+
+def read_ratio(text: str | None) -> tuple[int, ...] | None:
+    """`2:1` as numbers."""
+    if text is None:
+        return None
+    parts = text.split(":")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise InputError(f"--shares {text}: give a whole number for each rank, such as 2:1.")
+    return tuple(map(int, parts))
 
 
 def read_mesh(text: str) -> dict[str, int]:

@@ -159,6 +159,7 @@ KINDS: dict[tuple[str, str], ConversionKind] = {
     ("S", "D"): ConversionKind("summand_s", pad, "all_gather", then(collect, take)),
     ("S", "D'"): ConversionKind("summand_of_part", place_part),
 }
+GATHERS, DEALS = ("all_gather", "all_to_all"), ("reduce_scatter", "all_to_all")  # whose parts must be equal
 SPREAD = frozenset([("S", "C"), ("C", "S"), ("S", "D"), ("D", "S")])
 
 
@@ -483,7 +484,9 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
     if among_few(src, dst):
         ranks = copies_of(src, dst)
         return collective, nbytes * ranks / tp, ranks
-    # Among all, every rank gives its slice, which others of its group give too.
+    # Among all, every rank gives its slice, which others of its group give too; unlike ones as long as the longest.
+    nbytes *= src.padding(tp) if collective in GATHERS else 1.0
+    nbytes *= dst.padding(tp) if collective in DEALS else 1.0
     return collective, nbytes * (src.copies if collective == "all_gather" else 1), tp
 
 

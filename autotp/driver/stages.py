@@ -83,7 +83,7 @@ def stages(
             the loss of a schedule.
         mesh: with dimensions "pp" and "tp", and between them "dp", "cp" where these are asked for; default: the world.
         plan: use this plan for the whole model instead of making one.
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: see
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds, shares: see
             `autotp.plan`; the objective is "training", and memory what a rank may hold of all its stages.
         dp, cp, fully_shard, carried, precision, reduce_dtype: see `autotp.compile`, as backend, options, optimise,
             check, check_capture. compare: refused, for a rank does not hold the whole original.

@@ -49,7 +49,7 @@ def sweep(
 
     Args:
         model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, seconds, within_node,
-            check_capture, precision, dp, ep, imbalance: see `autotp.plan`; ep is a number.
+            shares, check_capture, precision, dp, ep, imbalance: see `autotp.plan`; ep is a number.
         tps: the degrees, each as `tp` of `autotp.plan`.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 

@@ -51,7 +51,7 @@ __all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call",
 
 BITS_ALONE = (
     "tp_invariant and dp_invariant compare calls of their own ranks alone: leave out generate=, certify=, precision=, "
-    "dp=, cp= and pp=."
+    "shares=, dp=, cp= and pp=."
 )
 
 
@@ -80,8 +80,8 @@ def verify(
             degrees are read.
         example_inputs: as for `autotp.compile`; with dp the whole batch, which is dealt here.
         plan: prove this plan, over its axes; otherwise one is made.
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds: as for
-            `autotp.plan`; not together with a plan.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds, shares: as
+            for `autotp.plan`; not together with a plan.
         carried: which outputs come back as which inputs, as for `autotp.compile`.
         generate: also decode so many tokens after the example inputs with a cache, by the model's own `generate()` or
             with what `carried` names, and prove each of these calls: every value, the logits and the cached tensors
@@ -105,6 +105,7 @@ def verify(
         raise InputError("give the number of ranks to simulate, tp=4, or tp_invariant=8 for all that divide that.")
     if bits:
         others = {"generate": generate, "certify": certify, "precision": precision, "pp": pp}
+        others["shares"] = keywords.get("shares")
         return _bits(model, example_inputs, plan, CaptureRequest.read(carried=carried), keywords, others)
     degree, beside = degrees_of(tp, keywords, model)
     inputs = required_inputs(model, example_inputs, "autotp.verify")

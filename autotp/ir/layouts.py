@@ -91,6 +91,10 @@ class Layout:
         """Say whether every rank certainly stores the same number of elements."""
         return self.distribution is None or self.distribution.even(tp)
 
+    def padding(self, tp: int) -> float:
+        """Times as much as there is that ranks send where all send as much as the fullest of unlike ones."""
+        return 1.0 if self.distribution is None else self.distribution.padding(tp)
+
     def penalty(self, tp: int) -> int:
         """Points that break ties between equal costs."""
         return 0 if self.distribution is None else self.distribution.penalty(tp)

@@ -117,6 +117,10 @@ class Distribution:
         """Largest part that one rank stores; `hint` gives a number for every size."""
         return 1.0
 
+    def padding(self, tp: int) -> float:
+        """Elements that ranks of unlike shares send, each as many as the fullest, over those that there are."""
+        return 1.0
+
     def small(self, tp: int) -> Self:
         """Make the same kind of distribution with a few elements."""
         return self
@@ -283,6 +287,9 @@ class Partition(Distribution):
             count, unit = hint(s.count), hint(s.unit)
             part, total = part + largest(count, tp, s.deal) * unit, total + count * unit
         return part / max(total, 1)
+
+    def padding(self, tp: int) -> float:
+        return max([tp * max(s.deal) / sum(s.deal) for s in self.segments if isinstance(s.deal, tuple)], default=1.0)
 
     def small(self, tp: int) -> Partition:
         def few(s: Segment) -> Segment:

@@ -20,9 +20,9 @@ from tests.helpers.processes.pool import Pool
 EXACT = 1e-9
 
 
-def grouped(kv: int = 2, heads: int = 4) -> Any:
+def grouped(kv: int = 2, heads: int = 4, width: int = 16) -> Any:
     """Two layers in float64, with weights large enough that tokens change."""
-    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": width, "intermediate_size": 24, "num_hidden_layers": 2}
     counts: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 4}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, **counts, max_position_embeddings=64, pad_token_id=0, eos_token_id=None)

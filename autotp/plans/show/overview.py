@@ -81,6 +81,7 @@ def _head(plan: Plan) -> View:
     yield from _bar("memory", letters, most, "|" if most > plan.memory.peak else "")
     if sizes and (carried := cache(plan)):
         yield Line(carried, f"{'cache':{LABEL}}", " " * LABEL)
+    yield from by_rank(plan)
     yield from _time(plan)
     yield from _flow(plan)
     dearest = max(_avoidable(plan), default=(0.0, "")) if plan.totals.seconds and plan.tp > 1 else (0.0, "")
@@ -165,6 +166,23 @@ def _limit(decoded: Decoding) -> View:
     yield Line(text, then="  ")
 
 
+def by_rank(plan: Plan) -> View:
+    """A bar of the weights of each rank where shares are unlike, and what parts as long as the longest cost."""
+    each = range(plan.tp if plan.shares else 0)
+    held = [sum(math.prod(p.layout.local_shape(p.shape, plan.tp, rank)) for p in plan.parameters) for rank in each]
+    for rank, size in enumerate(held):
+        bar = "#" * round(BAR * size / max(held[0], 1))
+        yield Line(bar, f"{f'rank {rank}':{LABEL}}", style="cyan")
+        whole, part = amount(plan.memory.parameters * size / max(held[0], 1)), size / max(plan.totals.parameters, 1)
+        yield Line(
+            f"share {plan.shares[rank]} of {sum(plan.shares)}: {whole} of weights, {part:.0%} of all", " " * LABEL
+        )
+    padded = {c for x in plan.collectives for c in (x.forward, x.backward)} - {None, "all_reduce"}
+    layouts = {x for how in plan.decisions.values() for x in (*how.ins, *how.outs)} if plan.shares and padded else ()
+    if layouts and (padding := max(x.padding(plan.tp) for x in layouts)) > 1:
+        yield Line(f"gathers and scatters send parts padded to the longest: up to {padding:.2f} times what there is")
+
+
 def _time(plan: Plan) -> View:
     """A bar of a step: the repeated blocks, sublayer by sublayer, and what is outside of them."""
     layer = plan.layer
@@ -202,10 +220,11 @@ def _avoidable(plan: Plan) -> Iterator[tuple[float, str]]:
         way = 'outputs="loss" or "sharded"' if trains else 'outputs="sharded"'
         yield part, f"go into gathering whole outputs ({names}, {amount(gathered)}), which {way} leaves split"
     # What is not split is computed on every rank: the share above an even one is lost.
-    even = t.flops / plan.tp
+    first, ranks = (plan.shares[0], sum(plan.shares)) if plan.shares else (1, plan.tp)
+    even = t.flops * first / ranks
     if t.local_flops > 1.05 * even:
         extra = (t.seconds - t.communication) * (1 - even / t.local_flops)
-        share = f"{t.local_flops / t.flops:.0%} of the flops where 1/{plan.tp} would be even"
+        share = f"{t.local_flops / t.flops:.0%} of the flops where {first}/{ranks} would be even"
         yield extra, f"go into work that is whole on every rank: a rank has {share}"
     if (exposed := plan.batch.exposed) > 0:
         yield exposed, f"go over {plan.batch.name} and do not fit beside the backward"

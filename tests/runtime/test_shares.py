@@ -1,0 +1,74 @@
+"""Ranks of unlike shares: steps of training, `generate()` with its caches, and checkpoints to and from even degrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autotp
+from benchmarks.helpers.lists.doubled import doubled
+from tests.helpers.beside import states_differ
+from tests.helpers.compare import mesh_of
+from tests.helpers.models import redrawn
+from tests.helpers.processes.pool import Pool
+
+from .test_copied_heads import EXACT, generated, grouped, padded, step
+
+SHARES = {2: (2, 1), 3: (3, 2, 1)}
+FUSED: dict[str, Any] = {"n_layer": 1, "n_embd": 48, "n_head": 6, "vocab_size": 31, "n_positions": 64}
+
+
+def fused() -> Any:
+    """A tied vocabulary, and q, k and v in one weight."""
+    torch.manual_seed(0)
+    config = GPT2Config(**FUSED, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    return redrawn(GPT2LMHeadModel(config).double().eval())
+
+
+# With the model that they shard: three ranks have heads of keys and values, two what is fused and tied.
+MADE: dict[int, Any] = {2: fused, 3: lambda: grouped(6, 12, 48)}
+
+
+def using(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
+    """Train, generate, save; and read that again by the saved plan."""
+    model, batch, found = MADE[world](), padded(), dict[str, Any]()
+    with doubled():
+        options: dict[str, Any] = {"example_inputs": batch, "mesh": mesh_of(group)}
+        sharded: Any = autotp.compile(model, shares=SHARES[world], **options)
+        found["step"] = step(sharded, model, batch)
+    found["held"] = sum(x.to_local().numel() for x in sharded.parameters()) / sum(x.numel() for x in model.parameters())
+    found["generate"] = generated(sharded, model, batch)
+    sharded.save_checkpoint(f"{folder}/{world}")
+    sharded.plan.save(f"{folder}/{rank}-{world}.json")
+    again: Any = autotp.compile(MADE[world](), plan=autotp.Plan.load(f"{folder}/{rank}-{world}.json"), **options)
+    again.load_checkpoint(f"{folder}/{world}")
+    found["read"] = states_differ(again, model)
+    return found
+
+
+def otherwise(rank: int, world: int, group: Any, folder: str, wrote: int) -> float:
+    """Read what unlike ranks wrote on another number of ranks, even or unlike, and write it for the next."""
+    worst, states = 0.0, list[dict[str, Any]]()
+    for shares in (None, SHARES[world]):
+        sharded: Any = autotp.compile(MADE[wrote](), example_inputs=padded(), mesh=mesh_of(group), shares=shares)
+        sharded.load_checkpoint(f"{folder}/{wrote}-even" if states else f"{folder}/{wrote}")
+        sharded.save_checkpoint(f"{folder}/{wrote}-even")
+        states.append({n: t.clone() for n, t in sharded.full_state_dict().items()})
+        worst = max(worst, *(float((states[0][n] - t).abs().max()) for n, t in states[-1].items()))
+    fresh = MADE[wrote]().state_dict()
+    assert max(float((states[0][n] - t).abs().max()) for n, t in fresh.items()) > 1e-4  # it was trained
+    return worst
+
+
+def test_on_ranks(pool: Pool, tmp_path: Path):
+    """At 2:1 and 3:2:1: two steps of AdamW with clipping, greedy and beam search, saved plans, and checkpoints."""
+    for world, shares in SHARES.items():
+        for rank, found in enumerate(pool.run(using, str(tmp_path), world=world)):
+            assert max(found["step"]) < EXACT
+            assert found["read"] < EXACT
+            assert all(found["generate"][way] for way in ("greedy", "beams", "static", "own"))
+            assert abs(found["held"] - shares[rank] / sum(shares)) < 0.1
+        assert pool.run(otherwise, str(tmp_path), world, world=5 - world) == [0] * (5 - world)
