@@ -8,6 +8,7 @@ literal arguments in a torch.fx graph; the functions named in `KINDS` are that g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,7 +160,6 @@ KINDS: dict[tuple[str, str], ConversionKind] = {
     ("S", "D"): ConversionKind("summand_s", pad, "all_gather", then(collect, take)),
     ("S", "D'"): ConversionKind("summand_of_part", place_part),
 }
-GATHERS, DEALS = ("all_gather", "all_to_all"), ("reduce_scatter", "all_to_all")  # whose parts must be equal
 SPREAD = frozenset([("S", "C"), ("C", "S"), ("S", "D"), ("D", "S")])
 
 
@@ -485,9 +485,8 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
         ranks = copies_of(src, dst)
         return collective, nbytes * ranks / tp, ranks
     # Among all, every rank gives its slice, which others of its group give too; unlike ones as long as the longest.
-    nbytes *= src.padding(tp) if collective in GATHERS else 1.0
-    nbytes *= dst.padding(tp) if collective in DEALS else 1.0
-    return collective, nbytes * (src.copies if collective == "all_gather" else 1), tp
+    sides = {"all_gather": (src,), "reduce_scatter": (dst,), "all_to_all": (src, dst)}.get(collective, ())
+    return collective, nbytes * math.prod([side.padding(tp) for side in sides]), tp
 
 
 def among_few(src: Layout, dst: Layout) -> bool:

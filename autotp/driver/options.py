@@ -20,7 +20,7 @@ from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.cost.solver.solve import SECONDS
 from autotp.errors import InputError, PlanError
-from autotp.inputs import Inputs, bind, examples_of, for_model, normalise, over_batch
+from autotp.inputs import Inputs, bind, examples_of, for_model, normalise
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
@@ -255,9 +255,8 @@ class Options:
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
         band, seconds = read_number("band", steering), read_number("seconds", steering)
-        groups, shares = (keywords or {}).get(GROUPS, ()), read_shares(steering["shares"], check_degree(tp))
-        if groups and shares:
-            raise InputError(f"shares={shares} and a product as tp: unlike ranks hold no copies. Leave out one.")
+        groups = (keywords or {}).get(GROUPS, ())
+        shares = read_shares(steering["shares"], check_degree(tp), groups)
         return cls(tp, machines, dims, sequence, objective, limit, batch, band, seconds, groups, shares)
 
     @classmethod
@@ -425,15 +424,6 @@ def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes
             f"the plan is for {plan.batch.text}, and {axes.text} is asked for. Leave it out, or plan again."
         )
     return plan.batch
-
-
-def whole_batch(inputs: Inputs, dp: int) -> Inputs:
-    """Repeat made-up examples, each time shifted, until `dp` ranks have as many each."""
-    tree = inputs.args, dict(inputs.kwargs)
-    if examples_of(tree) % dp == 0:
-        return inputs
-    args, kwargs = over_batch(tree, lambda x: torch.cat([x.roll(place, -1) for place in range(dp)]))
-    return Inputs(*args, **kwargs)
 
 
 def refuse_undealt(inputs: Inputs, axes: Axes) -> None:

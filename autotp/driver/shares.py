@@ -11,11 +11,12 @@ from autotp.errors import InputError
 MAX_SHARE = 1_000_000
 
 
-def read_shares(shares: Any, tp: int) -> tuple[int, ...]:
+def read_shares(shares: Any, tp: int, groups: Sequence[int] = ()) -> tuple[int, ...]:
     """Read how much of the work each rank is to do, checked; () where all do equally much.
 
     Args:
         shares: what a public function was given, such as (2, 1); None for equal ones. tp: ranks.
+        groups: of a product as tp, whose ranks have copies.
 
     Raises:
         InputError: they are no whole numbers, not one for each rank, all 0, or rise.
@@ -37,5 +38,7 @@ def read_shares(shares: Any, tp: int) -> tuple[int, ...]:
             f"shares={shares!r} rise from a rank to the next, and torch's Shard gives none more than the first. Put "
             "the devices in the order of their shares, the largest first, as CUDA_VISIBLE_DEVICES can."
         )
-    divisor = math.gcd(*numbers)
-    return () if len({*numbers}) == 1 else tuple([n // divisor for n in numbers])
+    if groups:
+        raise InputError(f"shares={shares!r} and a product as tp: unlike ranks hold no copies. Leave out one.")
+    least = tuple([n // math.gcd(*numbers) for n in numbers])
+    return least if len({*least}) > 1 else ()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
 from autotp.errors import InputError, PlanError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, examples_of, over_batch
 from autotp.ir.graph import Capture, draws
 from autotp.ir.precision import DELAYED
 from autotp.ir.program import Planned, Sharded
@@ -42,7 +42,6 @@ from .options import (
     refuse_undealt,
     refuse_unknown,
     required_inputs,
-    whole_batch,
     with_keywords,
 )
 from .staging import one_after_another
@@ -105,7 +104,6 @@ def verify(
         raise InputError("give the number of ranks to simulate, tp=4, or tp_invariant=8 for all that divide that.")
     if bits:
         others = {"generate": generate, "certify": certify, "precision": precision, "pp": pp}
-        others["shares"] = keywords.get("shares")
         return _bits(model, example_inputs, plan, CaptureRequest.read(carried=carried), keywords, others)
     degree, beside = degrees_of(tp, keywords, model)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
@@ -125,14 +123,23 @@ def _bits(
 ) -> Report:  # fmt: skip
     """Compare numbers of processes with each other; arguments as of `verify`, with those that do not go with it."""
     beside = {**keywords, **others}
-    if any(beside.get(name) not in (None, False, 1) for name in (*others, *BESIDE)):
+    if any(beside.get(name) not in (None, False, 1) for name in (*others, "shares", *BESIDE)):
         raise InputError(BITS_ALONE)
     degree = read_invariant(keywords, "tp")
     steering = {name: value for name, value in keywords.items() if name not in BITS}
     axes = axes_beside(plan, keywords, degree or 1)
     inputs = required_inputs(model, example_inputs, "autotp.verify")
-    inputs = whole_batch(inputs, axes.dp) if example_inputs is None else inputs
+    inputs = _whole_batch(inputs, axes.dp) if example_inputs is None else inputs
     return prove_call(model, inputs, degree or 1, plan, steering, request, axes=axes, bits=True)[0]
+
+
+def _whole_batch(inputs: Inputs, dp: int) -> Inputs:
+    """Repeat made-up examples, each time shifted, until `dp` ranks have as many each."""
+    tree = inputs.args, dict(inputs.kwargs)
+    if examples_of(tree) % dp == 0:
+        return inputs
+    args, kwargs = over_batch(tree, lambda x: torch.cat([x.roll(place, -1) for place in range(dp)]))
+    return Inputs(*args, **kwargs)
 
 
 def prove_call(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .sizes import Deal, Size, apportion, dealt, divide, largest, read_size, simplify, write_size
+from .sizes import Deal, Size, apportion, dealt, divide, largest, read_deal, read_size, simplify, write_size
 
 if TYPE_CHECKING:
     from .specs import CopiedRuns, Runs
@@ -118,7 +118,7 @@ class Distribution:
         return 1.0
 
     def padding(self, tp: int) -> float:
-        """Elements that ranks of unlike shares send, each as many as the fullest, over those that there are."""
+        """Elements that ranks send, of unlike shares each as many as the fullest, over those that there are."""
         return 1.0
 
     def small(self, tp: int) -> Self:
@@ -220,7 +220,12 @@ class Partition(Distribution):
     def full(self, tp: int) -> bool:
         """Say whether every rank certainly owns something."""
         counted = [s for s in self.segments if isinstance(s.count, int)]
-        return all(any(dealt(s.count, rank, tp, s.deal)[1] > 0 for s in counted) for rank in range(tp))
+        whole = Partition(tuple(counted))
+        return all(whole.units(rank, tp) > 0 for rank in range(tp))
+
+    def units(self, rank: int, tp: int) -> int:
+        """Whole units that `rank` owns of one run of segments whose counts are numbers."""
+        return sum(dealt(s.count, rank, tp, s.deal)[1] for s in self.segments)
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
         """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
@@ -311,19 +316,20 @@ class Partition(Distribution):
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
         from .specs import Runs  # noqa: PLC0415  a plan is read without torch
 
-        each = [(size(s.count), size(s.unit), *([s.deal] if s.deal else ())) for s in self.segments]
+        deals: list[tuple[Deal, ...]] = [(s.deal,) * bool(s.deal) for s in self.segments]
+        each = [(size(s.count), size(s.unit), *deal) for s, deal in zip(self.segments, deals, strict=True)]
         return Runs(size(self.repeat), tuple(each))
 
     def to_json(self) -> dict[str, Any]:
         segments = []
         for s in self.segments:
-            deal = [s.deal if s.deal is True else list(s.deal)] if s.deal else []
-            segments.append([write_size(s.count), write_size(s.unit), *deal])
+            deal = list(s.deal) if isinstance(s.deal, tuple) else s.deal
+            segments.append([write_size(s.count), write_size(s.unit), *[deal] * bool(deal)])
         return {"repeat": write_size(self.repeat), "segments": segments}
 
     @classmethod
     def from_json(cls, data: Any) -> Partition:
-        triples = [(read_size(count), read_size(unit), _read_deal(deal)) for count, unit, *deal in data["segments"]]
+        triples = [(read_size(count), read_size(unit), read_deal(deal)) for count, unit, *deal in data["segments"]]
         segments = tuple(Segment(*numbers) for numbers in triples)
         return cls(segments, read_size(data["repeat"]))
 
@@ -405,6 +411,9 @@ class Copies(Distribution):
     def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         return self.of.share(tp // self.copies, hint)
 
+    def padding(self, tp: int) -> float:
+        return float(self.copies)
+
     def small(self, tp: int) -> Copies:
         return replace(self, of=self.of.small(tp // self.copies))
 
@@ -444,16 +453,6 @@ def _coarsest(segment: Segment, tp: int) -> Segment:
     else:
         units = math.gcd(segment.count, largest(segment.count, tp))
     return Segment(segment.count // units, simplify(units * segment.unit), deal)
-
-
-def _read_deal(data: list[Any]) -> Deal:
-    """How a file says that units go to the ranks: in nothing, in True, or in shares."""
-    if data in ([], [True]):
-        return bool(data)
-    (shares,) = data
-    if not all(type(n) is int and n >= 0 for n in shares) or not any(shares):
-        raise ValueError(f"units are dealt by {shares!r}, should be a share for each rank")
-    return tuple(shares)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,16 @@ def read_size(x: int | str) -> Size:
         raise ValueError(f"{x[:40]!r}... is not a size") from None
 
 
+def read_deal(data: list[Any]) -> Deal:
+    """The way in which a file says that units go to the ranks: nothing, True, or shares."""
+    if data in ([], [True]):
+        return bool(data)
+    (shares,) = data
+    if not all(type(n) is int and n >= 0 for n in shares) or not any(shares):
+        raise ValueError(f"units are dealt by {shares!r}, should be a share for each rank")
+    return tuple(shares)
+
+
 def _expression(x: ast.AST) -> Any:
     """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
     if isinstance(x, ast.Constant) and type(x.value) is int and x.value <= MAX_NUMBER:

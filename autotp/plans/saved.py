@@ -127,7 +127,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
     more: list[str] = []
     for i, (axis, entry) in enumerate(axes):
-        own = {"size", "shares"} if axis == "tp" else {"size"} | (costs if i == 0 else set())
+        own = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares"] * (axis == "tp")}
         more += [f"{key} of {axis}" for key in entry if key not in own]
     order = [axis for axis in (*BESIDE, "tp") if axis in sizes]
     if [axis for axis, _ in axes] != order or "tp" not in order or more:

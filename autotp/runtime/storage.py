@@ -167,7 +167,8 @@ class Storage(Pieces):
                 # view, not reshape: a copy would be filled in place of the parameter
                 d = self.layout.sharded_dim or 0
                 parts = local.unbind(d) if self._run[1] > 1 else [local]
-                parts = [x for part in parts for x in part.unbind(d + 1)] if piece.starts else parts
+                if piece.starts:
+                    parts = [x for part in parts for x in part.unbind(d + 1)]
                 out += [Box(b.offset, part.view(b.size)) for b, part in zip(blocks, parts, strict=True)]
         return out
 

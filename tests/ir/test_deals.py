@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ def test_pieces_hold_what_ranks_own(count: int, shares: tuple[int, ...], unit: i
     tp = len(shares)
     partition = Partition.of([Segment(count, unit, apportion(count, shares)), Segment(tp, 1)], repeat, tp)
     for dim in (0, 1):
-        shape = (partition.length, 2) if dim == 0 else (2, partition.length)
-        layout, whole = Shard(dim, partition), torch.arange(2 * int(partition.length)).reshape(shape)
+        length: Any = partition.length
+        shape = (length, 2) if dim == 0 else (2, length)
+        layout, whole = Shard(dim, partition), torch.arange(2 * length).reshape(shape)
         seen, spec = torch.zeros(shape, dtype=torch.int64), layout.to_runtime()
         pieces, storage = Pieces(shape, layout, tp), Storage(shape, layout, tp)
         for rank in range(tp):

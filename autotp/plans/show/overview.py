@@ -168,19 +168,23 @@ def _limit(decoded: Decoding) -> View:
 
 def by_rank(plan: Plan) -> View:
     """A bar of the weights of each rank where shares are unlike, and what parts as long as the longest cost."""
-    each = range(plan.tp if plan.shares else 0)
-    held = [sum(math.prod(p.layout.local_shape(p.shape, plan.tp, rank)) for p in plan.parameters) for rank in each]
-    for rank, size in enumerate(held):
-        bar = "#" * round(BAR * size / max(held[0], 1))
-        yield Line(bar, f"{f'rank {rank}':{LABEL}}", style="cyan")
-        whole, part = amount(plan.memory.parameters * size / max(held[0], 1)), size / max(plan.totals.parameters, 1)
-        yield Line(
-            f"share {plan.shares[rank]} of {sum(plan.shares)}: {whole} of weights, {part:.0%} of all", " " * LABEL
-        )
-    padded = {c for x in plan.collectives for c in (x.forward, x.backward)} - {None, "all_reduce"}
-    layouts = {x for how in plan.decisions.values() for x in (*how.ins, *how.outs)} if plan.shares and padded else ()
-    if layouts and (padding := max(x.padding(plan.tp) for x in layouts)) > 1:
+    if not plan.shares:
+        return
+    weights = [_elements(plan, rank) for rank in range(plan.tp)]
+    for rank, size in enumerate(weights):
+        yield Line("#" * round(BAR * size / max(weights[0], 1)), f"{f'rank {rank}':{LABEL}}", style="cyan")
+        own, part = plan.memory.parameters * size / max(weights[0], 1), size / max(plan.totals.parameters, 1)
+        text = f"share {plan.shares[rank]} of {sum(plan.shares)}: {amount(own)} of weights, {part:.0%} of all"
+        yield Line(text, " " * LABEL)
+    sent = {primitive for c in plan.collectives for primitive in (c.forward, c.backward)} - {None, "all_reduce"}
+    layouts = {x for how in plan.decisions.values() for x in (*how.ins, *how.outs)}
+    if sent and (padding := max([x.padding(plan.tp) for x in layouts], default=1.0)) > 1:
         yield Line(f"gathers and scatters send parts padded to the longest: up to {padding:.2f} times what there is")
+
+
+def _elements(plan: Plan, rank: int) -> int:
+    """Elements of the weights of a rank."""
+    return sum(math.prod(p.layout.local_shape(p.shape, plan.tp, rank)) for p in plan.parameters)
 
 
 def _time(plan: Plan) -> View:

@@ -48,7 +48,7 @@ def test_proved_and_dealt(name: str, sizes: dict[str, Any], shares: tuple[int, .
 def test_experts_go_to_ranks_whole():
     """Of eight experts six and two; what a rank makes of its own rows is summed with the others'."""
     sizes: dict[str, Any] = {"num_local_experts": 8, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     model = redrawn(MixtralForCausalLM(MixtralConfig(**sizes, **heads))).eval()
     ids, pins = {"input_ids": torch.randint(0, 64, (2, 13))}, {"*.experts.*": Split(0)}
     report = autotp.verify(model, 2, ids, shares=(3, 1), pins=pins)
@@ -99,7 +99,8 @@ def test_what_is_sent_padded_is_priced():
 def test_refused_in_one_sentence():
     """What is no share for each rank, and what shares do not go with."""
     x: Any = {"example_inputs": torch.randn(8, 64)}
-    for bad in ((0, 0), (-1, 2), "2:1", (True, 1), [], 3, (1.5, 1)):
+    wrong: Any = (0, 0), (-1, 2), "2:1", (True, 1), [], 3, (1.5, 1)
+    for bad in wrong:
         assert "give a whole number for each rank" in refusal(lambda bad=bad: autotp.plan(mlp(), 2, shares=bad, **x))
     assert "rise from a rank" in refusal(lambda: autotp.plan(mlp(), 2, shares=(1, 2), **x))
     for call in (

@@ -12,10 +12,9 @@ import autotp
 from benchmarks.helpers.lists.doubled import doubled
 from tests.helpers.beside import states_differ
 from tests.helpers.compare import mesh_of
+from tests.helpers.grouped_heads import EXACT, generated, grouped, padded, step
 from tests.helpers.models import redrawn
 from tests.helpers.processes.pool import Pool
-
-from .test_copied_heads import EXACT, generated, grouped, padded, step
 
 SHARES = {2: (2, 1), 3: (3, 2, 1)}
 FUSED: dict[str, Any] = {"n_layer": 1, "n_embd": 48, "n_head": 6, "vocab_size": 31, "n_positions": 64}
