@@ -63,9 +63,9 @@ def test_pieces_hold_what_ranks_own(count: int, shares: tuple[int, ...], unit: i
         for rank in range(tp):
             for block in pieces.blocks(rank):
                 seen[block.slices((0, 0))] += 1
-            locals_ = [torch.zeros(piece.share(rank, tp).size, dtype=torch.int64) for piece in storage.pieces]
+            locals_ = [torch.zeros(storage.share(piece, rank).size, dtype=torch.int64) for piece in storage.pieces]
             for piece, local in zip(storage.pieces, locals_, strict=True):
-                blocks = [*storage.unfolded(piece, piece.share(rank, tp))] if local.numel() else []
+                blocks = [*storage.unfolded(piece, storage.share(piece, rank))] if local.numel() else []
                 parts = local.unbind(dim) if len(blocks) > 1 else [local]
                 for block, part in zip(blocks, parts, strict=False):
                     part.copy_(whole[block.slices((0, 0))].reshape(part.shape))

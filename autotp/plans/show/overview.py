@@ -176,9 +176,9 @@ def by_rank(plan: Plan) -> View:
         own, part = plan.memory.parameters * size / max(weights[0], 1), size / max(plan.totals.parameters, 1)
         text = f"share {plan.shares[rank]} of {sum(plan.shares)}: {amount(own)} of weights, {part:.0%} of all"
         yield Line(text, " " * LABEL)
-    sent = {primitive for c in plan.collectives for primitive in (c.forward, c.backward)} - {None, "all_reduce"}
+    primitives = {way for c in plan.collectives for way in (c.forward, c.backward)} - {None, "all_reduce"}
     layouts = {x for how in plan.decisions.values() for x in (*how.ins, *how.outs)}
-    if sent and (padding := max([x.padding(plan.tp) for x in layouts], default=1.0)) > 1:
+    if primitives and (padding := max([x.padding(plan.tp) for x in layouts], default=1.0)) > 1:
         yield Line(f"gathers and scatters send parts padded to the longest: up to {padding:.2f} times what there is")
 
 
