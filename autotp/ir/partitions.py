@@ -280,7 +280,8 @@ class Partition(Distribution):
 
     def local(self, rank: int, tp: int) -> int:
         """Elements of a static partition that `rank` owns."""
-        return self.repeat * sum(dealt(s.count, rank, tp, s.deal)[1] * s.unit for s in self.segments)
+        run: Any = sum(dealt(s.count, rank, tp, s.deal)[1] * s.unit for s in self.segments)
+        return self.repeat * run
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
         """The (offset, length) runs of a static partition that `rank` owns, in order."""
