@@ -22,7 +22,6 @@ from autotp import compat
 from autotp.comm.lockstep import recoveries
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
-from autotp.runtime.lower.lower import accumulate_in
 
 from .storage import ShardState
 from .weight_reads import Read
@@ -51,21 +50,14 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
             )
         return
     shards.units.update(units)
-    apart = average_scalars(shards, nn.Module.parameters(shards.root)) | _experts(shards, reduces)
+    # Of experts each rank has its own, with whole gradients.
+    apart = average_scalars(shards, nn.Module.parameters(shards.root))
+    apart |= {piece for name, piece, _ in shards.pieces() if shards.storages[name].owners > 1}
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for part in _units(shards):
         apply(part, mesh=ranks.batch.mesh, ignored_params=apart, **policy)
     remember(shards.root)
-
-
-def _experts(shards: ShardState, reduces: torch.dtype | None) -> set[nn.Parameter]:
-    """Return parameters of which each rank of the axis has its own part, with whole gradients, added up in a type."""
-    owned = {piece for name, piece, _ in shards.pieces() if shards.storages[name].owners > 1}
-    if reduces is not None:
-        for piece in owned:
-            accumulate_in(piece, reduces)
-    return owned
 
 
 def forget(root: nn.Module) -> bool:

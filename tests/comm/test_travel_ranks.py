@@ -18,12 +18,15 @@ from transformers import MixtralForCausalLM
 
 import autotp
 from autotp.cost import Cluster
-from autotp.errors import InputError
+from autotp.errors import InputError, RankError
+from autotp.runtime import weight_reads
 from autotp.runtime.checkpoint.archives import Archive
+from autotp.runtime.storage import unwrap
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.modules.mixtures import Mixture, mixture, part, scores, tokens
 
 STEPS, EXACT = 20, 1e-9
+HALF = 3e-2  # of bfloat16, some roundings of 4e-3
 FLOAT32 = 1e-4  # transformers computes norms and rotary embeddings in it, whatever the type, and AdamW blows that up
 
 
@@ -254,3 +257,54 @@ def test_ranks_measure_an_imbalance_and_take_one_ep(pool):
         assert "with most, over the mean: 2.00" in found["text"], found["text"]
         assert found["ep at 1"] in (1, 4) and found["ep at 1e+06"] == 1, found
         assert max(found["differs at 1"], found["differs at 1e+06"]) < EXACT, found
+
+
+def stepped(sharded: Any, model: Any, mine: int) -> tuple[float, float]:
+    """Differences of the gradients of two backwards, of which the second ends their sum, and of the norm."""
+    with sharded.no_sync():
+        sharded(**part(tokens(), mine, 2)).float().square().mean().backward()
+    sharded(**part(tokens(1), mine, 2)).float().square().mean().backward()
+    for seed in range(2):
+        model(**tokens(seed)).float().square().mean().backward()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (sharded, model)]
+    return gradients_differ(sharded, model), difference(cast(Any, norms[0]).full_tensor(), norms[1])
+
+
+def odd_uses(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """A type of its own for sums, all tokens to one expert, experts frozen at first, lengths that differ over dp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, found = mesh["dp"].get_local_rank(), dict[str, Any]()
+    own: Any = {"dp": 2, "mesh": mesh, "example_inputs": part(tokens(), mine, 2), "check_capture": False}
+    for ep in (1, 2):
+        half = mixture("by hand", double=False).bfloat16()
+        sharded: Any = autotp.compile(half, ep=ep, reduce_dtype=torch.float32, **own)
+        found[f"bfloat16, ep={ep}"] = stepped(sharded, half, mine)
+        torch.optim.AdamW(sharded.parameters(), lr=1e-2).step()
+    model = mixture("by hand")
+    assert isinstance(model, Mixture)
+    with torch.no_grad():
+        model.router.bias.copy_(torch.tensor([900.0, 0.0, 0.0, 0.0]))
+    model.up.requires_grad_(False)
+    sharded = autotp.compile(model, ep=2, **own)
+    for m in (model, sharded):
+        m.up.requires_grad_(True)
+    found["one expert, trained later"] = max(stepped(sharded, model, mine))
+    with patch.object(weight_reads, "unwrap", lambda parameters, owners: unwrap(parameters, [1] * len(owners))):
+        for m in (model, sharded):
+            m.zero_grad()
+        found["left in sums"] = stepped(sharded, model, mine)[0]
+    try:
+        sharded(tokens(2, 2, 6 + mine)["input_ids"])
+    except RankError as refusal:
+        found["error"] = str(refusal)
+    return found
+
+
+def test_odd_uses_are_right_or_refused(pool):
+    everyone = pool.run(odd_uses)
+    for found in everyone:
+        assert found["one expert, trained later"] < EXACT and found["left in sums"] > 0.4, found
+        here, there = found["bfloat16, ep=2"], found["bfloat16, ep=1"]
+        assert max(here) < HALF and max(there) < HALF, found
+        assert "alike where experts are dealt over dp: ranks 0-1: " in found["error"], found
+    assert len({found["error"] for found in everyone}) == 1

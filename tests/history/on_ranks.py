@@ -23,8 +23,12 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import autotp
 from autotp.comm import collectives
 from autotp.errors import RankError
+from autotp.runtime import weight_reads
 from autotp.runtime.generation import generating
+from autotp.runtime.storage import unwrap
+from tests.helpers.compare import gradients_differ
 from tests.helpers.models import redrawn
+from tests.helpers.modules.mixtures import mixture, part, tokens
 
 from .modules import Attention, Experts, Masked, Mlp, Tied
 from .row import hidden
@@ -220,6 +224,23 @@ def sampled(rank: int, group: Any, folder: str) -> Pair:
             return right, math.inf
 
 
+def dealt_experts(rank: int, group: Any, folder: str) -> Pair:
+    """Gradients of experts that are dealt over dp, and those without the mean's divisor."""
+    model, mesh = mixture("by hand"), init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    own: Any = {"dp": 4, "ep": 4, "mesh": mesh, "example_inputs": part(tokens(), rank, 4)}
+    parts: Any = autotp.compile(mixture("by hand"), **own)
+    model(**tokens()).square().mean().backward()
+
+    def off() -> float:
+        parts.zero_grad()
+        parts(**own["example_inputs"]).square().mean().backward()
+        return gradients_differ(parts, model)
+
+    right = off()
+    with patch.object(weight_reads, "unwrap", lambda found, owners: unwrap(found, [1] * len(owners))):
+        return right, off()
+
+
 ROWS = [
     OnRanks(28, "Megatron#7452", "tokens are scattered over the wrong group", "sums are of all ranks",
             other_group, world=4),
@@ -237,6 +258,8 @@ ROWS = [
             "every rank draws from its own generator; a RankError names the inputs that differ", sampled),
     OnRanks(45, "transformers#48569, Megatron#7452", "the optimizer's state is another parameter's after a resume",
             "the moments of two parameters are exchanged", resumed, world=4),
+    OnRanks(47, "pytorch#160285, Megatron#5956", "gradients of experts over ep are ep times too large",
+            "the divisor of the mean over dp is left out", dealt_experts, world=4),
 ]  # fmt: skip
 
 
