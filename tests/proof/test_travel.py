@@ -102,6 +102,28 @@ class Turned(Mixture):
         return super().forward(input_ids) + self.down.sum()
 
 
+class Quantised(Mixture):
+    """Keeps its experts in eight bits, with a scale for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("up", "down"):
+            weight = getattr(self, name).detach()
+            scale = weight.abs().amax((1, 2), keepdim=True) / 127
+            delattr(self, name)
+            self.register_buffer(name, (weight / scale).round().to(torch.int8))
+            self.register_buffer(f"{name}_scale", scale)
+
+    def experts(self) -> Any:
+        return [getattr(self, n).to(torch.float32) * getattr(self, f"{n}_scale") for n in ("up", "down")]
+
+
+def test_quantised_experts_are_whole_on_each_rank_and_right():
+    torch.manual_seed(0)
+    report = proved(Quantised(), 2)
+    assert report and report.plan.batch.experts == (), report
+
+
 def test_what_others_read_too_is_whole_on_each_rank():
     torch.manual_seed(0)
     report = proved(Turned(), 2)
