@@ -68,7 +68,7 @@ ROWS = {
     ),
     512: (
         Row("autotp, experts whole on each rank", ep=1, runs=True),
-        Row("autotp, rows travel", ep="many", runs=True),
+        Row("one stage, rows travel", 1, ep="many"),
         Row("Megatron Bridge: tp 2, pp 8, ep 32", 8, 2, 32),
         Row("DeepSeek's report: tp 1, pp 16, ep as dp", 16, 1, 32),
         Row("its ep of 64, with pp 8", 8, 1, 64),
@@ -148,9 +148,9 @@ Megatron's are those of [Megatron Bridge]({BRIDGE})
 (tp 2, pp 8, ep 32 on 256 H100, pp 16 and ep 64 on 1,024), DeepSeek's those of [its report]({REPORT})
 (pp 16, ep 64, no tp, on 2,048), torchtitan's of [its config]({TITAN})
 for the 671B model (no tp, no pp, weights split over all, ep left at 1). Where devices are too few, ep is what dp
-leaves. autotp runs no stages with experts over dp, nor stages whose weights are split over dp: their rows say so, and
-are priced by the same arithmetic as stages without. A row of a token is sent once for each of its 8 experts, and by
-every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is
+leaves. autotp runs experts over all of dp (no ep below it, which leaves 512 devices none of these degrees), no stages
+with experts over dp, and none whose weights are split over dp: their rows say so, and are priced by the same
+arithmetic. A row of a token is sent once for each of its 8 experts, and by every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is
 in the price.
 
 """ + "\n".join(parts)
