@@ -150,8 +150,8 @@ Megatron's are those of [Megatron Bridge]({BRIDGE})
 for the 671B model (no tp, no pp, weights split over all, ep left at 1). Where devices are too few, ep is what dp
 leaves. autotp runs experts over all of dp (no ep below it, which leaves 512 devices none of these degrees), no stages
 with experts over dp, and none whose weights are split over dp: their rows say so, and are priced by the same
-arithmetic. A row of a token is sent once for each of its 8 experts, and by every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is
-in the price.
+arithmetic. A row of a token is sent once for each of its 8 experts, and by every rank of tp;
+neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is in the price.
 
 """ + "\n".join(parts)
 
