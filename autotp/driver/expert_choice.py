@@ -73,6 +73,8 @@ def choose_experts(
 
 def _over_tp(plan: Plan, weight: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """Words for how tp splits experts, with the prices of a step by each way."""
+    if plan.tp == 1:
+        return ""
     while weight not in names:
         weight = weight.all_input_nodes[0]
     own, *_ = ways = explain(plan, names[weight]).alternatives
@@ -80,7 +82,7 @@ def _over_tp(plan: Plan, weight: fx.Node, names: Mapping[fx.Node, str]) -> str:
     for words, by_expert in (("by expert", True), ("within the expert", False)):
         steps = [x.seconds + more for x in ways if not x.why and ("Shard(0)" in x.layout) == by_expert]
         texts += [f"{words} {seconds(min(steps))}"] if steps else []
-    return f"; over tp {own.layout}: a step is {' and '.join(texts)}" if plan.tp > 1 else ""
+    return f"; over tp {own.layout}: a step is {' and '.join(texts)}"
 
 
 def _way(plan: Plan) -> str:
