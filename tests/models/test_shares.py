@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.distributed.tensor import Shard as Split
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autotp
+from autotp.cli.flags import read_ratio
 from autotp.errors import InputError, PlanError
 from tests.helpers.models import inputs_of, redrawn, transformer
 
@@ -120,3 +123,20 @@ def test_refused_in_one_sentence():
     assert "unlike ranks hold no copies" in refusal(lambda: autotp.plan(mlp(), (2, 2), shares=(2, 1, 1, 1), **x))
     plan = autotp.plan(mlp(), 2, shares=(2, 1), **x)
     assert "plan= is complete" in refusal(lambda: autotp.verify(mlp(), 2, torch.randn(8, 64), plan=plan, shares=(2, 1)))
+
+
+def test_the_page_says_how_many_architectures_were_proved():
+    """As the file of results has it: by all shares, and with some weight that `torch.chunk` would deal otherwise."""
+    root = Path(__file__).resolve().parents[2]
+    models = json.loads((root / "benchmarks/results/shares.json").read_text())["models"]
+    assert all(each.keys() == {"2:1", "3:2:1"} for each in models.values())
+    assert [name for name, each in models.items() if not all(x["ok"] for x in each.values())] == []
+    assert all(each["3:2:1"]["uneven"] for each in models.values())
+    assert f"{len(models)} architectures" in (root / "docs/clusters.md").read_text()
+
+
+def test_the_command_line_says_shares_as_a_ratio():
+    assert read_ratio("3:2:1") == (3, 2, 1) and read_ratio(None) is None
+    for text in ("2:x", "2:", "-1:2", "2.5:1"):
+        with pytest.raises(InputError, match="give a whole number for each rank, such as 2:1"):
+            read_ratio(text)
