@@ -227,10 +227,6 @@ def no_compared_cache() -> bool:
     return raises(lambda: sharded(input_ids=ids, use_cache=True))
 
 
-def no_dp() -> bool:
-    return lacks(autotp.sweep, "dp")
-
-
 LISTS = {"README.md": "Not yet", "docs/guide.md": "What is not there yet", "docs/training.md": "What is not supported"}
 LISTS |= {"docs/generation.md": "What is not there"}
 INTEROP = "tests/runtime/interop"
@@ -248,7 +244,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "Example inputs have no cache": "tests/models/test_models.py::test_a_cache_passed_in_is_refused",
     "weights, activations or random numbers cannot": branch_fails,
     "ranks plans; it does not predict times": None,
-    "`sweep` has no dp": no_dp,
+    "(axes.md#ep-experts-over-dp) has limits": "tests/proof/test_travel.py::test_what_does_not_go_with_it_is_refused",
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
     "[pipeline stages](axes.md#pp-pipeline-stages) torch's schedules have fixed sizes": (
         "tests/runtime/stages/test_stages.py::test_what_cannot_be_is_said_on_all_ranks"

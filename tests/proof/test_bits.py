@@ -64,7 +64,7 @@ def test_what_is_sent_of_a_tree():
 def test_what_is_not_compared_is_refused():
     with pytest.raises(InputError, match="tp_invariant=8 for all that divide that"):
         autotp.verify(transformer("llama-short"))
-    with pytest.raises(InputError, match="leave out generate=, certify=, precision=, dp=, cp= and pp="):
+    with pytest.raises(InputError, match="leave out generate=, certify=, precision=, shares=, dp=, cp= and pp="):
         autotp.verify(transformer("llama-short"), tp_invariant=2, cp=2)
     with pytest.raises(InputError, match="leave out generate=, certify=, precision="):
         autotp.verify(transformer("llama-short"), tp_invariant=2, precision="float8")

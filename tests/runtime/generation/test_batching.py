@@ -138,12 +138,6 @@ def decoding(rank: int, world: int, group: Any) -> tuple[list[list[int]], list[l
 
 
 @pytest.mark.ranks
-def test_states_that_are_whole_on_three_ranks_hold_what_is_written(pool):
-    for wanted, got in pool.run(decoding, world=3):
-        assert got == wanted
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize(("world", "mine"), [(2, [1, 1]), (3, [1, 1, 0])])
 def test_llama_answers_many_requests_at_once(pool, world, mine):
     on_ranks = pool.run(batching, world=world)
@@ -158,6 +152,12 @@ def test_llama_answers_many_requests_at_once(pool, world, mine):
             assert found["control"] != found["wanted"] == found["after"]
             assert found["failing"].startswith("StateError: continuous batching: ")
     assert [found["heads"].mine for found in on_ranks] == mine
+
+
+@pytest.mark.ranks
+def test_states_that_are_whole_on_three_ranks_hold_what_is_written(pool):
+    for wanted, got in pool.run(decoding, world=3):
+        assert got == wanted
 
 
 def test_what_the_engine_would_leave_out_is_refused_by_name():
