@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.helpers.command import made
-from benchmarks.helpers.gloo import on_ranks
+from benchmarks.helpers.gloo import everywhere, on_ranks
 from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.llama import soak
 from benchmarks.helpers.llama.decode_legs import Step, legs
 from benchmarks.helpers.llama.megatron import Shape, untouched
 from benchmarks.helpers.llama.storages import Storages, as_planned
-from benchmarks.helpers.measure import reason
 from benchmarks.helpers.performance import table, write_section
 from benchmarks.helpers.together import together
 
@@ -67,16 +66,10 @@ def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -
 
 
 def begun(make: Callable[[], Step]) -> tuple[Step, Tensor, str]:
-    """A leg's step, its first logits, and why there are none, on any of the ranks: all ranks take the same steps."""
-    step, logits, why = Tensor, torch.empty(0), ""
-    try:
-        step = make()
-        logits = step()
-    except Exception as error:
-        why = reason(error)
-    whys: list[Any] = [None] * RANKS
-    dist.all_gather_object(whys, why)
-    return step, logits, next(filter(None, whys), "")
+    """A leg's step, its first logits, and why there are none."""
+    found, why = everywhere(lambda: (step := make(), step()))
+    step, logits = found or (Tensor, torch.empty(0))
+    return step, logits, why
 
 
 def difference(logits: Tensor, wanted: Tensor) -> float:

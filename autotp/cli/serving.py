@@ -44,7 +44,7 @@ def serve(
     if dp != 1:
         raise InputError(f"--dp {dp}: one server has one group of tp ranks. Start {dp} of them, on ports of their own.")
     from autotp.serving.launch import serve as launch  # noqa: PLC0415  torch and the server, only where they are used
-    from autotp.serving.rank import Options  # noqa: PLC0415
+    from autotp.serving.rank import Options, model_name  # noqa: PLC0415
 
     from .models import read_dtype  # noqa: PLC0415
 
@@ -53,7 +53,7 @@ def serve(
     for at, folder in enumerate(folders):
         if not (folder / FILES[at > 0]).is_file():
             raise InputError(f"{folder} holds no {FILES[at > 0]}. Give the model's folder, then those of adapters.")
-    if len({folder.resolve().name for folder in folders}) < len(folders):
+    if len({*map(model_name, folders)}) < len(folders):
         raise InputError("two folders have one name, by which requests ask for a model. Rename one.")
     launch(Options(folders, tp, kind, host, port, key, origins, max_tokens, concurrent, pool, ""))
     screen.say("stopped")

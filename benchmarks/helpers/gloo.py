@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers.utils import logging as messages
 
+from .measure import reason
+
 
 def on_ranks(work: Callable[[], Any], ranks: int) -> list[Any]:
     """What a function finds on each rank, in rank order.
@@ -44,3 +46,15 @@ def _rank(rank: int, ranks: int, work: Callable[[], Any], folder: str) -> None:
         Path(folder, "found.json").write_text(json.dumps(everyone))
     dist.destroy_process_group()
     time.sleep(0.2)  # gloo's threads
+
+
+def everywhere(work: Callable[[], Any]) -> tuple[Any, str]:
+    """Call on every rank; return what comes of it, and why there is nothing, on any: all take the same steps."""
+    found, why = None, ""
+    try:
+        found = work()
+    except Exception as error:
+        why = reason(error)
+    whys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(whys, why)
+    return found, next(filter(None, whys), "")

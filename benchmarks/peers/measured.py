@@ -5,18 +5,17 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.activations import kept
+from benchmarks.helpers.gloo import everywhere
 from benchmarks.helpers.interleaved import interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.llama.megatron import Shape, untouched
 from benchmarks.helpers.llama.variants import sent
-from benchmarks.helpers.measure import reason
 
 from .legs import TRAIN, Leg, decoder
 
@@ -40,18 +39,6 @@ def step_of(leg: Leg, ids: Tensor, targets: Tensor) -> Callable[[], Tensor]:
         return loss.detach()
 
     return step
-
-
-def everywhere(work: Callable[[], Any]) -> tuple[Any, str]:
-    """Call on every rank; return what comes of it, and why there is nothing, on any of the ranks."""
-    found, why = None, ""
-    try:
-        found = work()
-    except Exception as error:
-        why = reason(error)
-    whys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(whys, why)
-    return found, next(filter(None, whys), "")
 
 
 def alone(name: str, shape: Shape, length: int) -> Record:

@@ -19,7 +19,7 @@ def grouped(kv: int = 2, heads: int = 4, width: int = 16) -> Any:
     sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": width, "intermediate_size": 24, "num_hidden_layers": 2}
     counts: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 4}
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, **counts, max_position_embeddings=64, pad_token_id=0, eos_token_id=None)
+    config = LlamaConfig(**sizes, **counts, max_position_embeddings=128, pad_token_id=0, eos_token_id=None)
     model: Any = LlamaForCausalLM(config).double().eval()
     for p in model.parameters():
         p.data += 0.3 * torch.randn_like(p)

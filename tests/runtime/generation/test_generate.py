@@ -10,8 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 from transformers.pipelines import base
 
 import autotp
@@ -20,27 +19,7 @@ from autotp.passes.shard import decide
 from benchmarks.helpers.lists.doubled import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
-
-EXACT = 1e-9
-
-
-def llama() -> Any:
-    """Two layers with two key/value heads, with weights large enough that tokens change."""
-    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=None)).double().eval()
-    for p in model.parameters():
-        p.data += 0.3 * torch.randn_like(p)
-    return model
-
-
-def padded() -> dict[str, Tensor]:
-    """Two prompts, the first padded on the left."""
-    torch.manual_seed(1)
-    ids, mask = torch.randint(3, 30, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
-    ids[0, :2] = mask[0, :2] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+from tests.helpers.grouped_heads import EXACT, grouped, padded
 
 
 def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
@@ -50,7 +29,7 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
         patch.object(driver, "prepare", wraps=driver.prepare) as captures,
         patch.object(decide, "solve", wraps=decide.solve) as solved,
     ):
-        model, batch = llama(), padded()
+        model, batch = grouped(), padded()
         sharded: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group))
         options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
 
