@@ -89,7 +89,8 @@ def preset(device: str) -> str | None:
     words = device.lower()
     fitting = []
     for name in PRESETS:
-        if all(part in words for part in name.split("-")):
+        # A card is written "RTX 4090"; an "RTX 3060 Ti" is another one than the "RTX 3060".
+        if all(part in words for part in name.split("-")) or words.replace(" ", "").endswith(name):
             fitting.append(name)
     return max(fitting, key=len, default=None)
 

@@ -60,7 +60,7 @@ class SteeringOptions:
     """Purpose and limits
 
     Attributes:
-        cluster: A preset, or a .json or .toml file. Default: h100.
+        cluster: A preset, or a .json or .toml file; of unlike ranks each one's, with commas. Default: h100.
         objective: training, prefill or decode; of plan and sweep also serve.
         optimizer: Whose states count in the memory of training.
         memory: What a rank may hold, such as 80GB.

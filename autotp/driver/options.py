@@ -244,8 +244,9 @@ class Options:
                 "False."
             )
         machines = Cluster.resolve(steering["cluster"])
+        machines.over(check_degree(tp))  # which refuses a degree that unlike ranks cannot form
         limit = None if steering["memory"] is None else read_bytes(steering["memory"])
-        if steering["within_node"] and machines.spans_nodes(check_degree(tp)):
+        if steering["within_node"] and machines.spans_nodes(tp):
             raise PlanError(
                 f"tp={tp} leaves the node: within_node=True allows at most {machines.devices_per_node} ranks "
                 f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
@@ -256,7 +257,7 @@ class Options:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
         band, seconds = read_number("band", steering), read_number("seconds", steering)
         groups = (keywords or {}).get(GROUPS, ())
-        shares = read_shares(steering["shares"], check_degree(tp), groups)
+        shares = read_shares(steering["shares"], tp, groups)
         return cls(tp, machines, dims, sequence, objective, limit, batch, band, seconds, groups, shares)
 
     @classmethod

@@ -376,6 +376,6 @@ def of_device(plan: Plan, field: str) -> float:
     if plan.machines:
         return float(plan.machines[field])
     try:
-        return float(getattr(Cluster.preset(plan.cluster), field))
+        return float(getattr(Cluster.resolve(plan.cluster), field))
     except InputError:
         return 0.0

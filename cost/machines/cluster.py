@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from operator import methodcaller
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,19 @@ DEFAULT_PRESET = "h100"
 SUFFIXES = (".json", ".toml")
 MAX_FILE_BYTES = 1 << 16  # bytes: a description has about one thousand
 NotNegative = float
+GIVEN: Any = None  # default of a field that is given, or that unlike ranks say
+HIGH = {
+    "memory_bandwidth", "memory_size", "devices_per_node", "intra_bandwidth", "inter_bandwidth", "switch", "overlaps",
+    "attention_rate",
+}  # fields of which the least is the worst  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes. Every number must be finite and positive.
+    """Devices in equal nodes, all alike or rank by rank. Every number must be finite and positive.
+
+    `Cluster(ranks=["rtx4090", "rtx3090"])` has unlike devices: `rank` gives the machine of each. Its own fields, where
+    they are not given, are then the worst of theirs: what equal parts of the work are done with.
 
     Args:
         name: what plans call this cluster.
@@ -47,39 +57,51 @@ class Cluster:
         product_launches: times `launch_overhead` that an operator with arithmetic to count (a matrix product, a
             convolution) takes: eager execution starts its views, the sum of its bias and its gradients besides.
         attention_rate: part of the peak rate that fused attention reaches.
+        ranks: of unlike devices each rank's: a cluster, a preset's name, a file, or the fields of one. () where all
+            are alike, as it is where the same is said of each.
 
     Raises:
         InputError: a field is not what it must be; the message says which, and its value.
     """
 
-    name: str
-    device: str
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
-    memory_size: float
-    devices_per_node: int
-    intra_latency: float
-    intra_bandwidth: float
-    inter_latency: float
-    inter_bandwidth: float
-    switch: bool
-    launch_overhead: float
-    source: str
+    name: str = GIVEN
+    device: str = GIVEN
+    peak_flops: Mapping[str, float] = field(default=GIVEN, hash=False)
+    memory_bandwidth: float = GIVEN
+    memory_size: float = GIVEN
+    devices_per_node: int = GIVEN
+    intra_latency: float = GIVEN
+    intra_bandwidth: float = GIVEN
+    inter_latency: float = GIVEN
+    inter_bandwidth: float = GIVEN
+    switch: bool = GIVEN
+    launch_overhead: float = GIVEN
+    source: str = GIVEN
     matmul_tile: int = 64
     collective_overhead: float = 8.4e-6
     overlaps: bool = True
     packing: NotNegative = 0.0
     product_launches: float = 1.0
     attention_rate: float = 1.0
+    ranks: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        for f in fields(self):
+        if isinstance(self.ranks, str) or not isinstance(self.ranks, Sequence):
+            raise _refuse("Cluster.ranks", self.ranks, "a list of presets, files or clusters, one for each rank")
+        members = list(map(_member, self.ranks))
+        if any(m.ranks for m in members):
+            raise _refuse("Cluster.ranks", [m.name for m in members], "of single devices, and one of these has ranks")
+        object.__setattr__(self, "ranks", tuple(members) if len({*members}) > 1 else ())
+        for f in fields(self)[:-1]:
+            if members and getattr(self, f.name) == f.default:
+                object.__setattr__(self, f.name, _worst(f.name, members))
             _check(f"Cluster.{f.name}", getattr(self, f.name), str(f.type))
         object.__setattr__(self, "peak_flops", dict(self.peak_flops))  # the caller's mapping may change later
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """The cluster of that name: h100, h200, b200, a100 (SXM), a100-pcie, l40s, or local (CPU processes with gloo).
+        """The cluster of that name: h100, h200, b200, a100 (SXM), a100-pcie, l40s, cards of the RTX 3060, 3090, 4060 Ti
+        (16 GB), 4080, 4090 and 5090 (rtx3060, ...), or local (CPU processes with gloo).
 
         Raises:
             InputError: there is no such preset.
@@ -87,13 +109,15 @@ class Cluster:
         if name not in PRESETS:
             raise InputError(
                 f"cluster {name!r} is not a preset. Presets: {', '.join(PRESETS)}. "
-                "Name one of them, a .json or .toml file, or describe your machines with autotp.Cluster(...)."
+                "Name one of them, several with commas for unlike ranks, a .json or .toml file, or describe your "
+                "machines with autotp.Cluster(...)."
             )
         return cls(name=name, **PRESETS[name])
 
     @classmethod
     def resolve(cls, cluster: Cluster | str | PathLike[str] | None) -> Cluster:
-        """The cluster itself, the preset of that name, the one in that .json or .toml file; for None, h100.
+        """The cluster itself, the preset of that name, the one in that .json or .toml file; for None, h100. Names or
+        files with commas between them are unlike ranks: "rtx4090,rtx3090".
 
         Args:
             cluster: as the public functions take it.
@@ -103,6 +127,8 @@ class Cluster:
         """
         if cluster is None:
             return cls.preset(DEFAULT_PRESET)
+        if isinstance(cluster, str) and "," in cluster:
+            return cls(ranks=[name.strip() for name in cluster.split(",")])
         if isinstance(cluster, PathLike) or isinstance(cluster, str) and cluster.endswith(SUFFIXES):
             return cls.load(cluster)
         if isinstance(cluster, str):
@@ -146,7 +172,7 @@ class Cluster:
         Raises:
             InputError: a field is missing, unknown or not what it must be.
         """
-        required = {f.name: f.default is MISSING for f in fields(cls)}
+        required = {f.name: f.default is GIVEN and not data.get("ranks") for f in fields(cls)}
         missing_fields, unknown_fields = (
             sorted({n for n in required if required[n]} - set(data)),
             sorted(set(data) - set(required)),
@@ -160,12 +186,36 @@ class Cluster:
 
     @property
     def known(self) -> bool:
-        """Return whether its name says all: it is the preset of that name, unchanged."""
-        return self.name in PRESETS and self == Cluster.preset(self.name)
+        """Return whether its name says all: it is the preset of that name, or of those names, unchanged."""
+        return all(name in PRESETS for name in self.name.split(",")) and self == Cluster.resolve(self.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data that JSON can hold."""
-        return asdict(self)
+        """The fields as plain data that JSON can hold; `ranks` where they are unlike."""
+        own = asdict(self)
+        del own["ranks"]
+        if self.ranks:
+            own["ranks"] = [m.known and m.name or m.to_dict() for m in self.ranks]
+        return own
+
+    def rank(self, rank: int) -> Cluster:
+        """The machine of a rank: its peak rates, memory, bandwidth and links; this one where all are alike."""
+        return self.ranks[rank] if self.ranks else self
+
+    def over(self, tp: int) -> Cluster:
+        """The machines of a degree, a rank of `tp` each, which follow each other: of several groups of them the worst.
+
+        Raises:
+            InputError: the ranks are unlike and no whole number of groups.
+        """
+        if not self.ranks or tp == len(self.ranks):
+            return self
+        if len(self.ranks) % tp:
+            raise InputError(
+                f"tp={tp} on the cluster {self.name!r}, which says {len(self.ranks)} ranks: take a degree that divides "
+                "them, or name the devices of as many ranks (ranks=)."
+            )
+        places = (Cluster(ranks=self.ranks[rank::tp]) for rank in range(tp))
+        return Cluster(ranks=[replace(worst, ranks=()) for worst in places])
 
     def peak(self, dtype_name: str) -> float:
         """Peak rate in FLOP/s for a dtype named as torch does ("bfloat16" or "torch.bfloat16")."""
@@ -178,6 +228,23 @@ class Cluster:
     def spans_nodes(self, n: int, stride: int = 1) -> bool:
         """Return whether a group of `n` ranks, each `stride` after the one before, leaves the node."""
         return n > self.per_node(n, stride)
+
+
+def _member(rank: Any) -> Cluster:
+    """A rank's machine, as `ranks` names it."""
+    return Cluster.from_dict(rank) if isinstance(rank, Mapping) else Cluster.resolve(rank)
+
+
+def _worst(name: str, members: Sequence[Cluster]) -> Any:
+    """A field of a cluster of unlike ranks: their slowest rates and their least memory, and a text of all."""
+    values = [getattr(m, name) for m in members]
+    if name == "peak_flops":
+        dtypes = dict(ChainMap(*reversed(values)))
+        return {dtype: min(map(methodcaller("peak", dtype), members)) for dtype in dtypes}
+    if isinstance(values[0], str):
+        texts = values if len({*members}) > 1 else values[:1]
+        return ("," if name == "name" else "; ").join(texts)
+    return min(values) if name in HIGH else max(values)
 
 
 def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
@@ -266,10 +333,17 @@ def _suffix(path: str | PathLike[str]) -> str:
 def _toml(data: Mapping[str, Any]) -> str:
     """Plain fields first, as TOML wants it, then a table for each mapping. JSON's scalars are TOML's."""
     tables = {k: v for k, v in data.items() if isinstance(v, Mapping)}
-    lines = [f"{k} = {_scalar(v)}" for k, v in data.items() if k not in tables]
+    lines = [f"{k} = {_inline(v)}" for k, v in data.items() if k not in tables]
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{_scalar(k)} = {_scalar(v)}" for k, v in table.items())]
     return "\n".join(lines) + "\n"
+
+
+def _inline(x: Any) -> str:
+    """A value on one line."""
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{_scalar(k)} = {_inline(v)}" for k, v in x.items()) + "}"
+    return f"[{', '.join(map(_inline, x))}]" if isinstance(x, list) else _scalar(x)
 
 
 def _scalar(x: Any) -> str:

@@ -14,6 +14,10 @@ rates of datasheets agree with reprints of them, and the adapters of DGX A100 an
   processors, B200; the wiki of NVIDIA's AIPS-Boom, DGX B200), not from NVIDIA's own page.
 - DGX A100: DGX SuperPOD reference architecture RA-09950: 8 devices, 6 NVSwitches, 8 adapters of 200 Gb/s for compute.
 - Configuration 2-8-5-200: NVIDIA Enterprise Reference Architectures: processors, devices, adapters, Gb/s per device.
+- GA102, Ada and RTX Blackwell: "NVIDIA Ampere GA102 GPU Architecture", "NVIDIA Ada GPU Architecture" and "NVIDIA RTX
+  Blackwell GPU Architecture" whitepapers, their appendices on GeForce cards; rates, bandwidths and sizes agree with
+  reprints read in November 2026, but of the RTX 3060 and the RTX 4060 Ti, whose rates of tensor cores stand there as
+  the multiples of float32 that the other cards of their generation have.
 - NCCL: github.com/NVIDIA/nccl, version 2.30.7, src/graph/tuning.cc, ncclTunerConstantsDefaults.
 """
 
@@ -56,6 +60,29 @@ A100_PEAK = {  # NVIDIA A100 datasheet, the same for SXM and PCIe
     "float16": 312e12,  # "FP16 Tensor Core", dense
     "int8": 624e12,  # "INT8 Tensor Core", dense
 }
+
+
+def _geforce(card: str, float32: float, bandwidth: float, size: float, link: float, float8: bool) -> dict[str, Any]:
+    """A GeForce card of a PC: bfloat16 and float16 with float32 sums at twice the float32 rate, int8 at eight times."""
+    rates = {"float64": 1 / 64, "float32": 1.0, "bfloat16": 2.0, "float16": 2.0, "int8": 8.0}  # GA102, Ada: appendices
+    rates |= dict.fromkeys(["float8_e4m3fn", "float8_e5m2"], 4.0) if float8 else {}  # Ada: with float32 sums
+    return {
+        "device": f"NVIDIA GeForce {card} {size / 1e9:.0f}GB",  # the units of the whitepapers
+        "peak_flops": {dtype: times * float32 for dtype, times in rates.items()},
+        "memory_bandwidth": bandwidth,
+        "memory_size": size,
+        "devices_per_node": 8,  # no whitepaper says how many cards a PC holds: `ranks` say which there are
+        "intra_latency": PCIE_LATENCY,
+        "intra_bandwidth": link,
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 1.25e9,  # assumed: one 10 Gb/s Ethernet adapter in a PC, which its cards share
+        "switch": False,
+        "matmul_tile": CUDA_TILE,
+        "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
+        "source": "NVIDIA's whitepaper of the card's architecture; NCCL tuning.cc (latency); 10 Gb/s Ethernet assumed",
+    }
+
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "h100": {
@@ -170,6 +197,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "collective_overhead": NCCL_BASE,
         "source": "NVIDIA L40S datasheet, Ada whitepaper, configuration 2-8-5-200; NCCL tuning.cc (latency)",
     },
+    # Card: float32 rate, memory's bandwidth and size, one direction of its PCIe slot.
+    "rtx3060": _geforce("RTX 3060", 12.7e12, 360e9, 12e9, 32e9, False),  # specification: 3,584 cores, PCIe 4 x16
+    "rtx3090": _geforce("RTX 3090", 35.6e12, 936e9, 24e9, 32e9, False),  # GA102, PCIe 4 x16; no NVLink bridge assumed
+    "rtx4060ti": _geforce("RTX 4060 Ti", 22.1e12, 288e9, 16e9, 16e9, True),  # specification: PCIe 4 x8
+    "rtx4080": _geforce("RTX 4080", 48.7e12, 716.8e9, 16e9, 32e9, True),  # Ada, PCIe 4 x16
+    "rtx4090": _geforce("RTX 4090", 82.6e12, 1008e9, 24e9, 32e9, True),  # Ada, PCIe 4 x16
+    "rtx5090": _geforce("RTX 5090", 104.8e12, 1792e9, 32e9, 64e9, True),  # RTX Blackwell, PCIe 5 x16
     # Processes on one machine with gloo over loopback, one thread each. Orders of magnitude, measured with torch 2.13
     # on a two-core AVX-512/AMX server: 1024^3 matmuls, a 128 MiB copy, all-reduce of 4 B and 64 MiB over two ranks.
     "local": {

@@ -177,7 +177,8 @@ def test_what_is_missing_follows_from_what_there_is():
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100-pcie"),
         ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 3060 Ti", None),
     ],
 )
 def test_a_device_has_the_preset_of_its_name(name, preset):

@@ -141,7 +141,7 @@ def test_presets_are_whole_and_survive_json(name):
 def test_resolve():
     assert Cluster.resolve(None) == Cluster.resolve("h100") == Cluster.preset("h100")
     assert Cluster.resolve(ROUND) is ROUND
-    with pytest.raises(InputError, match="h100, h200, b200, a100, a100-pcie, l40s, local"):
+    with pytest.raises(InputError, match="h100, h200, b200, a100, a100-pcie, l40s, rtx3060, .*, rtx5090, local"):
         Cluster.resolve("tpu")
     with pytest.raises(InputError, match="dict"):
         Cluster.resolve({})  # pyright: ignore[reportArgumentType]

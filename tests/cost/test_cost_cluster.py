@@ -105,3 +105,57 @@ def test_every_number_of_the_presets_has_a_source():
 def test_json_text_is_readable(tmp_path):
     ROUND.save(tmp_path / "round.json")
     assert json.loads((tmp_path / "round.json").read_text()) == ROUND.to_dict()
+
+
+# ---- unlike ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_unlike_ranks_have_a_machine_each():
+    """`rank` gives it; what is not asked by rank is the worst of all."""
+    pair = Cluster(ranks=["rtx4090", "rtx3060"])
+    assert pair.rank(0) == Cluster.preset("rtx4090") and pair.rank(1) == Cluster.preset("rtx3060")
+    assert (pair.name, pair.peak("bfloat16"), pair.memory_size) == ("rtx4090,rtx3060", 25.4e12, 12e9)
+    assert (pair.intra_latency, pair.matmul_tile, pair.switch) == (5.7e-6, 64, False)
+    assert Cluster.resolve("rtx4090, rtx3060") == pair and pair.known and hash(pair) == hash(Cluster.resolve(pair.name))
+    assert not replace(pair, intra_bandwidth=1e9).known and replace(pair, intra_bandwidth=1e9).ranks == pair.ranks
+
+
+def test_ranks_that_are_alike_are_the_cluster_of_one():
+    assert Cluster(ranks=["rtx3090", "rtx3090"]) == Cluster.preset("rtx3090")
+    assert Cluster.preset("rtx3090").rank(7) == Cluster.preset("rtx3090") and "ranks" not in ROUND.to_dict()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_unlike_ranks_in_files(suffix, tmp_path):
+    """Names where they are presets, all fields otherwise; a short file says the ranks alone."""
+    lab = Cluster(ranks=["rtx4090", replace(ROUND, name="odd, and 'quoted'")], name="lab")
+    lab.save(tmp_path / f"lab{suffix}")
+    assert Cluster.load(tmp_path / f"lab{suffix}") == lab and lab.to_dict()["ranks"][0] == "rtx4090"
+    (tmp_path / "short.toml").write_text('ranks = ["rtx4090", "rtx3090"]\n')
+    assert Cluster.load(tmp_path / "short.toml").ranks == Cluster.resolve("rtx4090,rtx3090").ranks
+
+
+def test_a_degree_over_unlike_ranks():
+    """tp ranks follow each other; of two groups of them a plan is made for the worst of each place."""
+    four = Cluster(ranks=["rtx4090", "rtx3090", "rtx4080", "rtx3090"])
+    assert four.over(4) is four and ROUND.over(3) is ROUND
+    two = four.over(2)
+    assert two.rank(0).memory_size == 16e9 and two.rank(1) == Cluster.preset("rtx3090")
+    assert Cluster(ranks=["rtx4090", "rtx3090"] * 2).over(2) == Cluster.resolve("rtx4090,rtx3090")
+    with pytest.raises(InputError, match="tp=3 .*which says 4 ranks"):
+        four.over(3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ("rtx4090", "Cluster.ranks is 'rtx4090': it must be a list"),
+        (["rtx4090", "abacus"], "'abacus' is not a preset"),
+        (["h100", Cluster.resolve("rtx4090,rtx3090")], "of single devices"),
+        ([{"name": "x"}], "missing"),
+        ([], "Cluster.device is None"),
+    ],
+)
+def test_bad_ranks_are_refused(ranks, said):
+    with pytest.raises(InputError, match=said):
+        Cluster(name="x", ranks=ranks)
