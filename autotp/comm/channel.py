@@ -116,7 +116,7 @@ class Channel:
         links: connections to the other ranks, by rank.
         doing: what this rank is about to do or does, in words; began: since when; running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
-        around: channels of more axes, which have all its ranks and others beside them.
+        around: those of the same modules over more axes, which have all its ranks and others beside them.
         room: bytes of a message that every connection holds, so that none waits for a reader.
     """
 

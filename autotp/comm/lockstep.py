@@ -74,20 +74,10 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
         if peers is None:
             raise RankError(UNCONNECTED.format(size))
         channel = Channel(rank, size, timeout, _links(group, peers, size))
-        _place(channel)
         _open[group] = _by_name[group.group_name] = channel
         channel.group, channel.axes = group.group_name, axes
         weakref.finalize(group, channel.close)
     return channel
-
-
-def _place(channel: Channel) -> None:
-    """Note which of the other channels have all its ranks and more, and of which that is so the other way round."""
-    for other in _open.values():
-        if channel.others < other.others:
-            channel.around.add(other)
-        elif other.others < channel.others:
-            other.around.add(channel)
 
 
 def _timeout(group: weakref.ref[ProcessGroup], device: torch.device) -> Callable[[], float]:

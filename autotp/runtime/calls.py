@@ -113,8 +113,10 @@ class Calls:
             know_virtual(self.shards.root)
         # There from now on, as the other: to make one is a collective that no turn comes before.
         ranks = self.shards.ranks
-        for each in (ranks, ranks.joint, ranks.place or ranks) if ranks is not None else ():
-            _ = each.channel
+        wide = (ranks, ranks.joint, ranks.place, ranks.every) if ranks is not None else ()
+        channels = [channel for each in wide if each is not None and (channel := each.channel) is not None]
+        for channel in channels:  # where a rank fails, who waits for it with other tp groups of this module hears of it
+            channel.around.update(other for other in channels if channel.others < other.others)
         if self.channel is not None:
             self.channel.modules += self.copy == ""
             self.place = self.channel.modules

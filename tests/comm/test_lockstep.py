@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,6 +100,23 @@ def test_a_step_that_is_another_on_one_rank_is_one_error_on_all(pool):
     state = {"state": "rank 0: full_state_dict of copy of Net, after call 1, rank 1: forward, call 2 of copy of Net"}
     for what, words in (WORDS | state).items():
         assert words in re.sub(r" \(\d+\)", "", one[what]), (what, one[what])  # its place among others
+
+
+def narrower(rank: int, world: int, group: Any) -> tuple[str, float]:
+    """What a rank hears where a call over two of four ranks fails on one; and of a call over all after it."""
+    torch.manual_seed(0)
+    model, wide, pair, heard = Net(), made(group), dist.new_group([0, 1]), ""
+    if rank < 2:
+        narrow = made(pair)
+        step(narrow, X[0])
+        heard = message_of(partial(narrow, X[1] if rank else "no tensor"))
+    return heard, (wide(X[2]) - model(X[2])).abs().max().item()
+
+
+def test_what_fails_over_some_ranks_is_nothing_to_a_module_over_more(pool):
+    (one, apart), (other, _), (third, away), _ = pool.run(narrower, world=4)
+    assert one and other and not third
+    assert max(apart, away) < 1e-6
 
 
 def alike(rank: int, world: int, group: Any) -> float:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 import autotp
 from autotp.capture.request import CaptureRequest
+from autotp.comm import conversions
 from autotp.driver.options import Options, Steering, read_axis
 from autotp.driver.verify import programs_on
 from autotp.errors import InputError
@@ -163,7 +164,12 @@ def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
             found[x.untyped_storage()._cdata] = x
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    def of_each_rank(*args: Any) -> list[Tensor]:
+        ys = together(*args)  # of simulated ranks, which have one tensor where all make the same; ranks have one each
+        return [y.clone() if any(y is other for other in ys[:i]) else y for i, y in enumerate(ys)]
+
+    together = conversions._run
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), patch.object(conversions, "_run", of_each_rank):
         values = run(sharded, held, ranks)  # which hold the graph
     assert values.outputs
     return sum(x.untyped_storage().nbytes() for x in found.values()) / cp, plan.memory.activations
