@@ -17,7 +17,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) +
 SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent peers gpu dist clean
+.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent peers results gpu dist release clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,8 +36,8 @@ seconds: $(READY) ## Measure which tests `make quick` leaves out (tests/not_quic
 	$(PYTEST) $(SPREAD) -m "not ranks and not zoo and not slow" --update-quick $(ARGS)
 	$(PYTEST) $(SPREAD) -m quick --update-quick $(ARGS)
 
-slow: $(READY) ## Run the tests over 10 CPU seconds (tests/slow.txt)
-	$(PYTEST) $(SPREAD) -m slow $(ARGS)
+slow: $(READY) ## Run the tests over 10 CPU seconds (tests/slow.txt); goes on where it stopped at the same commit
+	$(PYTEST) $(SPREAD) -m slow --go-on build/slow.json $(ARGS)
 
 sample: $(READY) ## Run the slow tests that tests/slow.txt says `check` of
 	$(PYTEST) $(SPREAD) -m sample
@@ -78,6 +78,9 @@ silent: $(READY) ## Try every way into a module by every way in which one rank p
 peers: $(PEERS)/.installed ## Measure Megatron-Core, DeepSpeed, tp_plan and torch's styles beside autotp; goes on where it stopped (hours)
 	$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
 
+results: $(READY) ## Measure again what is older than the code it depends on (benchmarks/results/depends.toml; hours)
+	$(BIN)/python -m benchmarks.results --measure $(ARGS)
+
 gpu: ## Measure on this machine's GPU, with what is installed; goes on where it stopped (ARGS="--parts 1,2 --budget 540")
 	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None and "make gpu: $(PYTHON) " \
 		+ "has no torch, so nothing was run; name one that has it: make gpu PYTHON=python3.12")'
@@ -86,6 +89,10 @@ gpu: ## Measure on this machine's GPU, with what is installed; goes on where it 
 dist: $(READY) ## Build the wheel and the sdist into dist/, and check what they hold
 	rm -rf dist
 	$(BIN)/python -m tests.dist
+
+release: $(READY) ## Build them, where no figure is older than the code it depends on, and refuse with the list otherwise
+	$(BIN)/python -m benchmarks.results --check
+	$(MAKE) dist
 
 clean: ## Remove .venv and everything built
 	rm -rf .venv $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

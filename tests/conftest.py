@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import difflib
 import gc
+import json
 import os
 import random
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +49,9 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="run the golden tests alone and rewrite tests/golden")
+    parser.addoption(
+        "--go-on", type=Path, metavar="FILE", help="leave out what passed at this commit by FILE; add to it"
+    )
     parser.addoption("--update-quick", action="store_true", help=f"rewrite {NOT_QUICK_FILE.name} by what tests take")
 
 
@@ -54,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER not in os.environ:  # its processes have it from the one that begins
         config.stash[CAPTURES] = tempfile.TemporaryDirectory()
         os.environ[FOLDER] = config.stash[CAPTURES].name
+    if config.getoption("--go-on") and not hasattr(config, "workerinput"):  # under xdist reports reach one process
+        config.pluginmanager.register(Passed.read(config.getoption("--go-on")))
     config.stash[SPENT] = Spent()
     config.pluginmanager.register(config.stash[SPENT])
 
@@ -71,6 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+    passed = Passed.read(config.getoption("--go-on"))
+    if passed.tests:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed.tests])
+        items[:] = [item for item in items if item.nodeid not in passed.tests]
     if config.getoption("--update-golden"):
         others = [item for item in items if "golden" not in getattr(item, "fixturenames", ())]
         items[:] = [item for item in items if item not in others]
@@ -97,6 +108,32 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     finally:
         slow = item.get_closest_marker("slow") is not None
         item.user_properties.append(("cpu", (cpu_seconds() - item.stash[BEGAN], slow)))
+
+
+class Passed:
+    """Tests that passed at this commit, which a later run leaves out: a long run goes on where it stopped."""
+
+    def __init__(self, file: Path | None, commit: str, tests: set[str]) -> None:
+        self.file, self.commit, self.tests = file, commit, tests
+
+    @classmethod
+    def read(cls, file: Path | None) -> Passed:
+        if file is None:
+            return cls(None, "", set())
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return cls(file, commit, set(record.get("passed", ())) if record.get("commit") == commit else set())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.file is not None and report.when == "call" and report.passed:
+            self.tests.add(report.nodeid)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"commit": self.commit, "passed": sorted(self.tests)}, indent=1)
+            self.file.write_text(text + "\n", encoding="utf-8")
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.tests:  # all have passed before
+            session.exitstatus = pytest.ExitCode.OK
 
 
 class Spent:

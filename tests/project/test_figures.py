@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 from benchmarks.helpers.lists.page import render
 from benchmarks.helpers.performance import PAGE, RESULTS, result_of
+from benchmarks.results.__main__ import FAILED, NEVER, UNKNOWN, main, own_files
+from benchmarks.results.__main__ import figures as listed
+from tests.conftest import Passed
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = tomllib.loads((RESULTS.parent / "figures.toml").read_text(encoding="utf-8"))
@@ -115,3 +119,87 @@ def test_sections_are_those_of_their_files():
         text = page.split(f"## {title}\n", 1)[1].split("\n## ")[0].strip()
         assert text == "\n".join(record["text"]), f"{title}: written by hand? {record['command']}"
     assert {result_of(title) for title in titles} == set(RESULTS.glob("*.json"))
+
+
+def test_what_each_figure_depends_on_is_there():
+    """Every file of results has its command and folders; the commands and the folders exist."""
+    known = listed(RESULTS.parent)
+    assert {f.name for f in known} >= {file.stem for file in RESULTS.glob("*.json")}
+    missing = [folder for f in known for folder in f.folders if not (ROOT / folder).exists()]
+    assert missing == []
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert all(f.command.split()[1] in targets for f in known if f.command.startswith("make "))
+    assert own_files("python -m benchmarks.silent --write", ROOT) == ["benchmarks/silent"]
+
+
+DEPENDS = """
+[groups]
+one = ["one"]
+two = ["two"]
+[figures]
+"first" = ["one", "python -m bench --write"]
+"second" = ["two", "python -m bench"]
+"third" = ["two", "make nothing"]
+"""
+BENCH = "import sys; print('wrong'); sys.exit(len(sys.argv) - 1)"
+
+
+@pytest.fixture
+def history(tmp_path: Path):
+    """A repository with two folders, of which one is changed after both figures were measured; and its `git`."""
+
+    def git(*arguments: str) -> str:
+        names = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *names, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    files = {
+        "one/a.py": "1", "two/a.py": "2", "bench.py": BENCH, ".gitignore": "build/\n__pycache__/\n",
+        "benchmarks/results/depends.toml": DEPENDS,
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "begin")
+    return tmp_path, git
+
+
+def ages(root: Path) -> dict[str, str]:
+    return {f.name: f.age(root) for f in listed(root / "benchmarks" / "results")}
+
+
+def test_a_figure_older_than_its_folders_is_refused_and_measured_again(history, capsys, monkeypatch):
+    root, git = history
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    assert ages(root) == dict.fromkeys(("first", "second", "third"), NEVER)
+    assert main(["--measure"], root) == 1  # the first ends with status 1, and the third is no target of make
+    first = ages(root)
+    assert first["second"] == "" and first["first"].startswith(f"{FAILED}: status 1: wrong") and first["third"]
+    assert main(["--check", "--only", "second"], root) == 0 and main(["--check"], root) == 1
+    (root / "bench.py").write_text("print('right')", encoding="utf-8")
+    git("commit", "-q", "-a", "-m", "mended")
+    assert ages(root)["second"] == "changed since: bench.py"  # its own command's file
+    assert main(["--measure", "--only", "first", "second"], root) == 0
+    assert [ages(root)[name] for name in ("first", "second")] == ["", ""]
+    (root / "one/a.py").write_text("3", encoding="utf-8")
+    with pytest.raises(SystemExit, match="commit first: .*\n.*one/a.py"):
+        main(["--measure", "--only", "first"], root)
+    git("commit", "-q", "-a", "-m", "another")
+    assert ages(root) == ages(root) | {"first": "changed since: one", "second": ""}
+    made = root / "benchmarks/results/made.json"
+    made.write_text(made.read_text().replace(git("rev-parse", "--short=8", "HEAD~1"), "0123abcd"), encoding="utf-8")
+    assert ages(root)["second"] == UNKNOWN
+    with pytest.raises(SystemExit, match=r"not in depends.toml: fourth"):
+        main(["--only", "fourth"], root)
+
+
+def test_slow_tests_go_on_at_the_same_commit(tmp_path):
+    file = tmp_path / "slow.json"
+    begun = Passed.read(file)
+    for name, outcome in (("a", "passed"), ("b", "failed")):
+        begun.pytest_runtest_logreport(pytest.TestReport(name, (name, 0, ""), {}, outcome, None, "call"))  # type: ignore[arg-type]
+    assert Passed.read(file).tests == {"a"}
+    file.write_text(file.read_text().replace(begun.commit, "another"), encoding="utf-8")
+    assert Passed.read(file).tests == set()
