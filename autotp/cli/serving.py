@@ -29,7 +29,7 @@ def serve(
         folders: Of the model, its weights and tokenizer, as save_pretrained writes them, and of adapters to it, each a
             further model; no code in them is run.
         tp: Ranks that share the model.
-        dp: Refused beyond 1.
+        dp: Replicas of the model, over tp ranks each; a request goes to the one with the fewest.
         dtype: Of the weights, such as bfloat16. Default: the config's.
         host: Address to listen on.
         port: Port to listen on.
@@ -41,8 +41,6 @@ def serve(
     """
     if missing := [name for name in PARTS if importlib.util.find_spec(name) is None]:
         raise InputError(f"serving needs {', '.join(missing)}: pip install 'autotp[serve]'.")
-    if dp != 1:
-        raise InputError(f"--dp {dp}: one server has one group of tp ranks. Start {dp} of them, on ports of their own.")
     from autotp.serving.launch import serve as launch  # noqa: PLC0415  torch and the server, only where they are used
     from autotp.serving.rank import Options, model_name  # noqa: PLC0415
 
@@ -55,6 +53,6 @@ def serve(
             raise InputError(f"{folder} holds no {FILES[at > 0]}. Give the model's folder, then those of adapters.")
     if len({*map(model_name, folders)}) < len(folders):
         raise InputError("two folders have one name, by which requests ask for a model. Rename one.")
-    launch(Options(folders, tp, kind, host, port, key, origins, max_tokens, concurrent, pool, ""))
+    launch(Options(folders, tp, dp, kind, host, port, key, origins, max_tokens, concurrent, pool))
     screen.say("stopped")
     return FINE

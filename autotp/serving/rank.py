@@ -33,14 +33,16 @@ class Options:
     """Options of a server.
 
     Attributes:
-        folders: of the model, and of adapters beside it. tp: number of ranks. dtype: of the weights, or None.
+        folders: of the model, and of adapters beside it. tp: ranks of a replica. dp: replicas.
+        dtype: of the weights, or None.
         host, port: to listen on. key: that clients show, or empty. origins: of pages whose scripts may ask.
         max_tokens: of an answer. most: answers at once. pool: tokens that are kept of all requests, or None.
-        store: a file by which the ranks meet.
+        folder: of files and sockets by which the ranks meet, which is the user's alone.
     """
 
     folders: Sequence[Path]
     tp: int
+    dp: int
     dtype: torch.dtype | None
     host: str
     port: int
@@ -49,7 +51,12 @@ class Options:
     max_tokens: int
     most: int
     pool: int | None
-    store: str
+    folder: Path = Path()
+
+    @property
+    def sockets(self) -> list[Path]:
+        """Where the replicas listen, of several."""
+        return [self.folder / f"replica{i}" for i in range(self.dp)]
 
 
 class Server(uvicorn.Server):
@@ -68,19 +75,20 @@ def run(options: Options) -> None:
     """
     folder, *adapters = options.folders
     names = list(map(str, range(1, 1 + len(adapters))))  # a module's name has no dot
-    rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
+    (replica, rank), cuda = divmod(int(os.environ["RANK"]), options.tp), torch.cuda.is_available()
+    world = options.tp * options.dp
     tokenizer: Any = None
     if rank == 0:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     batches = ContinuousBatchingConfig(page_size=PAGE, scheduler_type="fair")
     batches.num_blocks = None if options.pool is None else -(-options.pool // PAGE)
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:  # ranks share cores, and one memory
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.tp))
-        batches.max_batch_tokens, batches.max_memory_percent = CPU_TOKENS, CPU_SHARE / options.tp
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        batches.max_batch_tokens, batches.max_memory_percent = CPU_TOKENS, CPU_SHARE / world
     # A file, and no port, is what the ranks of one node meet by.
-    store: Any = dist.FileStore(options.store, options.tp)  # pyright: ignore[reportPrivateImportUsage]
+    store: Any = dist.FileStore(str(options.folder / f"ranks{replica}"), options.tp)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=options.tp)
     beside = dict(zip(names, adapters, strict=True))
     module: Any = from_pretrained(folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside)
@@ -93,12 +101,14 @@ def run(options: Options) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others
         signal.signal(number, lambda *_: None)
     if rank == 0:
-        print(module.plan, flush=True)
+        if replica == 0:
+            print(module.plan, flush=True)
         models = dict(zip(map(model_name, options.folders), ["", *names], strict=True))
         answers = Answers(
-            models, module, tokenizer, manager, _context(module, manager), options.max_tokens, options.most
-        )
-        asyncio.run(_serve(options, answers))
+            models, module, tokenizer, manager, _context(module, manager), options.max_tokens,
+            -(-options.most // options.dp),
+        )  # fmt: skip
+        asyncio.run(_serve(options, answers, replica))
         manager.stop(timeout=DRAIN_SECONDS)
     while manager.is_running():
         time.sleep(LOOK_SECONDS)
@@ -112,32 +122,36 @@ def model_name(folder: Path) -> str:
     return folder.resolve().name
 
 
-async def _serve(options: Options, answers: Answers) -> None:
-    """Serve HTTP until a signal, or the end of the manager; say when it is ready, and what is done."""
+async def _serve(options: Options, answers: Answers, replica: int) -> None:
+    """Serve HTTP until a signal, or the end of the manager; say when all replicas are ready, and what is done."""
     app = app_of(Served(answers, options.key), options.origins, options.host in LOCAL)
+    several = options.dp > 1
     config = uvicorn.Config(
         app,
         options.host,
         options.port,
+        uds=str(options.sockets[replica]) if several else None,
+        headers=[("connection", "close")] if several else [],  # a request of each, so that each goes where is room
         log_level="error",
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        limit_concurrency=CONNECTIONS * options.most,
+        limit_concurrency=CONNECTIONS * answers.most,
         server_header=False,
     )
-    server = Server(config)
+    server, name = Server(config), f"replica {replica}: " if several else ""
     serving, last, before = asyncio.create_task(server.serve()), 0.0, 0
     while not (await asyncio.wait([serving], timeout=LOOK_SECONDS))[0]:
         server.should_exit = server.should_exit or answers.failure is not None
         now = time.monotonic()
-        if server.started and not last:
+        if server.started and not last and (not several or all(x.exists() for x in options.sockets)):
             where = f"http://{options.host}:{options.port}/v1"
             names, room = ", ".join(answers.models), answers.context
-            print(f"serving {names} at {where} with {room} tokens for a prompt and its answer", flush=True)
+            if replica == 0:
+                print(f"serving {names} at {where} with {room} tokens for a prompt and its answer", flush=True)
             last = now
         if last and now - last >= REPORT_SECONDS:
             if answers.tokens != before:
                 rate = (answers.tokens - before) / (now - last)
-                print(f"{rate:.1f} tokens/s, {answers.running} answers under way", flush=True)
+                print(f"{name}{rate:.1f} tokens/s, {answers.running} answers under way", flush=True)
             last, before = now, answers.tokens
     await serving
 
