@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class Options:
 
     @property
     def sockets(self) -> list[Path]:
-        """Where the replicas listen, of several."""
+        """Return the sockets on which replicas listen, of several."""
         return [self.folder / f"replica{i}" for i in range(self.dp)]
 
 
@@ -93,9 +92,7 @@ def run(options: Options) -> None:
     beside = dict(zip(names, adapters, strict=True))
     module: Any = from_pretrained(folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside)
     with module._calls.turn("serving"), torch.no_grad():
-        config = deepcopy(module.generation_config)
-        config.use_cache = True  # a model is saved after training without, and a server keeps the past in any case
-        manager = manager_of(module, config, batches, None, choices=True, adapters=names)
+        manager = manager_of(module, None, batches, None, choices=True, adapters=names)
     manager.output_router.output_queue = Latest(0)  # those of clients that have gone
     manager.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others

@@ -17,7 +17,6 @@ import torch
 import transformers
 import typer
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import autotp
 from autotp.cli import app
@@ -210,11 +209,6 @@ def branch_fails() -> bool:
     return raises(lambda: autotp.plan(Branch(4, 4), 2, example_inputs=torch.ones(2, 4)))
 
 
-def no_dp_served() -> bool:
-    done = CliRunner().invoke(app, ["serve", "folder", "--dp", "2"])
-    return done.exit_code == 2 and "one group of tp ranks" in done.stderr
-
-
 def decoder() -> tuple[Any, Tensor]:
     sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)  # type: ignore[arg-type]
@@ -236,7 +230,9 @@ GRADIENTS = f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_r
 REFUSALS = f"{INTEROP}/test_refusals.py::test_each_has_a_sentence_of_its_own"
 # A few words of each item -> whether it is still so; or the test that says so; None for amounts, and what takes a GPU.
 STILL: dict[str, Callable[[], bool] | str | None] = {
-    "run over tp alone": no_dp_served,
+    "runs over tp alone": (
+        "tests/runtime/generation/test_batching.py::test_what_the_engine_would_leave_out_is_refused_by_name"
+    ),
     "weights or activations cannot be captured": branch_fails,
     "its times are predictions": None,
     "`torch.compile(sharded)` does not work": REFUSALS,

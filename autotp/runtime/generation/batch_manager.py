@@ -78,7 +78,7 @@ FOLLOWED = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "num_return_sequences",
     "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
     "continuous_batching_config", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
+    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile", "use_cache",
 }  # fmt: skip
 # Of the engine's options those of kernels and memory that are not ours: only None, zero or False is followed.
 UNSUPPORTED = (
@@ -357,9 +357,8 @@ def refuse(module: Any, generation: Any, options: Any) -> None:
             raise StateError(POSITIONS.format(model=module._calls.name, name=name))
     defaults = GenerationConfig._get_default_generation_params()
     for name, value in generation.to_dict().items():
-        neutral = (None, True) if name == "use_cache" else (None, False, defaults.get(name))
         # The engine reads few options, and says nothing of the others.
-        if name not in FOLLOWED and not name.startswith("_") and value not in neutral:
+        if name not in FOLLOWED and not name.startswith("_") and value not in (None, False, defaults.get(name)):
             raise StateError(OPTION.format(name=name, value=value))
     for name in UNSUPPORTED:
         if (value := getattr(options, name, None)) not in (None, False, (False, False)):
