@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from autotp.cost import Cluster
 from autotp.plans.show.terminal import Line, Sheet, Table
 
 from .command import FINE, NO
@@ -37,13 +38,17 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
     cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
     ranks = len(cuda) or max(1, facts["devices"][-1]["cores"] or 1)
     backend = "nccl" if cuda else "gloo"
+    presets = [d["preset"] or "" for d in cuda or facts["devices"][-1:]]
+    names = presets if len({*presets}) > 1 else presets[:1]
+    here = ",".join(names) if all(names) else None
     return {
         "device": cuda[0]["name"] if cuda else facts["devices"][-1]["name"],
         "backend": backend if backend in facts["links"]["backends"] else None,
         "ranks": ranks,
         "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
         "cluster": DEFAULT,
-        "here": (cuda or facts["devices"])[0]["preset"],
+        "here": here,
+        "ratio": Cluster.resolve(here).ratio("bfloat16") if here else (),
     }
 
 
@@ -141,3 +146,6 @@ def _uses(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "to run", uses["launch"]
     here = f"--cluster {uses['here']}" if uses["here"] else "--cluster FILE, from autotp calibrate"
     yield "to price", f"{uses['cluster']}; for this machine {here}"
+    if len(uses["ratio"]) > 1:
+        ratio = ":".join(map(str, uses["ratio"]))
+        yield "unlike devices", f"{ratio} by their bfloat16 products; autotp calibrate under torchrun measures each"

@@ -30,6 +30,7 @@ BATCHES = 5  # of calls, of which the median counts
 MAX_CALLS = 1000  # in a batch: many launches, and turns on a shared core
 LAUNCHES = 48  # operators that a launch is the mean of
 TINY_ROWS = 8  # and width of a product that is all launch
+UNLIKE = 1.25  # times the slowest rank's rate or memory that another has where the ranks count as unlike
 SLOW_SECONDS = 0.05  # of a matmul after which no larger one of its dtype is measured
 PASSES = 3  # the cost model counts a backward as twice its forward
 COLD_BYTES = 2**26  # of operands taken in turn, more than a core's cache: what a step multiplies was read a step ago
@@ -45,6 +46,7 @@ UNITS = {
     "inter_bandwidth": (1e-9, "GB/s"),
 }  # a field of `Cluster` -> its unit on the screen
 
+SPENT = {"launch_overhead", "product_launches"}  # fields of which the most is the worst
 Samples = dict[str, list[float]]  # a field of `Cluster`, or a dtype's name for its rate -> what was found for it
 
 
@@ -57,11 +59,19 @@ class Clock:
     budget: float
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of one call; the slowest rank's, on every rank."""
+        """Return the median seconds of one call that ranks make together; the slowest rank's, on every rank."""
+        return self.worst(self.alone(call, self.worst))
+
+    def alone(self, call: Callable[[], object], agreed: Callable[[float], float] = float) -> float:
+        """Return this rank's median seconds of one call that all ranks make at the same time, each as often as it can.
+
+        Args:
+            call: what is timed. agreed: what ranks make of the seconds of one call, where they all make equally many.
+        """
         self._batch(call, 1)
-        once = max(self.worst(self._batch(call, 1)), 1e-7)
+        once = max(agreed(self._batch(call, 1)), 1e-7)
         calls = min(max(int(self.budget / BATCHES / once), 1), MAX_CALLS)
-        return self.worst(statistics.median(self._batch(call, calls) for _ in range(BATCHES)))
+        return statistics.median(self._batch(call, calls) for _ in range(BATCHES))
 
     def worst(self, seconds: float) -> float:
         """Return the most of all ranks."""
@@ -121,8 +131,9 @@ def calibrate(
     Matmuls by dtype, an operator bound by memory and the launch of a kernel are timed on every rank at once, so ranks
     that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun), also
     each collective, short and long, over the ranks of a node and over one rank of each node. Operands are read in
-    turn, so that no cache holds them, as in a step. Each number is the median of what the sizes say. Call it on all
-    ranks alike.
+    turn, so that no cache holds them, as in a step. Each number is the median of what the sizes say. Where ranks are
+    unlike (by their names, or by a quarter in rate, bandwidth or memory) the cluster has what each measured. Call it
+    on all ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -133,7 +144,7 @@ def calibrate(
         devices_per_node: default: what torchrun started on this machine, where that is not all ranks; otherwise this
             machine's CUDA devices, or the base's number.
         dtypes: of the matmuls that are measured; float32 always is. A dtype left out counts as float32.
-        show: print each median with the least and the most of its samples, on rank 0.
+        show: print each median with the least and the most of its samples, on rank 0; of unlike ranks for each.
 
     Returns:
         The cluster, the same on every rank. `save` writes it to a file, which `cluster=` of the public functions takes.
@@ -150,15 +161,40 @@ def calibrate(
         base = "h100" if device.type == "cuda" else "local"
     start = Cluster.resolve(base)
     start = replace(start, **described(name, start, ranks, device, devices_per_node))
-    first = leads(ranks)
     clock = Clock(ranks, device, SIZES[device.type].budget)
-    samples = kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes]))
+    each = [(start, kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes])))]
+    links: Samples = {}
     if ranks is not None and ranks.tp > 1:
-        samples |= _links(clock, ranks, start)
-    cluster = with_medians(samples, start)
-    if show and first:
-        print(f"{cluster.name}: {cluster.device}", *_lines(cluster, samples), sep="\n")
+        links = _links(clock, ranks, start)
+        own, each = each[0], [each[0]] * ranks.tp
+        dist.all_gather_object(each, own, group=ranks.group)
+    cluster, each = together(each, links)
+    if show and leads(ranks):
+        for machine, samples in each:
+            print(f"{machine.name}: {machine.device}", *_lines(machine, samples), sep="\n")
+        if cluster.ranks:
+            print(f"{name}: what ranks do in the same time is {':'.join(map(str, cluster.ratio()))}")
     return cluster
+
+
+def together(each: Sequence[tuple[Cluster, Samples]], links: Samples) -> tuple[Cluster, list[tuple[Cluster, Samples]]]:
+    """Return the cluster of ranks that each measured itself, and what is to be shown of it.
+
+    Args:
+        each: of a rank what it starts from, and its samples. links: samples of what they send over.
+    """
+    machines = [with_medians(samples | links, base) for base, samples in each]
+    rates = [(m.peak("float32"), m.memory_bandwidth, m.memory_size) for m in machines]
+    close = (max(figures) < UNLIKE * min(figures) for figures in zip(*rates, strict=True))
+    if all(close) and len({m.device for m in machines}) == 1:
+        worst = dict(links)
+        for field in each[0][1]:
+            values = [samples[field] for _, samples in [*each, each[0]]]  # the first twice, for a rank may be alone
+            worst[field] = [*map(max if field in SPENT else min, *values)]
+        return with_medians(worst, each[0][0]), [(each[0][0], worst)]
+    ranks = [replace(m, name=f"{m.name}, rank {rank}") for rank, m in enumerate(machines)]
+    cluster = Cluster(ranks=ranks, name=machines[0].name, source=machines[0].source)
+    return cluster, [(m, samples | links) for m, (_, samples) in zip(ranks, each, strict=True)]
 
 
 def with_medians(samples: Samples, base: Cluster) -> Cluster:
@@ -181,26 +217,28 @@ def with_medians(samples: Samples, base: Cluster) -> Cluster:
 
 
 def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
-    """Time launches, an operator bound by memory, and products of each dtype that this device has them for.
+    """Time launches, an operator bound by memory, and products of each dtype that all devices have them for.
 
     Args:
         clock: of this rank; its device is measured. dtypes: of the products.
     """
     sizes, device = SIZES[clock.device.type], clock.device
     run = _layer if device.type == "cpu" else _products  # what eager execution starts besides a device's queue hides
-    launch = clock.time(partial(_launches, device)) / LAUNCHES
-    product = clock.time(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
+    launch = clock.alone(partial(_launches, device)) / LAUNCHES
+    product = clock.alone(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
     samples: Samples = {"launch_overhead": [launch], "product_launches": [product / launch], "memory_bandwidth": []}
     for size in sizes.copies:
-        seconds = clock.time(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
+        seconds = clock.alone(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
         samples["memory_bandwidth"].append(2.0 * size / own_seconds(seconds, launch))
-    for dtype in filter(partial(_multiplies, device), dtypes):
+    for dtype in dtypes:
+        if clock.worst(not _multiplies(device, dtype)):  # on some rank
+            continue
         rates = samples.setdefault(str(dtype).removeprefix("torch."), [])
         for rows, n in sizes.matmuls:
             operands = [(rows, n), (n, n), (rows, n)]
-            seconds = clock.time(_in_turn(run, operands, dtype, device)) / PASSES
+            seconds = clock.alone(_in_turn(run, operands, dtype, device)) / PASSES
             rates.append(2.0 * rows * n * n / own_seconds(seconds, product))
-            if seconds > SLOW_SECONDS:  # this device is slow with the dtype
+            if clock.worst(seconds) > SLOW_SECONDS:  # a device is slow with the dtype
                 break
     return samples
 

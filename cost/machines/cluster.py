@@ -21,6 +21,7 @@ DEFAULT_PRESET = "h100"
 SUFFIXES = (".json", ".toml")
 MAX_FILE_BYTES = 1 << 16  # bytes: a description has about one thousand
 NotNegative = float
+MOST_PARTS = 21  # with so many of the slowest rank every ratio is within 5%
 GIVEN: Any = None  # default of a field that is given, or that unlike ranks say
 HIGH = {
     "memory_bandwidth", "memory_size", "devices_per_node", "intra_bandwidth", "inter_bandwidth", "switch", "overlaps",
@@ -200,6 +201,19 @@ class Cluster:
     def rank(self, rank: int) -> Cluster:
         """The machine of a rank: its peak rates, memory, bandwidth and links; this one where all are alike."""
         return self.ranks[rank] if self.ranks else self
+
+    def ratio(self, dtype_name: str = "float32") -> tuple[int, ...]:
+        """The ranks' products in equal time, as the least whole numbers within 5% of it; (1,) where all are alike.
+
+        Args:
+            dtype_name: of the products.
+        """
+        rates = [m.peak(dtype_name) for m in self.ranks or [self]]
+        for slowest in range(1, MOST_PARTS):
+            exact = [slowest * rate / min(rates) for rate in rates]
+            if all(abs(x - round(x)) <= 0.05 * x for x in exact):
+                break
+        return tuple(map(round, exact))
 
     def over(self, tp: int) -> Cluster:
         """The machines of a degree, a rank of `tp` each, which follow each other: of several groups of them the worst.

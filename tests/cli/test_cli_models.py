@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from autotp import Inputs, log
 from autotp.cli import app, facts, screen
-from autotp.cli.doctor import missing, uses
+from autotp.cli.doctor import _uses, missing, uses
 from autotp.cli.flags import ModelOptions
 from autotp.cli.models import load, resized
 from autotp.cli.screen import Screen, as_json, one_line
@@ -155,6 +155,19 @@ def found(**changed: object) -> dict:
     versions = {"torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0"}
     whole = {"versions": versions, "needs": {"torch": "2.11"}, "devices": [card, card, processor], "links": links}
     return whole | changed
+
+
+def test_unlike_devices_are_named_with_their_ratio():
+    """By the presets of their names; where one has none, nothing is said of them."""
+    card, processor = found()["devices"][1:]
+    pair = [card | {"preset": "rtx4090"}, card | {"preset": "rtx3090"}, processor]
+    told = found(devices=pair) | {"missing": []}
+    told["uses"] = uses(told)
+    assert (told["uses"]["here"], told["uses"]["ratio"]) == ("rtx4090,rtx3090", (7, 3))
+    said = dict(_uses(told))
+    assert "--cluster rtx4090,rtx3090" in said["to price"] and said["unlike devices"].startswith("7:3 by")
+    assert uses(found())["ratio"] == (1,) and "unlike devices" not in dict(_uses(found() | {"uses": uses(found())}))
+    assert uses(found(devices=[card, card | {"preset": None}, processor]))["here"] is None
 
 
 def test_what_is_missing_follows_from_what_there_is():

@@ -15,7 +15,7 @@ import autotp
 import autotp.cost.machines.calibrate as measuring
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, collective_seconds
-from autotp.cost.machines.calibrate import SIZES, Clock, link_of, own_seconds, with_medians
+from autotp.cost.machines.calibrate import SIZES, Clock, link_of, own_seconds, together, with_medians
 from autotp.cost.machines.this_machine import described
 from autotp.errors import InputError
 from tests.helpers.clusters import ROUND
@@ -126,3 +126,32 @@ def test_four_ranks_as_two_nodes_measure_both(pool):
     assert len(set(map(hash, found))) == 1
     local = Cluster.preset("local")
     assert found[0].intra_latency != local.intra_latency and found[0].inter_latency != local.inter_latency
+
+
+def test_unlike_ranks_are_said_rank_by_rank():
+    """By a quarter in one figure, or by their names; otherwise one device stands for all, with the worst of each."""
+    fast: Any = {"launch_overhead": [1e-6], "memory_bandwidth": [2e9], "float32": [4e9, 5e9, 6e9]}
+    slow: Any = fast | {"launch_overhead": [2e-6], "float32": [2e9, 2.5e9, 3.1e9]}
+    found, shown = together([(ROUND, fast), (ROUND, slow)], {"intra_latency": [3e-6]})
+    assert [found.rank(r).peak("float32") for r in (0, 1)] == [5e9, 2.5e9] and found.ratio() == (2, 1)
+    assert found.rank(1).intra_latency == 3e-6 and [m.name for m, _ in shown] == ["round, rank 0", "round, rank 1"]
+    close = slow | {"float32": [4e9, 5.5e9, 4.5e9]}
+    alike, shown = together([(ROUND, fast), (ROUND, close)], {})
+    assert not alike.ranks and alike.peak("float32") == 4.5e9 and alike.launch_overhead == 2e-6 and len(shown) == 1
+    assert together([(ROUND, fast), (replace(ROUND, device="another"), fast)], {})[0].ranks
+    assert together([(ROUND, fast), (replace(ROUND, memory_size=5e8), fast)], {})[0].rank(1).memory_size == 5e8
+
+
+def delayed(rank: int, world: int, group: Any) -> Cluster:
+    """The second rank sleeps after each of its calls as long as it took."""
+    measuring.COLD_BYTES = 2**20
+    SIZES["cpu"] = replace(SIZES["cpu"], matmuls=((256, 256), (256, 256)), budget=0.05)
+    if rank:
+        batch = Clock._batch
+        Clock._batch = lambda self, call, calls: 3 * batch(self, call, calls)  # type: ignore[method-assign]
+    return autotp.calibrate(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)), show=False)
+
+
+def test_each_rank_measures_itself(pool):
+    found = pool.run(delayed, world=2)
+    assert found[0] == found[1] and found[0].rank(0).peak("float32") > 1.5 * found[0].rank(1).peak("float32")

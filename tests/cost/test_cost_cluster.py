@@ -120,6 +120,15 @@ def test_unlike_ranks_have_a_machine_each():
     assert not replace(pair, intra_bandwidth=1e9).known and replace(pair, intra_bandwidth=1e9).ranks == pair.ranks
 
 
+@pytest.mark.parametrize(
+    ("rates", "ratio"),
+    [((2.0, 1.0), (2, 1)), ((2.95, 2.05, 1.0), (3, 2, 1)), ((1.5, 1.0), (3, 2)), ((7.1, 1.0), (7, 1))],
+)
+def test_rates_as_a_ratio(rates, ratio):
+    ranks = [replace(ROUND, name=str(x), peak_flops={"float32": x * 1e9}) for x in rates]
+    assert Cluster(ranks=ranks).ratio() == ratio and ROUND.ratio() == (1,)
+
+
 def test_ranks_that_are_alike_are_the_cluster_of_one():
     assert Cluster(ranks=["rtx3090", "rtx3090"]) == Cluster.preset("rtx3090")
     assert Cluster.preset("rtx3090").rank(7) == Cluster.preset("rtx3090") and "ranks" not in ROUND.to_dict()
