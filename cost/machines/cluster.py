@@ -21,7 +21,6 @@ DEFAULT_PRESET = "h100"
 SUFFIXES = (".json", ".toml")
 MAX_FILE_BYTES = 1 << 16  # bytes: a description has about one thousand
 NotNegative = float
-MOST_PARTS = 21  # with so many of the slowest rank every ratio is within 5%
 GIVEN: Any = None  # default of a field that is given, or that unlike ranks say
 HIGH = {
     "memory_bandwidth", "memory_size", "devices_per_node", "intra_bandwidth", "inter_bandwidth", "switch", "overlaps",
@@ -209,11 +208,11 @@ class Cluster:
             dtype_name: of the products.
         """
         rates = [m.peak(dtype_name) for m in self.ranks or [self]]
-        for slowest in range(1, MOST_PARTS):
-            exact = [slowest * rate / min(rates) for rate in rates]
-            if all(abs(x - round(x)) <= 0.05 * x for x in exact):
-                break
-        return tuple(map(round, exact))
+        exact = [rate / min(rates) for rate in rates]
+        parts = 1
+        while any(abs(parts * x - round(parts * x)) > 0.05 * parts * x for x in exact):  # with ten none is
+            parts += 1
+        return tuple([round(parts * x) for x in exact])
 
     def over(self, tp: int) -> Cluster:
         """The machines of a degree, a rank of `tp` each, which follow each other: of several groups of them the worst.
