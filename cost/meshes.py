@@ -28,7 +28,7 @@ class Mesh:
         batch: examples of a micro-batch; `microbatches`: of one dp rank in a step.
         chunks: stages of each rank of the pipeline: 1 is the 1F1B schedule, more the interleaved one.
         fully_shard: weights, their gradients and optimizer states are split over dp and cp.
-        ep: ranks of dp to which experts are dealt, neighbours.
+        ep: ranks of dp, or groups of neighbours among them, to which experts are dealt.
         keep: what a rank keeps for the backward: "all" that autograd does, "slices" of what is gathered over tp its
             own slice, "inputs" of each block its inputs, and the block is computed again.
     """
@@ -63,10 +63,16 @@ class Mesh:
         """Ranks that hold the same weights: over them gradients are summed."""
         return self.dp * self.cp
 
+    @property
+    def copies(self) -> int:
+        """Ranks that compute with the same experts, of which each holds a part."""
+        return self.dp // self.ep if self.ep > 1 else 1
+
     def stride(self, axis: str) -> int:
         """Return how far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
         inner = self.tp * self.cp
-        return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": inner, "ep": inner, "pp": inner * self.dp}[axis]
+        outer = {"dp": inner, "ep": inner * self.copies, "pp": inner * self.dp}
+        return {"tp": 1, "cp": self.tp, "weights": self.tp, **outer}[axis]
 
     def spans(self, axis: str, cluster: Cluster) -> bool:
         """Return whether a group of this axis leaves the node."""
@@ -132,7 +138,7 @@ def collective_sends(primitive: str, nbytes: float, n: int, cluster: Cluster, st
     return Sends(call_seconds(primitive, nbytes, n, cluster, stride), collective_bytes(primitive, nbytes, n))
 
 
-def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | None = None, owners: int = 1) -> Sends:
+def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | None = None) -> Sends:
     """Return what the replicas of some weights send for them: split ones in every micro-batch, else once in a step.
 
     Whole: an all-reduce of the gradients. Split: weights are gathered for the forward and for the backward, and
@@ -141,7 +147,6 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
     Args:
         mesh: says how weights lie. nbytes: of the weights on a tp rank. cluster: the machines.
         graded: bytes of their gradients; by default as many. Without any the forward alone gathers weights.
-        owners: replicas that follow each other and have other weights, as of experts.
     """
     grads = nbytes if graded is None else graded
     reduction = "reduce_scatter" if mesh.fully_shard else "all_reduce"
@@ -150,8 +155,7 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
         calls += [("all_gather", nbytes)] * (1 + bool(grads))
     total = Sends()
     for call, size in calls:
-        ranks, stride = mesh.replicas // owners, mesh.stride("weights") * owners
-        total = total.plus(collective_sends(call, size, ranks, cluster, stride))
+        total = total.plus(collective_sends(call, size, mesh.replicas, cluster, mesh.stride("weights")))
     return total
 
 

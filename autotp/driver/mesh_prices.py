@@ -112,8 +112,8 @@ class Pricer:
     example: int
 
     def __post_init__(self) -> None:
-        self._sums: dict[tuple[int, str], UnitSums] = {}
-        self._ranks: dict[tuple[int, str, int, int], RankSums] = {}
+        self._sums: dict[tuple[int, str, int], UnitSums] = {}
+        self._ranks: dict[tuple[int, str, int, int, int], RankSums] = {}
         self._starts: dict[tuple[int, int], Array] = {}
         self._sends: dict[tuple[bool, int], list[Sends]] = {}
 
@@ -156,7 +156,7 @@ class Pricer:
 
     def ranks(self, mesh: Mesh) -> RankSums:
         """Return what the ranks of a pipeline take for a micro-batch."""
-        key = mesh.batch, mesh.keep, mesh.pp, mesh.chunks
+        key = mesh.batch, mesh.keep, mesh.pp, mesh.chunks, mesh.copies
         if key not in self._ranks:
             sums, starts = self.sums(mesh), self.starts(mesh.pp, mesh.chunks)
             parts = {name: self._by_rank(mesh, getattr(sums, name)) for name in ("compute", "again", "tp", "cp")}
@@ -180,7 +180,7 @@ class Pricer:
 
     def sums(self, mesh: Mesh) -> UnitSums:
         """Return what each unit takes, with as many examples as on this mesh."""
-        key = mesh.batch, mesh.keep
+        key = mesh.batch, mesh.keep, mesh.copies
         if key not in self._sums:
             rows = {i: self._unit(self.terms.units[i], mesh) for i in set(self.first)}
             self._sums[key] = UnitSums(*np.array([rows[i] for i in self.first]).T)
@@ -206,6 +206,11 @@ class Pricer:
         tp = self._sends_of([x.calls for x in ways], part, mesh, "tp")
         axis = "ep" if mesh.ep > 1 else "cp"
         cp = self._sends_of([x.across for x in ways], part, mesh, axis)
+        # The experts of ranks that have the same are gathered among these for a micro-batch, and their gradients dealt.
+        calls = [Counter({Call(name, unit.experts, mesh.copies): 1}) for name in ("all_gather", "reduce_scatter")]
+        gathers, deals = [self._sends_of([each], 1.0, mesh, "dp") for each in calls]
+        cp = cp.plus(gathers).plus(deals)
+        gathered = unit.experts * (mesh.copies > 1)
         # Slices of what was gathered are kept in its place: gathered again in the backward, smaller until then.
         if mesh.keep == "slices":
             again = part * sum(x.again for x in both)
@@ -216,11 +221,12 @@ class Pricer:
             repeated = self._sends_of([block.forward.calls], part, mesh, "tp")
             over_cp = self._sends_of([block.forward.across], part, mesh, axis)
             again = part * block.forward.kernels + block.forward.launches + repeated.seconds
-            cp, extra = cp.plus(over_cp), repeated.bytes
-            kept_bytes, working = part * (unit.inputs + unit.rest.kept_bytes), working + part * block.kept_bytes
+            cp, extra = cp.plus(over_cp).plus(gathers), repeated.bytes
+            kept_bytes = part * (unit.inputs + unit.rest.kept_bytes)
+            working, gathered = working + part * block.kept_bytes + gathered, 0.0
         return (
             compute, again, tp.seconds, cp.seconds, backward + again,
-            tp.bytes + extra, cp.bytes, kept_bytes, working, part * unit.inputs,
+            tp.bytes + extra, cp.bytes, kept_bytes + gathered, working, part * unit.inputs,
         )  # fmt: skip
 
     def _sends_of(self, calls: Iterable[Counter[Call]], part: float, mesh: Mesh, axis: str) -> Sends:
@@ -237,10 +243,8 @@ class Pricer:
         key = mesh.fully_shard, mesh.replicas
         if key not in self._sends:
             sizes = list(zip(self.steady["weights"], self.steady["experts"], strict=True))
-            each = {}
-            for size, own in set(sizes):
-                experts = weight_sends(mesh, own, self.cluster, owners=mesh.ep) if own else Sends()
-                each[size, own] = weight_sends(mesh, float(size - own), self.cluster).plus(experts)
+            # Of experts a rank holds its own part alone.
+            each = {(size, own): weight_sends(mesh, float(size - own), self.cluster) for size, own in set(sizes)}
             self._sends[key] = [each[pair] for pair in sizes]
         seconds = self._by_rank(mesh, np.array([x.seconds for x in self._sends[key]]))
         times = mesh.microbatches if mesh.fully_shard else 1
@@ -249,11 +253,9 @@ class Pricer:
         return times * np.maximum(seconds - backward, 0.0), updates, nbytes
 
     def _part(self, mesh: Mesh) -> Array:
-        """Part of each unit's weights that a rank holds, where dp and cp split them too; 1 where not."""
-        if not mesh.fully_shard:
-            return np.ones(len(self.terms.units))
+        """Part of each unit's weights that a rank holds, where dp and cp split them too, and of experts always."""
         experts = self.steady["experts"] / np.maximum(self.steady["weights"], 1.0)
-        return (1 + (mesh.ep - 1) * experts) / mesh.replicas
+        return (1 - experts) / (mesh.replicas if mesh.fully_shard else 1) + experts / mesh.copies
 
     def _memory(self, mesh: Mesh, sums: RankSums) -> float:
         """Bytes of the fullest rank: what is steady, what is kept of the micro-batches in flight, what works."""

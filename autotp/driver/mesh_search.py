@@ -166,8 +166,10 @@ class _Search:
         return not fits, priced.seconds if fits else priced.memory, priced.memory
 
     def _meshes(self) -> Iterator[Mesh]:
-        units = len(next(iter(self.pricers.values())).terms.units)
+        units, experts = len(next(iter(self.pricers.values())).terms.units), experts_of(self.whole[0])
         for mesh in factorisations(self.devices, list(self.pricers), units):
+            if mesh.ep > 1 and experts % mesh.dp:
+                continue  # a rank holds no part of them, but all
             for each in variants(mesh, self.batch, self.examples, units, BATCH_FACTORS):
                 for keep in self._keeps(mesh):
                     for split in (False, True)[: mesh.replicas]:

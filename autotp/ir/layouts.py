@@ -283,10 +283,16 @@ class Travelled(_Dealt):
     partition: Groups
     mark, key = "T", "travelled"
 
+    @property
+    def copies(self) -> int:
+        """Ranks that follow each other and own the same groups."""
+        return getattr(self.partition.of, "copies", 1)
+
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
         from .specs import TravelledSpec  # noqa: PLC0415  a plan is read without torch
 
-        spec: Any = TravelledSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
+        segments = self.partition.to_runtime(size).segments
+        spec: Any = TravelledSpec(self.dim, size(self.partition), segments, self.copies)
         return spec
 
 

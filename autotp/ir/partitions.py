@@ -466,11 +466,11 @@ class Groups(Distribution):
 
     Attributes:
         ends: number of the value that holds the row after each group's last, [groups], in `Planned.ends`.
-        of: how the groups are dealt, one segment.
+        of: how the groups are dealt, one segment; of rows that travel also to ranks which have the same of them.
     """
 
     ends: int
-    of: Partition
+    of: Partition | Copies
     by_data = True
     field = "ends"
 

@@ -251,12 +251,14 @@ class TravelledSpec(NamedTuple):
     """`layouts.Travelled`: groups are dealt by `segments`; `counts` has each rank's own rows of each group, on the CPU.
 
     What a rank sends lies sorted by group, so that each rank's groups follow each other in it. What it gets it holds
-    sorted by group too, and among the rows of one group by who sent them.
+    sorted by group too, and among the rows of one group by who sent them. Where `copies` ranks that follow each other
+    have the same groups, each of them gets the rows of those ranks which have its own place among their copies.
     """
 
     dim: int
     counts: Tensor
     segments: Segments
+    copies: int = 1
     mark: str = "T"
     whole = False
     sharded_dim = None
@@ -270,15 +272,22 @@ class TravelledSpec(NamedTuple):
         """Return the rows that this rank sends to each, and those that it gets from each; nothing without numbers."""
         if self.counts.is_meta:
             return [], []
-        bounds = [windows.shares(self.segments, each, tp)[0] for each in range(tp)]
-        sums = torch.stack([self.counts[:, start : start + n].sum(1) for start, n in bounds], 1)
-        return sums[rank].tolist(), sums[:, rank].tolist()
+        place, sends, gets = rank % self.copies, [0] * tp, [0] * tp
+        for peer in range(place, tp, self.copies):
+            sends[peer] = int(self.of_owner(peer, tp)[rank // self.copies].sum())
+        gets[place :: self.copies] = self.of_owner(rank, tp).sum(1).tolist()
+        return sends, gets
+
+    def of_owner(self, rank: int, tp: int) -> Tensor:
+        """Return the rows of each of a rank's groups that each of those has who send it theirs, [senders, groups]."""
+        ((start, n),) = windows.shares(self.segments, rank // self.copies, tp // self.copies)
+        return self.counts[rank % self.copies :: self.copies, start : start + n]
 
     def order(self, rank: int, tp: int) -> Tensor:
         """Return the places, among rows by who sent them, of the rows by group."""
-        ((start, n),) = windows.shares(self.segments, rank, tp)
-        own = self.counts[:, start : start + n]
-        return torch.arange(n).repeat(tp).repeat_interleave(own.flatten()).argsort(stable=True)
+        own = self.of_owner(rank, tp)
+        groups = torch.arange(own.shape[1]).repeat(len(own))
+        return groups.repeat_interleave(own.flatten()).argsort(stable=True)
 
     def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
         """Sort rows by group that came sorted by who sent them."""

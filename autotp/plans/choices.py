@@ -55,9 +55,9 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp alone, and experts over
-    all of dp. What is computed again is the caller's to wrap."""
-    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1 or mesh.ep > 1) or mesh.ep not in (1, mesh.dp):
+    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp alone. What is computed
+    again is the caller's to wrap."""
+    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1 or mesh.ep > 1):
         return ""
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""

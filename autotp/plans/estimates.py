@@ -155,10 +155,10 @@ def refuse_travel(axes: Axes, keywords: Mapping[str, Any]) -> Axes:
     Args:
         axes: beside tp. keywords: of a public function, whichever it has.
     """
-    if axes.ep not in (1, axes.dp):
+    if axes.dp % axes.ep:
         raise InputError(
-            f"ep={axes.ep} deals experts to the ranks of dp, and dp is {axes.dp}: experts over a part of these ranks, "
-            f"or over others, are not supported. Give dp={axes.ep}, or leave out ep."
+            f"ep={axes.ep} deals experts to the ranks of dp, or to as large groups of them, and dp is {axes.dp}. Give "
+            f"dp={axes.ep} or a multiple of it, or leave out ep."
         )
     for name, (values, why) in STAYING.items() if axes.ep > 1 else ():
         if keywords.get(name) not in values:

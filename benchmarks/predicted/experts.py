@@ -1,7 +1,8 @@
 """DeepSeek-V3 on 64 and 512 devices, with rows that travel and without.
 
 `python -m benchmarks.predicted.experts [--write]`. Nothing runs: the model is on the meta device, and every figure is
-predicted. Meshes that autotp does not run, stages with experts over dp, are priced by the same arithmetic and marked.
+predicted. Meshes that autotp does not run, such as stages with experts over dp, are priced by the same arithmetic and
+marked.
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ class Row:
         """Say whether a mesh is one of them."""
         experts = self.ep is None or (mesh.ep > 1 if self.ep == "many" else mesh.ep == self.ep)
         degrees = self.pp in (None, mesh.pp) and self.tp in (None, mesh.tp)
-        return experts and degrees and (not self.runs or bool(call_of(mesh)))
+        return experts and degrees and (not self.runs or runs(mesh))
+
+
+def runs(mesh: Mesh) -> bool:
+    """Say whether autotp runs a mesh with as many parts of experts as ranks that hold them."""
+    return bool(call_of(mesh)) and (mesh.ep == 1 or transformers.DeepseekV3Config().n_routed_experts % mesh.dp == 0)
 
 
 ROWS = {
@@ -119,7 +125,7 @@ def run(rounds: int) -> list[dict[str, Any]]:
             mesh, price = min((x for x in every if row.has(x[0])), key=lambda x: search._rank(x[1]))
             figures = {"seconds": price.seconds, "ep": price.times["cp"] if mesh.ep > 1 else 0.0, "bytes": price.sends}
             how = {"mesh": [*mesh.degrees, mesh.ep], "split": mesh.fully_shard, "keep": mesh.keep, "batch": mesh.batch}
-            rows.append({"devices": devices, "cluster": cluster, "name": row.name, "runs": bool(call_of(mesh)), **how})
+            rows.append({"devices": devices, "cluster": cluster, "name": row.name, "runs": runs(mesh), **how})
             rows[-1] |= {**figures, "memory": price.memory, "fits": price.memory <= search.limit}
     return rows
 
@@ -148,10 +154,10 @@ Megatron's are those of [Megatron Bridge]({BRIDGE})
 (tp 2, pp 8, ep 32 on 256 H100, pp 16 and ep 64 on 1,024), DeepSeek's those of [its report]({REPORT})
 (pp 16, ep 64, no tp, on 2,048), torchtitan's of [its config]({TITAN})
 for the 671B model (no tp, no pp, weights split over all, ep left at 1). Where devices are too few, ep is what dp
-leaves. autotp runs experts over all of dp (no ep below it, which leaves 512 devices none of these degrees), no stages
-with experts over dp, and none whose weights are split over dp: their rows say so, and are priced by the same
-arithmetic. A row of a token is sent once for each of its 8 experts, and by every rank of tp;
-neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is in the price.
+leaves. With ep below dp ranks that follow each other gather the experts that they have alike, as autotp does it. It runs
+no stages with experts over dp, none whose weights are split over dp, and holds whole experts where dp does not divide
+their number (256): rows of such say so, and are priced by the same arithmetic. A row of a token is sent once for each
+of its 8 experts, and by every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is in the price.
 
 """ + "\n".join(parts)
 

@@ -66,7 +66,7 @@ class DealAxis(Pass[Capture]):
         policy: of the axis. ranks: on it.
         inner: ranks of tp that each of them has, where these split heads first.
         cluster: the machines that it is priced on; None for h100.
-        ep: ranks of it to which experts are dealt, whose rows travel; 1 for experts whole on each.
+        ep: ranks of it, or groups of ranks, to which experts are dealt, whose rows travel; 1 for experts whole on each.
     """
 
     name = "deal-axis"
@@ -108,9 +108,10 @@ class DealAxis(Pass[Capture]):
         sharded = Rewriter(planned, builder.prices.convert, BatchWriter(symbol, self.ranks, layouts)).run()
         Localised(program, sharded.graph, self, symbol).run()
         notes = rules.settle(program, planned, inputs)
-        notes += [travelling(calls(program), self.ranks)] if self.ep > 1 else []
+        notes += [travelling(calls(program), self.ranks, self.ep)] if self.ep > 1 else []
         owned = own_experts(program, self.ranks) if self.ep > 1 else {}
-        unfold(program, copied if self.ep == 1 else partial(Journey, ranks=self.ranks, owned=owned))
+        journey = partial(Journey, ranks=self.ranks, ep=self.ep, owned=owned)
+        unfold(program, copied if self.ep == 1 else journey)
         weights = {x.name: owned[x.node] for x in program.leaves if x.node in owned}
         program.owned = dict.fromkeys(weights, self.ranks)
         return Dealt(self.policy.axis, self.ranks, symbol, inputs, goals, notes, weights)

@@ -5,6 +5,9 @@ all-to-all, the products read a rank's own experts, and what leaves is sent back
 ranks know how many rows go where, and refuse together what cannot be. Backward is by the table of conversions: the
 exchange the other way. An expert's gradient then has the rows of all ranks in it, and lies in zeros for those of the
 others: one summand over the axis as that of every weight, of which data parallelism takes the mean.
+
+With experts over fewer than all ranks, ranks that follow each other have the same ones: each holds its part of them, which
+they gather for their products, and rows go to the one that has the sender's place among such ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from torch import Tensor, fx
 from autotp.comm import conversions
 from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture, copy_node, shape_of, tensors, where
-from autotp.ir.layouts import Groups, Layout, Partition, R, Shard, Travelled
+from autotp.ir.layouts import Copied, Copies, Groups, Layout, Partition, R, Shard, Travelled
 from autotp.ir.marks import Axis, BatchConversion, inherit
 from autotp.ir.op import EXPERTS, Carry, Op, Rule, aten, sizes
-from autotp.ir.specs import Runs
+from autotp.ir.specs import TravelledSpec
 from autotp.rules.core import rule_of
 from autotp.text import listed
 
@@ -65,15 +68,14 @@ def agreed_counts(counts: Tensor, rows: int) -> Tensor:
     return counts
 
 
-def own_ends(counts: Tensor, experts: Runs, dtype: torch.dtype, like: Tensor, *, rank: int, tp: int) -> Tensor:
+def own_ends(there: TravelledSpec, dtype: torch.dtype, like: Tensor, *, rank: int, tp: int) -> Tensor:
     """The row after the last of each of this rank's experts, among the rows that it gets.
 
     Args:
-        counts: of all ranks, [ranks, experts]. experts: how they are dealt. dtype: of the ends. like: on what device.
+        there: how rows lie with the ranks of their experts. dtype: of the ends. like: on what device.
         rank, tp: this rank, of how many.
     """
-    ((start, length),) = experts.spans(rank, tp)
-    return counts[:, start : start + length].sum(0).cumsum(0).to(like.device, dtype)
+    return there.of_owner(rank, tp).sum(0).cumsum(0).to(like.device, dtype)
 
 
 for _function in (counts_of, agreed_counts, own_ends):
@@ -104,7 +106,7 @@ def refuse_staying(program: Capture) -> None:
 
 
 def own_experts(program: Capture, ranks: int) -> dict[fx.Node, Layout]:
-    """Leave each rank its own experts of weights that nothing but products by expert reads.
+    """Leave each rank its own part of weights that nothing but products by expert reads, where each has as many.
 
     Args:
         program: whose regions stand as one operator each; is changed. ranks: of the axis.
@@ -115,8 +117,9 @@ def own_experts(program: Capture, ranks: int) -> dict[fx.Node, Layout]:
     for leaf in (x for x in program.leaves if x.kind.trained and x.is_tensor):
         for node in _way([leaf.node]):
             val = node.meta["val"]
+            if len(val) % ranks:
+                break
             owned[node] = Shard(0, Partition.plain(len(val), ranks))
-            # What does not divide is refused as its region is written.
             node.meta["val"] = val.narrow(0, 0, len(val) // ranks).detach().requires_grad_(val.requires_grad)
     return owned
 
@@ -144,10 +147,11 @@ def _by_row(node: fx.Node) -> bool:
     return not sized and rule is not None and any([*f.ins] == [*f.outs] == [Carry(0)] for f in rule.factors)
 
 
-def travelling(regions: Iterable[fx.Node], ranks: int) -> str:
+def travelling(regions: Iterable[fx.Node], ranks: int, ep: int) -> str:
     """Say which experts are dealt out, in a note of the plan."""
     names = listed(list(dict.fromkeys(map(where, regions))))
-    return f"over dp rows travel to their experts, of which each of {ranks} ranks computes its own: {names}"
+    those = f"{ranks} ranks" if ep == ranks else f"{ep} groups of {ranks // ep} ranks"
+    return f"over dp rows travel to their experts, of which each of {those} computes its own: {names}"
 
 
 def _by_expert(node: fx.Node) -> bool:
@@ -163,13 +167,15 @@ class Journey:
     """Writes the nodes of a region so that rows travel; called with each in order.
 
     Attributes:
-        region: of a program. ranks: of the axis. owned: nodes of that of which a rank has its own experts.
+        region: of a program. ranks: of the axis. ep: ranks or groups of them to which experts are dealt.
+        owned: nodes of the program of which a rank has its own part.
         there: of each node whose rows travel, what a rank has of it.
         own: of each weight, the rank's experts. ends: of its own experts; `counts`: of all ranks.
     """
 
     region: Region
     ranks: int
+    ep: int
     owned: Collection[fx.Node] = ()
     there: dict[fx.Node, fx.Node] = field(default_factory=dict)
     own: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -185,15 +191,17 @@ class Journey:
         if len(experts) != 1 or not isinstance(number, int):
             raise CaptureError(f"with ep the products of {self.name} must be of the same experts, a number of them.")
         self.experts = number
-        if number % self.ranks:  # fewer than ranks too
+        if number % self.ep:  # fewer than ranks too
             raise CaptureError(
-                f"ep={self.ranks} does not deal out the {number} experts of {self.name}: each rank has as many. "
+                f"ep={self.ep} does not deal out the {number} experts of {self.name}: each rank has as many. "
                 f"Choose an ep that divides {number}, or ep=1."
             )
-        self.of = Partition.plain(number, self.ranks)
+        of, copies = Partition.plain(number, self.ep), self.ranks // self.ep
+        there = of if copies == 1 else Copies(of, copies)
+        self.of: Layout = Shard(0, of) if copies == 1 else Copied(0, Copies(of, copies))
         self.layouts = (
             Shard(0, Partition.plain(self.ranks * region.rows, self.ranks)),
-            Travelled(0, Groups(0, self.of)),
+            Travelled(0, Groups(0, there)),
         )
         self.inside = _between(region)
 
@@ -238,11 +246,12 @@ class Journey:
     def _own(self, weight: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
         """The rank's own experts of a weight."""
         x = read(weight)
-        if x in self.owned:
+        held = Shard(0, Partition.plain(self.experts, self.ranks)) if x in self.owned else R
+        if held == self.of:
             return x
         if weight not in self.own:
-            val = x.meta["val"].narrow(0, 0, self.experts // self.ranks).detach()
-            self.own[weight] = self._convert(graph, x, R, Shard(0, self.of), read, val)
+            val = x.meta["val"].new_empty((self.experts // self.ep, *x.meta["val"].shape[1:]))
+            self.own[weight] = self._convert(graph, x, held, self.of, read, val)
         return self.own[weight]
 
     def _count(self, read: Read, graph: fx.Graph) -> None:
@@ -256,8 +265,9 @@ class Journey:
         each = Shard(0, Partition.plain(self.ranks, self.ranks))
         gathered = self._convert(graph, mine, each, R, read, all_counts)
         self.counts = _call(graph, ends, agreed_counts, (gathered, read.sizes.of(self.region.rows)), all_counts)
-        args = self.counts, self.of.to_runtime(lambda n: n), val.dtype, ends
-        self.ends = _call(graph, ends, own_ends, args, val.new_empty((self.experts // self.ranks,)), AXIS)
+        there = self.layouts[1].to_runtime(lambda n: self.counts if isinstance(n, Groups) else n)
+        own = val.new_empty((self.experts // self.ep,))
+        self.ends = _call(graph, ends, own_ends, (there, val.dtype, ends), own, AXIS)
 
 
 def _call(

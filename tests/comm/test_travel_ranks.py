@@ -31,7 +31,7 @@ FLOAT32 = 1e-4  # transformers computes norms and rotary embeddings in it, whate
 
 
 def training(
-    rank: int, world: int, group: Any, name: str, dp: int, split: bool, steps: int = STEPS
+    rank: int, world: int, group: Any, name: str, dp: int, split: bool, steps: int = STEPS, ep: int = 0
 ) -> dict[str, float]:
     """Steps of AdamW with clipping beside those of one device, whose router sends all to two experts first."""
     mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
@@ -40,7 +40,7 @@ def training(
         with torch.no_grad():
             model.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     sharded: Any = autotp.compile(
-        model, dp=dp, mesh=mesh, example_inputs=part(tokens(), mine, dp), fully_shard=split, ep=dp
+        model, dp=dp, mesh=mesh, example_inputs=part(tokens(), mine, dp), fully_shard=split, ep=ep or dp
     )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, sharded)]
     worst: dict[str, float] = {"scores": 0.0, "gradients": 0.0, "norms": 0.0}
@@ -62,9 +62,11 @@ def training(
     return worst
 
 
-@pytest.mark.parametrize(("dp", "split"), [(2, False), (4, True)], ids=["2x2", "4x1-fully-sharded"])
-def test_training_by_hand_is_that_of_one_device(pool, dp, split):
-    for worst in pool.run(training, "by hand", dp, split):
+@pytest.mark.parametrize(
+    ("dp", "split", "ep"), [(2, False, 2), (4, True, 4), (4, False, 2)], ids=["2x2", "4x1-fully-sharded", "two-groups"]
+)
+def test_training_by_hand_is_that_of_one_device(pool, dp, split, ep):
+    for worst in pool.run(training, "by hand", dp, split, STEPS, ep):
         assert max(worst.values()) < EXACT, worst
 
 

@@ -22,7 +22,7 @@ TWO: dict[str, Any] = {"dp": 2, "ep": 2}
 
 
 def proved(model: nn.Module, tp: int = 1, **keywords: Any) -> Any:
-    return autotp.verify(model, tp, tokens(), **{**TWO, **keywords})
+    return autotp.verify(model, tp, tokens(batch=keywords.pop("batch", 4)), **{**TWO, **keywords})
 
 
 @pytest.mark.parametrize("name", ["by hand", "mixtral", "qwen3", "gpt-oss"])
@@ -33,9 +33,9 @@ def test_a_mixture_is_that_of_one_device(name):
     assert report.plan.batch.ep == 2 and any("rows travel" in note for note in report.plan.notes)
 
 
-def test_deepseek_on_four_ranks_and_without_travelling():
+def test_deepseek_on_four_ranks_on_two_groups_and_without_travelling():
     model = mixture("deepseek", double=False)
-    for ep in (4, 1):
+    for ep in (4, 2, 1):
         report = proved(model, dp=4, ep=ep)
         assert report and not any("gathered" in note for note in report.plan.notes), report
 
@@ -67,8 +67,8 @@ def test_a_wrong_count_is_noticed():
     """Ends of a rank's experts that are off by a row."""
     right = travel.own_ends
 
-    def wrong(counts: Tensor, experts: Any, dtype: Any, like: Tensor, *, rank: int, tp: int) -> Tensor:
-        ends = right(counts, experts, dtype, like, rank=rank, tp=tp)
+    def wrong(there: Any, dtype: Any, like: Tensor, *, rank: int, tp: int) -> Tensor:
+        ends = right(there, dtype, like, rank=rank, tp=tp)
         return torch.cat([ends[:1] - (ends[:1] > 0).to(ends.dtype), ends[1:]])
 
     wrong.rule = right.rule  # type: ignore[attr-defined]
@@ -145,6 +145,32 @@ def test_rows_are_sent_to_their_experts_and_come_back():
         assert x.grad is not None and x.grad.equal(2 * x.detach() * (owner + 1))
 
 
+def test_rows_go_to_the_copy_that_has_the_senders_place():
+    """Of two experts on four ranks, each on two that follow each other; a row says who sent it."""
+    ids = [torch.tensor(x) for x in ([0, 1, 1], [1], [0, 0], [0, 1])]
+    counts = torch.stack([x.bincount(minlength=2) for x in ids])
+    src, dst = ShardSpec(0, 1, ((8, 1),)), cast(Any, TravelledSpec(0, counts, ((2, 1),), 2))
+    rows = [x.double() * 10 + r for r, x in enumerate(ids)]
+    there = conversions.simulate(rows, src, dst)
+    assert [x.tolist() for x in there] == [[0, 2, 2], [3], [10, 10], [11, 13]]
+    assert all(a.equal(b) for a, b in zip(rows, conversions.simulate(there, dst, src), strict=True))
+
+
+def test_groups_of_ranks_hold_parts_of_their_experts():
+    """A gradient that is left on one of the ranks which have an expert is noticed."""
+    model = mixture("by hand")
+    report = proved(model, 2, dp=4, ep=2, certify=True)
+    assert report and report.certificate and report.plan.batch.experts == ("up", "down"), report
+    add = conversions.KINDS["D", "S'"]
+    own = lambda x, src, dst, rank, tp: x[rank % src.copies]  # noqa: E731  its own summand alone
+    left = conversions.ConversionKind(add.name, conversions.then(add.pre, own))
+    with patch.dict(conversions.KINDS, {("D", "S'"): left}):
+        report = proved(model, 1, dp=4, ep=2)
+    assert not report and report.difference.direction == "backward", report
+    report = proved(model, 1, dp=8, ep=2, batch=8)
+    assert report and report.plan.batch.experts == (), "eight ranks have no part each of four experts"
+
+
 class Plain(nn.Module):
     """A model without experts."""
 
@@ -166,7 +192,7 @@ def refused(**keywords: Any) -> str:
 def test_what_does_not_go_with_it_is_refused():
     assert "does not deal out the 3 experts" in refused(model=Mixture(experts=3))
     assert "does not deal out the 4 experts" in refused(dp=8, ep=8)
-    assert "Give dp=2" in refused(dp=4)
+    assert "Give dp=2 or a multiple" in refused(dp=3)
     assert "Give dp=2" in refused(dp=None)
     assert "float8" in refused(precision="float8")
     assert "sequences do not travel" in refused(cp=2)

@@ -45,13 +45,13 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     sends = Sends()
     for (_, owners), weights in groups.items():
         graded = _bytes(p for p in weights if p.name in trained)
-        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded, owners))
+        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded) if owners == 1 else Sends())
     # What the program itself converts over this axis, such as a loss over all rows, is in the solver's seconds already.
     values = 0.0
     for op in planned.ops.values():
         if (over := mark(op.node).batch) is not None:
             ways = prices.across(op, over, prices.share(planned.decisions[op.node].outs[0]))
-            values += sum(collective_bytes(name or "none", size, over.ranks) for _, name, size in ways)
+            values += sum(collective_bytes(name or "none", size, ranks) for _, name, size, ranks in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
     backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
     costs = {"sent": sends.bytes, "seconds": sends.seconds, "values": values, "backward": backward}
