@@ -72,9 +72,6 @@ BACKWARD_HOOKS = (
 COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
-ALIKE = "shapes, alike where experts are dealt over dp"
-
-
 @dataclass
 class Calls:
     """Counts the calls of one sharded module on this rank.
@@ -378,8 +375,7 @@ class Calls:
             if len(kind.slices) >= MAX_KINDS:
                 kind.slices.clear()
             key = kind.key
-            alike = sizes if self.shards.axis.ep > 1 else 0  # rows travel, of which each rank sorts as many
-            kind.slices[sizes] = short((key.mode, key.of, key.grad, key.spec, kind_of(call.whole), alike))
+            kind.slices[sizes] = short((key.mode, key.of, key.grad, key.spec, kind_of(call.whole)))
         return kind.digest, sizes, kind.slices[sizes]
 
     def _differ(self, kind: CallKind, call: Arguments, how: str) -> None:
@@ -392,6 +388,5 @@ class Calls:
             facts |= {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
             facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
             facts |= kind_of(flat) if how == "kind" else {}
-            facts |= {ALIKE: str(call.shapes)} if self.shards.axis.ep > 1 else {}
         agree(self.shards.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")

@@ -154,10 +154,11 @@ Megatron's are those of [Megatron Bridge]({BRIDGE})
 (tp 2, pp 8, ep 32 on 256 H100, pp 16 and ep 64 on 1,024), DeepSeek's those of [its report]({REPORT})
 (pp 16, ep 64, no tp, on 2,048), torchtitan's of [its config]({TITAN})
 for the 671B model (no tp, no pp, weights split over all, ep left at 1). Where devices are too few, ep is what dp
-leaves. With ep below dp ranks that follow each other gather the experts that they have alike, as autotp does it. It runs
-no stages with experts over dp, none whose weights are split over dp, and holds whole experts where dp does not divide
-their number (256): rows of such say so, and are priced by the same arithmetic. A row of a token is sent once for each
-of its 8 experts, and by every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token that goes to a node once, is in the price.
+leaves. With ep below dp ranks that follow each other gather the experts that they have alike, as autotp does it. It
+runs no stages with experts over dp, none whose weights are split over dp, and holds whole experts where dp does not
+divide their number (256): rows of such say so, and are priced by the same arithmetic. A row of a token is sent once for
+each of its 8 experts, and by every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token
+that goes to a node once, is in the price.
 
 """ + "\n".join(parts)
 

@@ -6,8 +6,8 @@ ranks know how many rows go where, and refuse together what cannot be. Backward 
 exchange the other way. An expert's gradient then has the rows of all ranks in it, and lies in zeros for those of the
 others: one summand over the axis as that of every weight, of which data parallelism takes the mean.
 
-With experts over fewer than all ranks, ranks that follow each other have the same ones: each holds its part of them, which
-they gather for their products, and rows go to the one that has the sender's place among such ranks.
+With experts over fewer than all ranks, ranks that follow each other have the same ones: each holds its part of them,
+which they gather for their products, and rows go to the one that has the sender's place among such ranks.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ AXIS: Axis = "dp"
 MEASURED: list[list[Tensor]] = []  # counts of each exchange, for those who measure
 
 
-def counts_of(ends: Tensor) -> Tensor:
-    """Rows of each expert on this rank, [1, experts], of the row after each expert's last, [experts]."""
-    return torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64).unsqueeze(0)
+def counts_of(ends: Tensor, rows: int) -> Tensor:
+    """Rows of each expert on this rank, and of all, [1, experts + 1], of the row after each expert's last, [experts]."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
+    return torch.cat([counts, counts.new_full((1,), rows)]).unsqueeze(0)
 
 
-def agreed_counts(counts: Tensor, rows: int) -> Tensor:
+def agreed_counts(counts: Tensor) -> Tensor:
     """The counts of all ranks where each has an expert for each of its rows; every rank sees the same ones.
 
     Args:
-        counts: rows of each expert on each rank, [ranks, experts]. rows: of each rank.
+        counts: rows of each expert on each rank, and all rows of each, [ranks, experts + 1].
 
-    Returns: they, on the CPU: how much is sent where is asked for there.
+    Returns: those of each expert, on the CPU: how much is sent where is asked for there.
 
     Raises:
         InputError: a rank has counted other rows than it has; on all ranks.
     """
+    counts, rows = counts[:, :-1], counts[:, -1]
     if counts.is_meta:
         return counts
-    counts = counts.cpu()
+    counts, rows = counts.cpu(), rows.cpu()
     odd = (counts.sum(1) != rows) | (counts < 0).any(1)
     if bool(odd.any()):
         ranks = odd.nonzero().flatten().tolist()
         raise InputError(
-            f"with ep rows travel to their experts, and of the {rows} rows that each dp rank has, dp ranks {ranks} "
-            f"have an expert for {counts.sum(1)[odd].tolist()}: a router has named an expert that is not there, or "
-            f"counted rows twice. Names of experts go from 0 to {counts.shape[1] - 1}."
+            f"with ep rows travel to their experts, and of {rows[odd].tolist()} rows dp ranks {ranks} have an expert "
+            f"for {counts.sum(1)[odd].tolist()}: a router has named an expert that is not there, or counted rows "
+            f"twice. Names of experts go from 0 to {counts.shape[1] - 1}."
         )
     for each in MEASURED:
         each.append(counts)
@@ -259,12 +261,12 @@ class Journey:
         if self.counts is not None:
             return
         ends = read(next(iter(self.region.products.values()))[0])
-        val, shape = ends.meta["val"], (self.ranks, self.experts)
-        one, all_counts = (val.new_empty(size, dtype=torch.int64) for size in ((1, self.experts), shape))
-        mine = _call(graph, ends, counts_of, (ends,), one)
+        val, rows = ends.meta["val"], read.sizes.of(self.region.rows)
+        one, everyone = (val.new_empty((n, self.experts + 1), dtype=torch.int64) for n in (1, self.ranks))
+        mine = _call(graph, ends, counts_of, (ends, rows), one)
         each = Shard(0, Partition.plain(self.ranks, self.ranks))
-        gathered = self._convert(graph, mine, each, R, read, all_counts)
-        self.counts = _call(graph, ends, agreed_counts, (gathered, read.sizes.of(self.region.rows)), all_counts)
+        gathered = self._convert(graph, mine, each, R, read, everyone)
+        self.counts = _call(graph, ends, agreed_counts, (gathered,), everyone[:, :-1])
         there = self.layouts[1].to_runtime(lambda n: self.counts if isinstance(n, Groups) else n)
         own = val.new_empty((self.experts // self.ep,))
         self.ends = _call(graph, ends, own_ends, (there, val.dtype, ends), own, AXIS)

@@ -18,7 +18,7 @@ from transformers import MixtralForCausalLM
 
 import autotp
 from autotp.cost import Cluster
-from autotp.errors import InputError, RankError
+from autotp.errors import InputError
 from autotp.runtime import weight_reads
 from autotp.runtime.checkpoint.archives import Archive
 from autotp.runtime.storage import unwrap
@@ -295,18 +295,14 @@ def odd_uses(rank: int, world: int, group: Any) -> dict[str, Any]:
         for m in (model, sharded):
             m.zero_grad()
         found["left in sums"] = stepped(sharded, model, mine)[0]
-    try:
-        sharded(tokens(2, 2, 6 + mine)["input_ids"])
-    except RankError as refusal:
-        found["error"] = str(refusal)
+    longer = tokens(2, 2, 6 + 3 * mine)["input_ids"]
+    found["other lengths"] = difference(sharded(longer), model(longer))
     return found
 
 
-def test_odd_uses_are_right_or_refused(pool):
-    everyone = pool.run(odd_uses)
-    for found in everyone:
+def test_odd_uses_are_right(pool):
+    for found in pool.run(odd_uses):
         assert found["one expert, trained later"] < EXACT and found["left in sums"] > 0.4, found
         here, there = found["bfloat16, ep=2"], found["bfloat16, ep=1"]
         assert max(here) < HALF and max(there) < HALF, found
-        assert "alike where experts are dealt over dp: ranks 0-1: " in found["error"], found
-    assert len({found["error"] for found in everyone}) == 1
+        assert found["other lengths"] < EXACT, found

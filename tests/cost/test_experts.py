@@ -47,7 +47,7 @@ def test_an_imbalance_is_a_number_of_at_least_one(imbalance):
 def test_what_a_rank_sends_is_what_travels():
     """Two exchanges each way of rows of 16 floats, two for each of 24 tokens, of which half stay on the rank."""
     plan = planned(dp=2, ep=2)
-    rows, counts = 2 * 24 * 16 * 4 / 2, 4 * 8
+    rows, counts = 2 * 24 * 16 * 4 / 2, (4 + 1) * 8
     assert plan.batch.values == 4 * rows + counts
 
 

@@ -223,11 +223,11 @@ def test_a_router_that_names_an_expert_that_is_not_there():
     assert isinstance(model, Mixture)
     plan = autotp.plan(model, 1, example_inputs=tokens(batch=2), **TWO)
     assert Plan.from_json(plan.to_json()) == plan
-    good = torch.tensor([[3, 1], [2, 2]])
-    assert travel.agreed_counts(good, 4).equal(good)
-    for bad in (torch.tensor([[3, 1], [2, 1]]), torch.tensor([[5, -1], [2, 2]])):
+    good = torch.tensor([[3, 1, 4], [2, 5, 7]])
+    assert travel.agreed_counts(good).equal(good[:, :2])
+    for bad in (torch.tensor([[3, 1, 4], [2, 5, 8]]), torch.tensor([[5, -1, 4], [2, 5, 7]])):
         with pytest.raises(InputError, match=r"dp ranks \[[01]\].*an expert that is not there"):
-            travel.agreed_counts(bad, 4)
+            travel.agreed_counts(bad)
 
 
 def test_experts_whole_over_tp_and_by_expert_in_a_rank():
