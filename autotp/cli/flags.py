@@ -98,7 +98,7 @@ class DegreeOptions:
         tp: Ranks that share the model, or a product such as 8x2, or auto. Default: auto; verify: 2.
         mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
         cp: Ranks that deal out each sequence, beside tp.
-        ep: As dp, to deal out experts over its ranks too, or auto.
+        ep: A divisor of dp, to deal out experts over its ranks too, or auto.
         imbalance: Rows of the rank that gets most for its experts, over the mean.
         pp: Pipeline stages (verify alone; plan --devices chooses them).
         fully_shard: Split weights over dp or cp too.

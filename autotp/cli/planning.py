@@ -69,7 +69,7 @@ def sweep(
         model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
             package.module:factory.
         tp: The degrees, N,N,... Default: 1,2,4,8,16,32.
-        dp: Ranks that each have a batch, beside tp. ep: As dp, to deal out experts over its ranks too.
+        dp: Ranks that each have a batch, beside tp. ep: A divisor of dp, to deal out experts over its ranks too.
         devices: Compare all meshes of so many devices.
         global_batch: With --devices: examples of a step over all.
         plot: Draw time, memory and exposed communication as SVG, with and without sequence parallelism; or meshes.
