@@ -225,9 +225,9 @@ class Prices:
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         out = []
         for src, dst in ways:
-            name, sent, among = conversions.sending(src, dst, size, ranks)
+            name, nbytes, among = conversions.sending(src, dst, size, ranks)
             spent = self.one_way(src, dst, size, ranks, stride) or 0.0
-            out.append((spent, None if name == "none" else name, sent, among))
+            out.append((spent, None if name == "none" else name, nbytes, among))
         return out
 
     def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:

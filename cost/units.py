@@ -119,7 +119,8 @@ class Works:
         share = self.prices.share(self.planned.decisions[node].outs[0])
         ways: list[tuple[float, Call | None]] = []
         for seconds, name, size, ranks in self.prices.across(self.planned.ops[node], over, share):
-            ways.append((seconds, Call(name, size, ranks if ranks < over.ranks else 0) if name else None))
+            few = ranks if ranks < over.ranks else 0
+            ways.append((seconds, Call(name, size, few) if name else None))
         (forward, there), (backward, back) = (*ways, (0.0, None))[:2]
         return Work(short_name(node.target), forward, backward, 0.0, there, back)
 

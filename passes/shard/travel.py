@@ -248,12 +248,12 @@ class Journey:
     def _own(self, weight: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
         """The rank's own experts of a weight."""
         x = read(weight)
-        held = Shard(0, Partition.plain(self.experts, self.ranks)) if x in self.owned else R
-        if held == self.of:
+        before = Shard(0, Partition.plain(self.experts, self.ranks)) if x in self.owned else R
+        if before == self.of:
             return x
         if weight not in self.own:
             val = x.meta["val"].new_empty((self.experts // self.ep, *x.meta["val"].shape[1:]))
-            self.own[weight] = self._convert(graph, x, held, self.of, read, val)
+            self.own[weight] = self._convert(graph, x, before, self.of, read, val)
         return self.own[weight]
 
     def _count(self, read: Read, graph: fx.Graph) -> None:
