@@ -37,7 +37,7 @@ MEASURED: list[list[Tensor]] = []  # counts of each exchange, for those who meas
 
 
 def counts_of(ends: Tensor, rows: int) -> Tensor:
-    """Rows of each expert on this rank, and of all, [1, experts + 1], of the row after each expert's last, [experts]."""
+    """Rows of each expert on this rank, and all, [1, experts + 1], of the row after each expert's last, [experts]."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
     return torch.cat([counts, counts.new_full((1,), rows)]).unsqueeze(0)
 
