@@ -480,7 +480,7 @@ class Groups(Distribution):
     def full(self, tp: int) -> bool:
         return self.of.full(tp)
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs | CopiedRuns:
         """Convert the groups."""
         return self.of.to_runtime(size)
 
