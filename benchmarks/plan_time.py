@@ -1,17 +1,15 @@
-"""How long planning takes, from 2 to 126 layers, beside one `torch.export` of the same model, and a peer's time.
+"""How long planning takes, from 2 to 126 layers, beside one `torch.export` of the same model.
 
     python -m benchmarks.plan_time           # prints the table and a JSON line
     python -m benchmarks.plan_time --write   # and the section of docs/performance.md
 
 Llama shapes and DeepSeek-V3 on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process
-of its own. The comparison of the capture with the model, which is made unless `check_capture=False`, stands apart. The
-peer is meta-pytorch/autoparallel (`benchmarks.helpers.peer`), where it is installed.
+of its own. The comparison of the capture with the model, which is made unless `check_capture=False`, stands apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import resource
@@ -34,11 +32,10 @@ from benchmarks.helpers.command import made, versions
 from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.performance import table, write_section
 
-from .helpers import isolate, peer
+from .helpers import isolate
 
 HEADING = "Planning time"
 TP, LIMIT, ROUNDS = 8, 300.0, 3
-PEER = "autoparallel, module to sharded module"
 # name -> layers, hidden size, feed-forward size, heads; 8 heads of keys and values, a vocabulary of 128256
 MODELS = {
     "8B shape, 2 layers": (2, 4096, 14336, 32),
@@ -116,11 +113,9 @@ def measured(name: str, rounds: int) -> Record:
                 raise RuntimeError(f"{name}, {function.__name__}: {why}")
             for key, value in record.items():
                 found.setdefault(key, []).append(value)
-    other, why = isolate.run(peer.plan, functools.partial(build, name), TP, limit=LIMIT)
-    taken = other.get("peer", why)
     times = {key: round(statistics.median(values), 2) for key, values in found.items()}
     times["comparison"] = round(times.pop("compared") - times["capture"], 2)
-    return {**times, "peer": round(taken, 2) if isinstance(taken, float) else taken}
+    return times
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -133,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = track([*MODELS, DEEPSEEK], "measuring", console=Console(stderr=True), transient=True)
     results = {name: measured(name, given.rounds) for name in rows}
     head = ("", "torch.export", "capture", "plan", "module to plan", "comparison", "module to sharded module",
-            "peak memory, GB", PEER)  # fmt: skip
-    keys = "export", "capture", "plan", "total", "comparison", "compile", "peak_gb", "peer"
+            "peak memory, GB")  # fmt: skip
+    keys = "export", "capture", "plan", "total", "comparison", "compile", "peak_gb"
     shown = table(head, [[n, *(_cell(r[k]) for k in keys)] for n, r in results.items()])
     record = {"benchmark": "plan_time", **made("benchmarks.plan_time", arguments), "load_before": round(before, 1)}
     record |= {"tp": TP, "rounds": given.rounds, "models": results}

@@ -29,7 +29,7 @@ from benchmarks.helpers.llama.megatron import Shape, untouched
 from benchmarks.helpers.performance import ROOT, table, write_section
 from benchmarks.helpers.together import together as put_together
 
-from . import architectures, measured
+from . import architectures, measured, planners
 from .legs import CORE, DECODE, PLAN, SPEED, STYLES, TRAIN, WRITTEN, base_of, chosen, lines
 
 HEADING = "Beside the packages themselves"
@@ -93,6 +93,7 @@ def run(shape: Shape, length: int, given: argparse.Namespace) -> Record:
     out["decoded"] = spread(decodes, list(decodes[0][0])) if decodes else {}
     out["not_decoded"] = decoded[0][0]["refused"] if decoded else {}
     out["architectures"] = part(given.folder, "architectures", architectures.run)
+    out["planners"] = part(given.folder, "planners", planners.run)
     return out
 
 
@@ -156,6 +157,7 @@ A token after a prompt of {PROMPT}, with transformers' dynamic cache:
 
 {table(["a decoded token", "CPU, ms", "autotp's of it"], decoded)}
 {architectures.page(record["architectures"])}
+{planners.page(record["planners"])}
 Not measured:
 
 {not_run or "nothing."}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autotp
-from benchmarks import models, plan_time
-from benchmarks.helpers import peer
+from benchmarks import models
 from benchmarks.helpers.build import Architecture, architectures, build, model_class, small
 from benchmarks.helpers.command import installed
 from benchmarks.helpers.isolate import merge
@@ -140,38 +137,6 @@ def test_a_run_of_a_part_does_not_pass_for_the_run_of_the_list(tmp_path, monkeyp
     assert found["again"]["command"] == "python -m benchmarks.models --only llama"
     head = render(found).split("- **passes**")[0]
     assert f"by `{whole['made']['command']}`. A part again on" in head and "--only llama`." in head
-
-
-class Peer:
-    """Stands for the peer's class: notes what it is given."""
-
-    calls: ClassVar[list[str]] = []
-
-    def __init__(self, model: Any, make: Any, mesh: Any, policy: Any) -> None:
-        assert make().shape[0] > 1 and mesh.size() == 8 and sum(p.numel() for p in model.parameters()) > 1e9
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.calls.append("left")
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self.calls.append(name)
-
-
-def test_a_peer_is_timed_where_it_is_installed(monkeypatch):
-    sent: list[Any] = []
-    make = functools.partial(plan_time.build, "8B shape, 2 layers")
-    peer.plan(make, 8, sent.append)
-    assert sent == [{"peer": "not installed"}]
-    monkeypatch.setitem(sys.modules, "autoparallel", ModuleType("autoparallel"))
-    monkeypatch.setitem(sys.modules, "autoparallel.api", SimpleNamespace(AutoParallel=Peer))
-    peer.plan(make, 8, sent.append)
-    assert isinstance(sent[1]["peer"], float) and not dist.is_initialized()
-    assert Peer.calls == [
-        "add_input_constraints", "add_parameter_memory_constraint", "optimize_placement", "apply_placement", "left",
-    ]  # fmt: skip
 
 
 @pytest.mark.zoo

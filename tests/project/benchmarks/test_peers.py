@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.helpers.llama.megatron import Shape, untouched
-from benchmarks.peers import architectures
+from benchmarks.peers import architectures, planners
 from benchmarks.peers.legs import AUTOTP, CORE, DECODE, PLAN, SPEED, TRAIN, WRITTEN, base_of, chosen, lines
 from benchmarks.peers.measured import UPDATES
 from benchmarks.peers.megatron_core import parts
@@ -62,9 +62,11 @@ def test_the_page_says_who_was_not_measured_and_why():
         "decoded": {AUTOTP: step},
         "not_decoded": {PLAN: "no cache"},
         "architectures": {way: {} for way in architectures.WAYS},
+        "planners": {"skipped": planners.SKIPPED},
     }
     text = peers.page(record)
     assert "| Megatron-Core | 0.500 | 0.950 (0.900 to 1.100) | 1.5 | 2.0 | 4 | 5 |" in text
+    assert planners.SKIPPED in text
     assert "* DeepSpeed AutoTP: no CUDA" in text and "* tp_plan, a decoded token: no cache" in text
 
 
@@ -81,3 +83,24 @@ def test_an_architecture_counts_where_it_is_right_and_split(found, cell):
     assert architectures._cell(found) == cell
     page = architectures.page({way: {"llama": {"2": found}} for way in architectures.WAYS})
     assert ("| run and split | 1 of 12 |" in page) == (cell == "0.50")
+
+
+def test_autoparallel_is_skipped_without_a_checkout_and_its_bytes_are_counted_as_ours(monkeypatch, tmp_path):
+    monkeypatch.setenv(planners.CHECKOUT, str(tmp_path))
+    assert planners.run() == {"skipped": planners.SKIPPED}
+    graph, x = torch.fx.Graph(), torch.empty(16, 4, device="meta")
+    whole, part = graph.placeholder("whole"), graph.placeholder("part")
+    whole.meta["val"], part.meta["val"] = x, x[:2]
+    collectives = torch.ops._c10d_functional
+    for target, args, result in (
+        (collectives.all_reduce.default, (whole, "sum", "g"), x),
+        (collectives.all_gather_into_tensor.default, (part, 8, "g"), x),
+        (collectives.reduce_scatter_tensor.default, (whole, "sum", 8, "g"), x[:2]),
+        (torch.ops.aten.relu.default, (whole,), x),
+    ):
+        graph.call_function(target, args).meta["val"] = result
+    assert planners.sent(graph.nodes) == (2 + 1 + 1) * 7 / 8 * 256
+    one = {"plan": 2.0, "sharded": 3.0, "sent": 4e6}
+    found = {"commit": "abc", "models": {"small": {"autotp": one, "autoparallel": {"plan": 9.0, "refused": "no rule"}}}}
+    assert "| small | 2.00 | 9.00 | 3.00 | - | 4 | - |" in planners.page(found)
+    assert "* small, autoparallel: no rule" in planners.page(found)
