@@ -11,6 +11,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from benchmarks.helpers.performance import ROOT, table, write_section
 from benchmarks.helpers.together import together as put_together
 
 from . import architectures, measured, planners
-from .legs import CORE, DECODE, PLAN, SPEED, STYLES, TRAIN, WRITTEN, base_of, chosen, lines
+from .legs import AUTOTP, CORE, DECODE, PLAN, SPEED, STYLES, TRAIN, WRITTEN, base_of, chosen, lines
 
 HEADING = "Beside the packages themselves"
 SHAPE, LENGTH, PROMPT, RANKS, RUNS, ROUNDS = Shape(), 256, 128, 2, 7, 15
@@ -138,6 +139,10 @@ def page(record: Mapping[str, Any]) -> str:
     head = ["a training step", "CPU, s", "autotp's of it", "set-up, CPU s", "sent, MB", "kept, MB", "peak, MB", "lines"]
     decoded = [[name, f"{one['cpu_s'] * 1e3:.1f}", _ratio(one)] for name, one in record["decoded"].items()]
     not_run = "\n".join(refused)
+    spent = {name: one["spent"] for name, one in record["alone"].items() if "spent" in one}
+    keys = "products", "others", "collectives", "step"
+    parts = [[name, *(f"{one[key] * 1e3:.0f}" for key in keys)] for name, one in spent.items()]
+    roofline = record["alone"].get(AUTOTP, {}).get("roofline_s", math.nan)
     s = SHAPE
     return f"""\
 `{record["command"]}`: the packages themselves ({record["packages"]}), with the Llama of
@@ -153,6 +158,11 @@ of whole logits, for all. {record["cores"]} cores of {record["machine"]}; torch 
 {record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before.
 
 {table(head, rows)}
+Where a rank's step goes, in ms by torch's profiler: matrix products, other operators, and collectives with waiting for
+the other rank; and the CPU ms of a step without the profiler. The products' arithmetic alone would take
+{roofline * 1e3:.0f} ms at the rate that `autotp.calibrate` finds with both ranks at work:
+
+{table(["a training step", "products", "other operators", "collectives", "CPU of a step"], parts)}
 A token after a prompt of {PROMPT}, with transformers' dynamic cache:
 
 {table(["a decoded token", "CPU, ms", "autotp's of it"], decoded)}

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import autotp
 from benchmarks.activations import kept
 from benchmarks.helpers.gloo import everywhere
 from benchmarks.helpers.interleaved import interleaved
@@ -17,7 +19,7 @@ from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.llama.megatron import Shape, untouched
 from benchmarks.helpers.llama.variants import sent
 
-from .legs import TRAIN, Leg, decoder
+from .legs import AUTOTP, TRAIN, Leg, decoder
 
 UPDATES, RATE = 4, 0.1  # of plain SGD, whose losses are compared
 
@@ -62,7 +64,40 @@ def alone(name: str, shape: Shape, length: int) -> Record:
         calls, found["sent"] = sent(step, dist.get_world_size())
         found["collectives"] = sum(calls.values())
         found["kept"] = kept(_Called(leg), ids)[1]
+        found["spent"] = spent(step)
+    if name == AUTOTP:
+        cluster = autotp.calibrate(show=False, dtypes=(torch.float32,))
+        found["roofline_s"] = found["spent"]["flops"] / cluster.peak_flops["float32"]
     return found
+
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product")
+PROFILED = 3  # steps whose operators are timed
+
+
+def spent(step: Callable[[], Tensor]) -> Record:
+    """Say where a rank's seconds of a step go, by torch's profiler, and its products' arithmetic.
+
+    Returns: `flops` of the products; seconds of `products`, `collectives` (with waiting for the other rank), and
+    `others`, by the clock of the profiler; `python`: CPU seconds of a step in which no operator runs.
+    """
+    with FlopCounterMode(display=False) as counter:
+        step()
+    began = time.process_time()
+    for _ in range(PROFILED):
+        step()
+    whole = (time.process_time() - began) / PROFILED
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        for _ in range(PROFILED):
+            step()
+    found = {"flops": counter.get_total_flops(), "products": 0.0, "collectives": 0.0, "others": 0.0}
+    for row in profiled.key_averages():
+        kind = "products" if row.key.startswith(PRODUCTS) else "others"
+        if "c10d" in row.key or "gloo" in row.key:
+            kind = "collectives"
+        if "::" in row.key or kind == "collectives":
+            found[kind] += row.self_cpu_time_total / PROFILED / 1e6
+    return found | {"step": whole}
 
 
 class _Called(nn.Module):

@@ -53,6 +53,8 @@ def test_the_page_says_who_was_not_measured_and_why():
         "kept": 4e6,
         "peak": 5e6,
         "off": 0.0,
+        "spent": {"products": 0.3, "others": 0.1, "collectives": 0.05, "step": 0.42},
+        "roofline_s": 0.25,
     }
     step = {"cpu_s": 0.5, "wall_s": 0.3, "ratio": 0.95, "least": 0.9, "most": 1.1}
     made = ("command", "runs", "rounds", "cores", "machine", "torch", "transformers", "python", "date", "load_before")
@@ -66,7 +68,7 @@ def test_the_page_says_who_was_not_measured_and_why():
     }
     text = peers.page(record)
     assert "| Megatron-Core | 0.500 | 0.950 (0.900 to 1.100) | 1.5 | 2.0 | 4 | 5 |" in text
-    assert planners.SKIPPED in text
+    assert planners.SKIPPED in text and "| autotp | 300 | 100 | 50 | 420 |" in text and "250 ms at the rate" in text
     assert "* DeepSpeed AutoTP: no CUDA" in text and "* tp_plan, a decoded token: no cache" in text
 
 
