@@ -222,6 +222,8 @@ class Prices:
             size *= ranks * self.imbalance
         elif conversions.among_few(a, b):
             size *= ranks // conversions.copies_of(a, b)
+        elif conversions.primitive(a, b) == "all_to_all":  # both sides are slices of the whole
+            size *= ranks
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         out = []
         for src, dst in ways:

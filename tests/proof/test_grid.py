@@ -143,6 +143,14 @@ def test_a_plan_over_three_axes_says_what_goes_over_each():
     assert autotp.Plan.from_json(plan.to_json()).batch == plan.batch
 
 
+def test_an_exchange_over_cp_sends_what_a_rank_has_but_its_own_part():
+    """Of 2 x 64 tokens, 48 features go to their heads and 16 back, and their gradients; 4 bytes each."""
+    for cp in (2, 4):
+        sent = autotp.plan(Causal(8), 1, cp=cp, example_inputs=normalise(inputs(64))).batch.values
+        exchanged = (cp - 1) / cp * 2 * (2 * 64 / cp * (48 + 16) * 4)
+        assert exchanged < sent < exchanged + 1024  # and places, masks and a loss
+
+
 def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
     """Bytes that autograd keeps on a rank for the backward, in float64, and what the memory model says of a plan."""
     made, given = Causal(few).double(), normalise(inputs(length))
