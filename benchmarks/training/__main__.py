@@ -50,7 +50,7 @@ def part(name: str, steps: int, folder: Path) -> dict[str, Any]:
         everyone = on_ranks(work, RUNS[name].ranks)
         losses = [math.fsum(row) / len(row) for row in zip(*(found["losses"] for found in everyone), strict=True)]
         found = {"losses": losses, "norms": everyone[0]["norms"], "load": LOAD}
-        found |= {"cpu_s": sum(f["cpu_s"] for f in everyone) / steps, "wall_s": everyone[0]["wall_s"] / steps}
+        found |= {"cpu_s": sum(f["cpu_s"] for f in everyone) / steps}
         if served is not None:
             tokenizer().save_pretrained(served)
         done.write_text(json.dumps(found | made("benchmarks.training", None)))
@@ -114,7 +114,7 @@ def page(record: Mapping[str, Any]) -> str:
     for name, run in runs.items():
         first = next((str(i + 1) for i, x in enumerate(losses[name]) if x), "none")
         mean = math.fsum(run["losses"][-LAST:]) / len(run["losses"][-LAST:])
-        seconds = [f"{run['cpu_s']:.2f}", f"{run['wall_s']:.2f}", str(run["load"])]
+        seconds = [f"{run['cpu_s']:.2f}", str(run["load"])]
         away = ["-"] * 3 if name == ONE else [first, f"{max(losses[name]):.1e}", f"{max(norms[name]):.1e}"]
         rows.append([name, str(RUNS[name].ranks), f"{mean:.4f}", *away, *seconds])
     head = [
@@ -125,7 +125,6 @@ def page(record: Mapping[str, Any]) -> str:
         "loss apart",
         "norm apart",
         "CPU, s",
-        "wall, s",
         "load",
     ]
     bits = [runs[name] for name in BITS if name in runs]
@@ -139,8 +138,8 @@ parameters in float32, AdamW with clipping at 1, over gloo processes of one thre
 {record["files"]} files of the sources that transformers {record["transformers"]} ships (Apache-2.0),
 {record["bytes"] / 1e6:.1f} MB, SHA-256 {record["digest"][:16]}. Apart: the largest difference from one process of plain
 torch in a step, as a part of the value, and the first step in which a loss differs at all. "Rows backwards" is one
-process, too, whose sums have another order: what rounding alone does over so many steps. Seconds of a step, of all
-ranks together and by the clock of rank 0. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]},
+process, too, whose sums have another order: what rounding alone does over so many steps. CPU seconds of a step, of
+all ranks together. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]},
 Python {record["python"]}, {record["date"]}.
 
 {table(head, rows)}
@@ -167,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = {}
     for name in names:
         runs[name] = part(name, given.steps, given.folder)
-        print(f"{name}: loss {runs[name]['losses'][-1]:.4f}, {runs[name]['wall_s']:.2f} s a step", file=sys.stderr)
+        print(f"{name}: loss {runs[name]['losses'][-1]:.4f}, {runs[name]['cpu_s']:.2f} CPU s a step", file=sys.stderr)
     text = Text()
     record = {"benchmark": "training", **made("benchmarks.training", arguments), "cores": os.cpu_count()}
     record |= {"steps": given.steps, "files": len(text.files), "bytes": len(text.bytes), "digest": text.digest}

@@ -153,20 +153,18 @@ def trained(name: str, steps: int, folder: Path, served: Path | None) -> dict[st
         name: of the run. steps: of all of it. folder: for checkpoints. served: where transformers' own files of the
             trained model go, if anywhere.
 
-    Returns: this rank's loss and gradient norm of each step, and its CPU and clock seconds.
+    Returns: this rank's loss and gradient norm of each step, and its CPU seconds.
     """
     run, text = RUNS[name], Text()
     model = Trained(run, text.batch(0))
-    found = model.load(folder) or {"losses": [], "norms": [], "cpu_s": 0.0, "wall_s": 0.0}
-    began = time.process_time(), time.perf_counter()
-    before = found["cpu_s"], found["wall_s"]
+    found = model.load(folder) or {"losses": [], "norms": [], "cpu_s": 0.0}
+    began, before = time.process_time(), found["cpu_s"]
     for step in range(len(found["losses"]), steps):
         ids = text.batch(step)
         loss, norm = model.step(ids.flip(0) if run.backwards else ids, rate_of(step, steps))
         found["losses"].append(loss)
         found["norms"].append(norm)
-        found["cpu_s"] = before[0] + time.process_time() - began[0]
-        found["wall_s"] = before[1] + time.perf_counter() - began[1]
+        found["cpu_s"] = before + time.process_time() - began
         if (step + 1) % SAVE == 0 and step + 1 < steps:
             model.save(folder, found)
     if served is not None:
