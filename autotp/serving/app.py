@@ -9,12 +9,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -22,25 +22,32 @@ from transformers.cli.serving.completion import CompletionHandler
 
 from autotp.errors import StateError
 
-from .answers import Answers
-from .bodies import Body, Chat, Refusal, Terms, Text, read
+from .answers import Answers, Stream, Terms
+from .bodies import Body, Chat, Refusal, Text, read
 
 MAX_BODY, BODY_SECONDS, WATCH_SECONDS = 1 << 20, 30.0, 0.1  # bytes; seconds to send one; between looks at a client
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 
 
 class Followed:
-    """Parts of both handlers that are ours: fields that were read before, and several answers at once."""
+    """Parts of both handlers that are ours: fields that were read before, and several answers at once.
+
+    Args:
+        answers: the model. terms: of the answers to one request.
+    """
+
+    def __init__(self, answers: Answers, terms: Terms) -> None:
+        super().__init__(answers, answers)  # type: ignore[call-arg]
+        self.answers, self.terms = answers, terms
 
     def _validate_request(self, body: Any) -> None:
         """Do nothing: it was read."""
 
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
-        served: Answers = self.model_manager  # type: ignore[attr-defined]
-        return body["model"], served.module, served.tokenizer
+        return body["model"], self.answers.module, self.answers.tokenizer
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = True) -> Any:
-        return body["terms"]
+        return self.terms
 
     async def _non_streaming(
         self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, terms: Terms, *args: Any,
@@ -48,41 +55,65 @@ class Followed:
     ) -> JSONResponse:  # fmt: skip
         """The answers of one request, which are requests of the engine each."""
         own: Any = super()
-        each = [replace(terms, choice=terms.choice.nth(i)) for i in range(terms.n)]
         async with asyncio.TaskGroup() as group:
-            rest = model, processor, model_id, inputs
-            calls = [own._non_streaming(f"{request_id}-{i}", *rest, x, *args, **kwargs) for i, x in enumerate(each)]
+            before = request_id, model, processor, model_id, inputs
+            calls = [own._non_streaming(*before, terms.nth(i), *args, **kwargs) for i in range(terms.n)]
             tasks = [group.create_task(call) for call in calls]
         bodies = [json.loads(task.result().body) for task in tasks]
-        choices = [body["choices"][0] | {"index": i} for i, body in enumerate(bodies)]
-        for choice, one in zip(choices, each, strict=True):
-            for stop in one.stop if "message" in choice else ():  # a parser of messages has not seen it as one
+        choices = [body["choices"][0] for body in bodies]
+        for choice, stream in zip(choices, terms.streams, strict=True):
+            for stop in terms.stop if "message" in choice else ():  # a parser of messages has not seen it as one
                 choice["message"]["content"] = choice["message"].get("content", "").partition(stop)[0]
-            if one.choice.top is not None:
-                choice["logprobs"] = _logprobs(processor, one.stream)
+            choice["index"] = stream.terms.index
+            if choice["finish_reason"] != "tool_calls":
+                choice["finish_reason"] = stream.reason
+            if terms.choice.top is not None:
+                choice["logprobs"] = _logprobs(processor, stream, stream.total_tokens)
         usage = bodies[0]["usage"]
-        usage["completion_tokens"] = sum(body["usage"]["completion_tokens"] for body in bodies)
+        usage["completion_tokens"] = terms.streams.total_tokens
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-        return JSONResponse(bodies[0] | {"id": request_id, "choices": choices, "usage": usage})
+        return JSONResponse(bodies[0] | {"choices": choices, "usage": usage})
+
+    def chunk_to_sse(self, chunk: Any) -> str:
+        """Format an event: of which answer it is, why that has ended, log-probabilities of its tokens, and usage."""
+        own: Any = super()
+        choice, (usage, chunk.usage) = chunk.choices[0], (chunk.usage, None)
+        delta = getattr(choice, "delta", None)
+        if delta is not None and delta.role:  # each answer has it in its own first event
+            return ""
+        stream, tokens, calls, choice.finish_reason = self.terms.said.popleft()
+        choice.index = stream.terms.index
+        if delta is not None:
+            delta.role = "assistant" if stream.told is None else None
+            for call in delta.tool_calls or ():
+                call.index = calls - 1
+        if self.terms.choice.top is not None:
+            choice.logprobs = ChoiceLogprobs(**_logprobs(self.answers.tokenizer, stream, tokens))
+        stream.told = tokens
+        text = own.chunk_to_sse(chunk)
+        if usage is not None and self.terms.usage:
+            chunk.choices, chunk.usage = [], usage
+            text += own.chunk_to_sse(chunk)
+        return text
 
 
-class Chats(Followed, ChatCompletionHandler):
+class Chats(Followed, ChatCompletionHandler):  # type: ignore[misc]
     """Answers to messages."""
 
 
-class Texts(Followed, CompletionHandler):
+class Texts(Followed, CompletionHandler):  # type: ignore[misc]
     """Continuations of a text."""
 
 
-def _logprobs(tokenizer: Any, stream: Any) -> dict[str, Any]:
-    """Log-probabilities of an answer's tokens, and of the likeliest in the place of each."""
+def _logprobs(tokenizer: Any, stream: Stream, tokens: int) -> dict[str, Any]:
+    """Log-probabilities of an answer's tokens since those that were told, and of the likeliest in the place of each."""
 
     def entry(token: int, value: float, **more: Any) -> dict[str, Any]:
         text = tokenizer.decode([token])
         return {"token": text, "logprob": value, "bytes": list(text.encode()), **more}
 
-    content = []
-    for token, (own, likeliest) in zip(stream.tokens, stream.output.logprobs, strict=False):
+    content, new = [], slice(stream.told or 0, tokens)
+    for token, (own, likeliest) in zip(stream.tokens[new], stream.output.logprobs[new], strict=True):
         content.append(entry(token, own, top_logprobs=[entry(*pair) for pair in likeliest.items()]))
     return {"content": content}
 
@@ -108,16 +139,15 @@ class Served:
         why = self.answers.failure
         return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
-    async def answer(self, request: Request, handler: Any, kind: type[Body]) -> Any:
+    async def answer(self, request: Request, handler: type[Any], kind: type[Body]) -> Any:
         """Answer a request of either kind."""
         self._admit(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "send JSON, with content-type: application/json.")
         answers = self.answers
         body = read(await _body(request), kind, answers.models, answers.limit)
-        terms = answers.terms(body)
         name = f"{kind.__name__.lower()}-{uuid.uuid4().hex}"
-        call = handler.handle_request(body.model_dump(exclude_none=True) | {"terms": terms}, name)
+        call = handler(answers, answers.terms(body)).handle_request(body.model_dump(exclude_none=True), name)
         response = await _while_there(request, call)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _ended(response.body_iterator)
@@ -193,16 +223,14 @@ def app_of(served: Served, origins: Sequence[str], local: bool) -> FastAPI:
     if origins:
         headers = ["authorization", "content-type"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
-    answers: Any = served.answers
-    chats, texts = Chats(answers, answers), Texts(answers, answers)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Any:
-        return await served.answer(request, chats, Chat)
+        return await served.answer(request, Chats, Chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
-        return await served.answer(request, texts, Text)
+        return await served.answer(request, Texts, Text)
 
     app.get("/v1/models")(served.models)
     app.get("/health")(served.health)

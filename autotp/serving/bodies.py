@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -124,26 +123,6 @@ class Chat(Body):
         return self.max_completion_tokens or self.max_tokens
 
 
-@dataclass
-class Terms:
-    """Terms of one answer.
-
-    Attributes:
-        choice: how its tokens are chosen. stop: strings that end it; eos: tokens that do.
-        max_new_tokens: at most; None once it has ended before it had so many.
-        streamed: whether it is sent as it comes. stream: what it came by. adapter: that gives it, or empty.
-    """
-
-    choice: Choice
-    stop: tuple[str, ...]
-    eos: tuple[int, ...]
-    max_new_tokens: int | None
-    streamed: bool
-    n: int
-    adapter: str = ""
-    stream: Any = None
-
-
 def read(raw: bytes, kind: type[Body], models: Collection[str], limit: int) -> Body:
     """Read a body.
 
@@ -164,7 +143,4 @@ def read(raw: bytes, kind: type[Body], models: Collection[str], limit: int) -> B
         raise Refusal(404, f"model: {body.model!r} is not served; {', '.join(models)} is.", "model")
     if (body.limit or 0) > limit:
         raise Refusal(400, f"max_tokens: at most {limit} tokens are generated (--max-tokens).", "max_tokens")
-    for name, there in (("n", body.n > 1), ("logprobs", body.top is not None)):
-        if body.stream and there:
-            raise Refusal(400, f"{name}: not followed in a stream; ask for it without.", name)
     return body

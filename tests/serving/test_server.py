@@ -87,8 +87,9 @@ def test_a_chat_counts_and_ends(client):
     chunks = list(
         client.chat.completions.create(**asked, stop=stop, stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(x.choices[0].delta.content or "" for x in chunks) == text[: text.index(stop)]
-    assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].usage is not None
+    assert "".join(x.choices[0].delta.content or "" for x in chunks[:-1]) == text[: text.index(stop)]
+    assert [x.choices[0].finish_reason for x in chunks[-3:-1]] == [None, "stop"] and not chunks[-1].choices
+    assert chunks[-1].usage == cut.usage and not any(x.usage for x in chunks[:-1])
     assert cut.usage is not None and cut.usage.completion_tokens < NEW
 
 
@@ -116,11 +117,78 @@ def test_log_probabilities_are_the_models(small, served, client):
     ]
 
 
+def joined(chunks: Any) -> list[tuple[str, str, str | None, list[Any]]]:
+    """Of each answer in a stream its role, text, why it ended, and its log-probabilities."""
+    parts: dict[int, list[Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            delta = getattr(choice, "delta", None)
+            text = (delta.content if delta else choice.text) or ""
+            logprobs = list(choice.logprobs.content) if getattr(choice, "logprobs", None) else []
+            if text.isascii() and logprobs and choice.finish_reason is None:
+                assert text == "".join(x.token for x in logprobs)  # its own tokens'
+            parts.setdefault(choice.index, []).append((delta and delta.role, text, choice.finish_reason, logprobs))
+    answers = []
+    for _, own in sorted(parts.items()):
+        roles, texts, ends, logprobs = zip(*own, strict=True)
+        assert roles[1:] == (None,) * (len(own) - 1) and ends[:-1] == (None,) * (len(own) - 1)
+        answers.append((roles[0], "".join(texts).replace("�", ""), ends[-1], sum(logprobs, [])))
+    return answers
+
+
+def test_several_answers_come_in_one_stream(client):
+    drawn: Any = {"model": "small", "max_tokens": NEW, "temperature": 1.5, "seed": 7, "n": 3}
+    prompt: Any = drawn | {"prompt": "abc"}
+    whole = client.completions.create(**prompt)
+    texts = [(None, x.text.replace("�", ""), "length", []) for x in whole.choices]
+    with client.completions.create(**prompt, stream=True) as chunks:
+        assert joined(chunks) == texts
+    chat: Any = drawn | {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(**chat)
+    assert len({x.message.content for x in answer.choices}) == 3
+    chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**chat))
+    assert chunks[-1].usage == answer.usage and len({x.id for x in chunks}) == 1
+    for (role, text, reason, logprobs), own in zip(joined(chunks), answer.choices, strict=True):
+        assert (role, text, reason) == ("assistant", (own.message.content or "").replace("�", ""), own.finish_reason)
+        wanted = (own.logprobs and own.logprobs.content) or []
+        assert [x.to_dict() for x in logprobs] == [x.to_dict() for x in wanted] and len(wanted) == NEW
+    # One answer of a few ends before the others.
+    stop = (answer.choices[1].message.content or "")[2:4]
+    ends = [x.finish_reason for x in client.chat.completions.create(**chat, stop=stop) for x in x.choices]
+    assert sorted(filter(None, ends)).count("stop") >= 1 and len([x for x in ends if x]) == 3
+
+
+def test_calls_of_tools_come_in_a_stream_by_their_answer(served, client):
+    """With a template by which what stands between two letters of an answer is a call."""
+    tokenizer = served[1].tokenizer
+    chat: Any = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "n": 2}
+    text = client.chat.completions.create(**chat).choices[0].message.content or ""
+    call = {"type": "function", "function": {"name": "f", "arguments": "{content}"}}
+    first, _, last = [letter for letter in text if letter.isascii() and letter.isprintable()][:3]
+    calls = {"open": first, "close": last, "content": "text", "repeats": True, "transform": call}
+    fields = {"content": {"content": "text"}, "tool_calls": calls}
+    tokenizer.response_template = {"start_anchor": "assistant: ", "defaults": {"role": "assistant"}, "fields": fields}
+    try:
+        whole = client.chat.completions.create(**chat).choices
+        found: dict[int, list[Any]] = {0: [], 1: []}
+        for chunk in client.chat.completions.create(**chat, stream=True):
+            found[chunk.choices[0].index] += chunk.choices[0].delta.tool_calls or []
+            if chunk.choices[0].finish_reason:
+                assert chunk.choices[0].finish_reason == "tool_calls"
+    finally:
+        del tokenizer.response_template
+    for choice, own in zip(whole, found.values(), strict=True):
+        assert choice.finish_reason == "tool_calls" and [x.index for x in own] == [*range(len(own))] and own
+        texts = [[x.function.arguments.replace("�", "") for x in y] for y in (choice.message.tool_calls or (), own)]
+        assert texts[0] == texts[1]
+
+
 BAD = [
     ({"prompt": None}, "prompt"), ({"echo": True}, "echo"), ({"logit_bias": {"1": 2}}, "logit_bias"), ({"n": 17}, "n"),
     ({"temperature": -1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"seed": 2**70}, "seed"),
     ({"stop": ["a"] * 5}, "stop"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 513}, "max_tokens"),
-    ({"stream": True, "n": 2}, "n"), ({"prompt": "a" * 2000}, "max_tokens"), ({"prompt": ["a"]}, "prompt"),
+    ({"n": 0}, "n"), ({"prompt": "a" * 2000}, "max_tokens"), ({"prompt": ["a"]}, "prompt"),
     ({"stop": ""}, "stop"), ({"n": True}, "n"),
 ]  # fmt: skip
 
