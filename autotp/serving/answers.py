@@ -1,18 +1,22 @@
-"""Requests of transformers' handlers, answered by the manager of continuous batching of a sharded module."""
+"""Requests and their answers, which transformers' handlers put into events, from the manager of a sharded module."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+from fastapi.responses import JSONResponse, Response
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
 from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import (
-    BaseGenerateManager,
     CBStreamer,
     Modality,
     ToolCall,
@@ -23,10 +27,38 @@ from transformers.cli.serving.utils import (
 
 from autotp.errors import StateError
 from autotp.runtime.generation.batch_manager import Manager
-from autotp.runtime.generation.per_request import Choice
 from autotp.runtime.module import ShardedModule
 
 from .bodies import Body, Chat, Refusal
+
+
+@dataclass(eq=False)
+class Answers:
+    """The models that are served.
+
+    Attributes:
+        models: by name the adapter that each is the module with, or empty. module: the sharded module.
+        tokenizer: of its folder. manager: of its requests.
+        context: tokens that a prompt and its answer may have together. limit: tokens of an answer.
+        most: answers at once; more are told to come again.
+        tokens: generated so far. running: answers that are not over.
+    """
+
+    models: Mapping[str, str]
+    module: ShardedModule
+    tokenizer: PreTrainedTokenizerBase
+    manager: Manager
+    context: int
+    limit: int
+    most: int
+    tokens: int = 0
+    running: int = 0
+
+    @property
+    def failure(self) -> str | None:
+        """Reason that nothing is answered any more; None while it is."""
+        status = self.manager.background_thread_status
+        return status.fatal_error and str(status.fatal_error) or status.can_accept_new_requests()
 
 
 class Cut:
@@ -36,7 +68,7 @@ class Cut:
         over: whether one has come.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self.stops, self.rest, self.over = stops, "", False
 
     def add(self, text: str) -> str:
@@ -50,78 +82,25 @@ class Cut:
         return text[:at]
 
 
-@dataclass
-class Terms:
-    """Terms of the answers to one request, of which each has a stream of its own.
-
-    Attributes:
-        choice: how tokens are chosen. stop: strings that end an answer; eos: tokens that do.
-        limit: tokens at most. streamed: whether it is sent as it comes; usage: with an event of what it took.
-        n: answers. adapter: that gives them, or empty. index: of the answer that these terms are of.
-        streams: of the answers. said: of each item of their queue its `Said`.
-    """
-
-    choice: Choice
-    stop: tuple[str, ...]
-    eos: tuple[int, ...]
-    limit: int
-    streamed: bool
-    usage: bool
-    n: int
-    adapter: str = ""
-    index: int = 0
-    streams: Streams = field(default_factory=lambda: Streams())
-    said: deque[Said] = field(default_factory=deque)
-
-    max_new_tokens = None  # a handler would tell by it why an answer ended
-
-    def nth(self, i: int) -> Terms:
-        """Return those of the answer with this number."""
-        return replace(self, choice=self.choice.nth(i), index=i)
-
-
-class Said(NamedTuple):
-    """Circumstances of a part of an answer: how many tokens and calls of tools there were by then, and why it ended."""
-
-    stream: Stream
-    tokens: int
-    calls: int
-    reason: str | None
-
-
-class Streams(list["Stream"]):
-    """Answers that one stream of events sends."""
-
-    @property
-    def total_tokens(self) -> int:
-        """Return the tokens of all."""
-        return sum(stream.total_tokens for stream in self)
-
-    def cancel(self) -> None:
-        """End those that are not over."""
-        for stream in self:
-            stream.cancel()
-
-
 class Stream(CBStreamer):
     """One answer as it comes.
 
     Attributes:
         output: what the engine has sent of it. over: whether nothing more comes. calls: of tools.
-        told: tokens of which log-probabilities were sent; None before its first event.
+        index: of the answer among those to one request. shown: tokens that events have; None before the first.
     """
 
     output: Any = None
     over, calls = False, 0
-    told: int | None = None
+    shown: int | None = None
 
-    def __init__(
-        self, terms: Terms, answers: Answers, queue: asyncio.Queue[Any], name: str, tokenizer: Any, parser: Any
-    ) -> None:
-        self.terms, self.answers, self.queue, self.cut = terms, answers, queue, Cut(terms.stop)
-        own: Any = self  # in the queue's place
-        super().__init__(answers.manager, name, tokenizer, asyncio.get_running_loop(), own, parser)
-        terms.streams.append(self)
+    def __init__(self, exchange: Exchange, queue: asyncio.Queue[Any], name: str, parser: Any) -> None:
+        self.exchange, self.queue, self.cut = exchange, queue, Cut(exchange.stop)
+        self.index, self.answers, own = len(exchange.streams), exchange.answers, self
+        tokenizer: Any = self.answers.tokenizer
+        # In the place of the queue, where it is in the way of what comes.
+        super().__init__(self.answers.manager, name, tokenizer._tokenizer, asyncio.get_running_loop(), own, parser)  # type: ignore[arg-type]
+        exchange.streams.append(self)
 
     def take(self, output: Any) -> None:
         """Take what the engine sends, on the loop of the server."""
@@ -131,8 +110,9 @@ class Stream(CBStreamer):
         # A request that failed has no text; its reason stands in JSON that a handler writes as it is.
         if output.error is not None:
             self._leave()
+            self.exchange.error = output.error
             self.queue.put_nowait(_StreamError(json.dumps(output.error)[1:-1]))
-            return self.terms.streams.cancel()
+            return self.exchange.cancel()
         new = output.generated_tokens[self._prev_len :]
         self._prev_len, self.output = len(output.generated_tokens), output
         self.answers.tokens += len(new)
@@ -153,20 +133,9 @@ class Stream(CBStreamer):
             self._leave()
 
     def _leave(self) -> None:
-        """Count as over, once, and take nothing more: of a request that is cancelled the engine says nothing."""
+        """Count as over and take nothing more: of a request that is cancelled the engine says nothing."""
         self.over, self.answers.running = True, self.answers.running - 1
         self._cb.output_router.result_handlers.pop(self._request_id, None)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens of the answer, up to the one that ends a stop string."""
-        return self.output.generated_tokens[: self.total_tokens]
-
-    @property
-    def reason(self) -> str:
-        """Reason that it has ended."""
-        ended = self.cut.over or self.tokens[-1] in self.terms.eos
-        return "tool_calls" if self.calls else "stop" if ended else "length"
 
     def _say(self, text: str) -> None:
         items = [text] if self._parser is None else response_events_to_chunks(self._parser.feed(text))
@@ -174,130 +143,179 @@ class Stream(CBStreamer):
             self.put_nowait(item)
 
     def put_nowait(self, item: Any) -> None:
-        """Hand on an item, None at the end: what comes in one queue ends with the last answer."""
+        """Hand on an item; None at the end, which for the handler is that of the last answer."""
         self.calls += isinstance(item, ToolCall)
-        reason = self.reason if item is None else None
-        if item is None and self.terms.streamed and not all(stream.over for stream in self.terms.streams):
-            item = ""
-        self.terms.said.append(Said(self, self.total_tokens, self.calls, reason))
+        reason = None
+        if item is None:
+            last = self.output.generated_tokens[self.total_tokens - 1]
+            reason = "stop" if self.cut.over or last in self.exchange.eos else "length"
+            reason = "tool_calls" if self.calls else reason
+            item = None if all(stream.over for stream in self.exchange.streams) else ""
+        self.exchange.marks.append((self, self.total_tokens, self.calls, reason))
         self.queue.put_nowait(item)
 
+    def logprobs(self, tokens: int) -> dict[str, Any]:
+        """Return log-probabilities of those of the first tokens that are not shown, and of the likeliest there."""
 
-@dataclass(eq=False)
-class Answers(BaseGenerateManager):
-    """The models that are served, in all the parts that the handlers of transformers ask for.
+        def entry(token: int, value: float, **more: Any) -> dict[str, Any]:
+            text: Any = self.answers.tokenizer.decode([token])
+            return {"token": text, "logprob": value, "bytes": list(text.encode()), **more}
+
+        content, new = [], slice(self.shown, tokens)
+        for token, (own, likeliest) in zip(self.output.generated_tokens[new], self.output.logprobs[new], strict=True):
+            content.append(entry(token, own, top_logprobs=[entry(*pair) for pair in likeliest.items()]))
+        return {"content": content}
+
+
+class Exchange:
+    """A request with its answers, each a request of the engine.
+
+    To a handler of transformers it is a manager of generation, its config, and a streamer.
+
+    Args:
+        answers: the models. body: of the request.
 
     Attributes:
-        models: by name the adapter that each is the module with, or empty. module: the sharded module.
-        tokenizer: of its folder. manager: of its requests.
-        context: tokens that a prompt and its answer may have together. limit: tokens of an answer.
-        most: answers at once; more are told to come again.
-        tokens: generated so far. running: answers that are not over.
+        choice: how tokens are chosen. stop: strings that end an answer; eos: tokens that do. streams: of the answers.
+        marks: of each item on its way its stream, the tokens and calls of tools by then, and why the answer ended.
+        choices, last: what there is of each answer, and the last event, where all is sent at once. error: of the engine.
+
+    Raises:
+        Refusal: this model cannot do what is asked.
     """
 
-    models: Mapping[str, str]
-    module: ShardedModule
-    tokenizer: PreTrainedTokenizerBase
-    manager: Manager
-    context: int
-    limit: int
-    most: int
-    tokens: int = 0
-    running: int = 0
+    max_new_tokens = error = None  # by the first a handler would tell why an answer ended
+    last: dict[str, Any]
 
-    def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
-        """Return that it is a language model."""
-        return Modality.LLM
-
-    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
-        """Return that it always is."""
-        return True
-
-    def get_manager(self, model_id: str, use_cb: bool = True) -> Answers:
-        """Return this."""
-        return self
-
-    @property
-    def failure(self) -> str | None:
-        """Reason that nothing is answered any more; None while it is."""
-        status = self.manager.background_thread_status
-        return status.fatal_error and str(status.fatal_error) or status.can_accept_new_requests()
-
-    def terms(self, body: Body) -> Terms:
-        """Read what each answer to a request is to be.
-
-        Raises:
-            Refusal: this model cannot do it.
-        """
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+    def __init__(self, answers: Answers, body: Body) -> None:
+        module: Any = answers.module
+        template = str(getattr(answers.tokenizer, "chat_template", None) or "")
         if isinstance(body, Chat) and not template:
             raise Refusal(400, "messages: the folder has no chat template. Use /v1/completions.", "messages")
-        model: Any = self.module
-        tools = "tools" in template and get_response_template(self.tokenizer, model)
-        if getattr(body, "tools", None) and not tools:
+        self.tools = getattr(body, "tools", None)
+        if self.tools and not ("tools" in template and get_response_template(answers.tokenizer, module)):
             raise Refusal(400, "tools: not followed, for this model's chat template has none.", "tools")
-        generation, stop = self.module.generation_config, body.stop or []
-        eos = generation.eos_token_id
-        ends = (eos,) if isinstance(eos, int) else tuple(eos or ())
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return Terms(
-            body.choice(generation), stops, ends, body.limit or 0, bool(body.stream), usage, body.n,
-            self.models[body.model],
-        )  # fmt: skip
+        self.answers, self.body, self.choice = answers, body, body.choice(module.generation_config)
+        self.stop, self.eos = several(body.stop), several(module.generation_config.eos_token_id)
+        self.streams, self.marks, self.choices = list[Stream](), deque[Any](), dict[int, Any]()
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of all answers."""
+        return sum(stream.total_tokens for stream in self.streams)
+
+    def cancel(self) -> None:
+        """End the answers that are not over."""
+        for stream in self.streams:
+            stream.cancel()
+
+    async def answer(self) -> Response:
+        """Return the answers, or the stream that they come in."""
+        own: Any = self
+        answers, body, name = self.answers, self.body, f"{type(self).__name__.lower()}-{uuid.uuid4().hex}"
+        response = own._streaming(
+            name, answers.module, answers.tokenizer, body.model, own.inputs(), own, own, self.tools
+        )
+        if body.stream:
+            return response
+        async for _ in response.body_iterator:
+            pass
+        if self.error is not None:
+            raise StateError(self.error) if answers.failure else Refusal(500, self.error)
+        whole, choices = self.last, [choice for _, choice in sorted(self.choices.items())]
+        for choice in choices if isinstance(body, Chat) else ():
+            choice["message"] = {"content": ""} | choice.pop("delta")
+        return JSONResponse(whole | {"choices": choices, "object": whole["object"].removesuffix(".chunk")})
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue[Any], Any]:
-        """Begin the answers to a request; what they say comes in the queue.
+    ) -> tuple[asyncio.Queue[Any], Exchange]:
+        """Begin the answers; what they say comes in the queue.
 
         Args:
-            model, processor: of the folder. inputs: with the prompt's tokens. gen_config: the `Terms`.
+            model, processor: of the folder. inputs: with the prompt's tokens. gen_config: this.
             request_id: its name. response_parser: of messages, or None.
 
         Raises:
             Refusal: they are too long, or there are too many. StateError: nothing is answered any more.
         """
-        terms, queue = gen_config, asyncio.Queue[Any]()  # `Terms`, in the place that the handlers have for it
-        for i in range(terms.n):
-            self._begin(processor, inputs, terms.nth(i), request_id, deepcopy(response_parser), queue)
-        return queue, terms.streams
+        answers, body, ids, queue = self.answers, self.body, inputs["input_ids"], asyncio.Queue[Any]()
+        room = answers.context - len(ids)
+        if room < (body.limit or 1):
+            need = f"max_tokens: a prompt of {len(ids)} tokens and {body.limit or 1} more"
+            raise Refusal(400, f"{need} are more than the {answers.context} that there is room for.", "max_tokens")
+        if answers.running + body.n > answers.most:
+            raise Refusal(429, f"{answers.running} answers are under way, of {answers.most} at once. Come again.")
+        for i in range(body.n):
+            stream = Stream(self, queue, f"{request_id}-{i}", deepcopy(response_parser))
+            answers.manager.register_result_handler(stream._request_id, stream.take)  # before it can have a result
+            answers.manager.add_request(
+                ids, stream._request_id, body.limit or min(room, answers.limit),
+                streaming=bool(body.stream or self.stop), eos_token_id=self.eos, choice=self.choice.nth(i),
+                adapter=answers.models[body.model],
+            )  # fmt: skip
+            answers.running += 1
+        return queue, self
 
-    def _begin(
-        self, processor: Any, inputs: Any, terms: Terms, request_id: str, parser: Any, queue: asyncio.Queue[Any]
-    ) -> Stream:
-        """Begin one answer."""
-        ids, name = inputs["input_ids"], f"{request_id}-{terms.index}"
-        room = self.context - len(ids)
-        if room < (terms.limit or 1):
-            need = f"max_tokens: a prompt of {len(ids)} tokens and {terms.limit or 1} more"
-            raise Refusal(400, f"{need} are more than the {self.context} that there is room for.", "max_tokens")
-        if self.running + terms.n - terms.index > self.most:
-            raise Refusal(429, f"{self.running} answers are under way, of {self.most} at once. Come again.")
-        stream = Stream(terms, self, queue, name, processor._tokenizer, parser)
-        self.manager.register_result_handler(name, stream.take)  # before it can have a result
-        self.manager.add_request(
-            ids, name, terms.limit or min(room, self.limit), streaming=terms.streamed or bool(terms.stop),
-            eos_token_id=list(terms.eos), choice=terms.choice, adapter=terms.adapter,
-        )  # fmt: skip
-        self.running += 1
-        return stream
+    def chunk_to_sse(self, chunk: Any) -> str:
+        """Format an event: of which answer it is, why that has ended, log-probabilities of its tokens, and usage."""
+        own: Any = super()
+        choice, (usage, chunk.usage) = chunk.choices[0], (chunk.usage, None)
+        delta = getattr(choice, "delta", None)
+        if delta is not None and delta.role:  # each answer has it in its own first event
+            return ""
+        stream, tokens, calls, choice.finish_reason = self.marks.popleft()
+        choice.index = stream.index
+        if delta is not None:
+            delta.role = "assistant" if stream.shown is None else None
+            for call in delta.tool_calls or ():
+                call.index = calls - 1
+        if self.choice.top is not None:
+            choice.logprobs = ChoiceLogprobs(**stream.logprobs(tokens))
+        stream.shown = tokens
+        if not self.body.stream:
+            chunk.usage = usage
+            self.last = chunk.model_dump(exclude_none=True)
+            add(self.choices.setdefault(stream.index, {}), *self.last["choices"])
+            return ""
+        text = own.chunk_to_sse(chunk)
+        if usage is None:
+            return text
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            chunk.choices, chunk.usage = [], usage
+            text += own.chunk_to_sse(chunk)
+        return text + own.chunk_to_sse("[DONE]")
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """Return the text of an answer, how long the prompt is, and the answer's tokens; see `generate_streaming`."""
-        queue, text = asyncio.Queue[Any](), ""
-        stream = self._begin(processor, inputs, gen_config, request_id, None, queue)
-        try:
-            while (item := await queue.get()) is not None:
-                if isinstance(item, _StreamError):
-                    raise StateError(item.msg) if self.failure else Refusal(500, item.msg)
-                text += item
-        except asyncio.CancelledError:  # the client has gone
-            stream.cancel()
-            raise
-        return text, len(inputs["input_ids"]), stream.tokens
 
-    def stop(self) -> None:
-        """Do nothing: the ranks stop their managers."""
+class Chats(Exchange, ChatCompletionHandler):  # type: ignore[misc]
+    """Answers to messages."""
+
+    def inputs(self) -> Any:
+        """Return the prompt's tokens."""
+        body: Any = self.body.model_dump(exclude_none=True)
+        messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        template: Any = self.answers.tokenizer.apply_chat_template
+        return template(messages, add_generation_prompt=True, tools=body.get("tools"), return_dict=True, tokenize=True)
+
+
+class Texts(Exchange, CompletionHandler):  # type: ignore[misc]
+    """Continuations of a text."""
+
+    def inputs(self) -> Any:
+        """Return the prompt's tokens."""
+        body: Any = self.body
+        return self.answers.tokenizer(body.prompt)
+
+
+def add(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a part of an answer to what there is of it, as clients put events together."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            add(whole.setdefault(key, {}), value)
+        else:
+            whole[key] = whole[key] + value if key in whole and isinstance(value, str | list) else value
+
+
+def several(value: Any) -> list[Any]:
+    """Return what may be missing, one, or a list, as a list."""
+    return value if isinstance(value, list) else [value] * (value is not None)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,10 @@ import uvicorn
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
 from autotp.pretrained import from_pretrained
-from autotp.runtime.generation.batch_manager import Latest, manager_of
+from autotp.runtime.generation.batch_manager import manager_of
 
 from .answers import Answers
-from .app import LOCAL, Served, app_of
+from .app import LOCAL, app_of
 
 DRAIN_SECONDS, REPORT_SECONDS, LOOK_SECONDS = 25, 10.0, 0.2  # to end answers in; between lines; between looks
 CONNECTIONS = 8  # connections and tasks for each answer that may be under way
@@ -93,7 +94,7 @@ def run(options: Options) -> None:
     module: Any = from_pretrained(folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside)
     with module._calls.turn("serving"), torch.no_grad():
         manager = manager_of(module, None, batches, None, choices=True, adapters=names)
-    manager.output_router.output_queue = Latest(0)  # those of clients that have gone
+    manager.output_router.output_queue.queue = deque(maxlen=0)  # of results for clients that have gone
     manager.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others
         signal.signal(number, lambda *_: None)
@@ -121,7 +122,7 @@ def model_name(folder: Path) -> str:
 
 async def _serve(options: Options, answers: Answers, replica: int) -> None:
     """Serve HTTP until a signal, or the end of the manager; say when all replicas are ready, and what is done."""
-    app = app_of(Served(answers, options.key), options.origins, options.host in LOCAL)
+    app = app_of(answers, options.key, options.origins, options.host in LOCAL)
     several = options.dp > 1
     config = uvicorn.Config(
         app,

@@ -12,16 +12,15 @@ import copy
 import inspect
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api as engine
-from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
@@ -60,7 +59,7 @@ UNKEPT = (
 )
 STATE = struct.Struct("!QBB")
 SCHEDULERS = SCHEDULER_MAPPING | {"fair": Fair}
-UNREAD = 4096  # results on ranks but the first
+UNREAD = 4096  # results on ranks but the first, where nobody may read them
 DIMENSIONS = 4  # of a layer's keys
 UNUSED = (
     "{model} does not keep {names} in the cache that it is given as past_key_values, so continuous batching would lose "
@@ -83,7 +82,7 @@ FOLLOWED = {
 # Of the engine's options those of kernels and memory that are not ours: only None, zero or False is followed.
 UNSUPPORTED = (
     "use_cuda_graph", "use_async_batching", "varlen_compile_config", "decode_compile_config", "default_compile_level",
-    "cpu_offload_space", "q_padding_interval_size", "kv_padding_interval_size",
+    "cpu_offload_space", "max_blocks_per_request", "q_padding_interval_size", "kv_padding_interval_size",
 )  # fmt: skip
 
 
@@ -97,6 +96,7 @@ class Followers(DistributedHelper):
         self.tp_local_rank = own_place(self.ranks)
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
 
+    @torch.no_grad()  # as in the batches, in which calls are made that those after them are held against
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, int, int]:
@@ -115,20 +115,6 @@ class Followers(DistributedHelper):
     tp_broadcast_from_rank_0: Any = tp_broadcast_object_from_rank_0
 
 
-class Latest(Queue[Any]):
-    """A queue of results that keeps the latest few, where nobody may read them."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.most = most
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Add one, and drop the first where there are too many."""
-        super().put(item)
-        if self.qsize() > self.most:
-            self.get()
-
-
 class Manager(engine.ContinuousBatchingManager):
     """The engine's manager over the ranks of a sharded module."""
 
@@ -137,29 +123,24 @@ class Manager(engine.ContinuousBatchingManager):
     ) -> None:
         super().__init__(module, generation, options, hints)
         self.adapter, self.adapters = "", adapters
+        self._supports_logits_to_keep = module._supports_logits_to_keep
         if choices:
             self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Choices()]))
             self.logit_processor.tensors_required = 1
         self.distributed_helper: Any = Followers(module, self.tokens)
         self.is_tp_driver = self.distributed_helper.is_tp_driver
         if not self.is_tp_driver:
-            self.output_router.output_queue = Latest(UNREAD)
+            self.output_router.output_queue.queue = deque(maxlen=UNREAD)
         self.batch_processor = self._create_batch_processor()
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Leave attention as it was captured."""
 
-    @torch.no_grad()
-    def _run_generation_loop(self) -> None:
-        super()._run_generation_loop()
-
     def _generation_step(self) -> None:
-        forward: Any = partial(self.forward)
-        forward._supports_logits_to_keep = self.model._supports_logits_to_keep  # type: ignore[attr-defined]
-        self.batch_processor._generation_step(forward)  # type: ignore[union-attr]
+        self.batch_processor._generation_step(self)  # type: ignore[union-attr, arg-type]
 
-    def forward(self, **batch: Any) -> Any:
-        """The forward of a batch as the engine asks for it."""
+    def __call__(self, **batch: Any) -> Any:
+        """Return the outputs of a batch, as the engine asks a model for them."""
         processor: Any = self.batch_processor
         adapter = getattr(processor.scheduler, "adapter", self.adapter)
         if adapter != self.adapter:
@@ -183,8 +164,6 @@ class Manager(engine.ContinuousBatchingManager):
         pages = pages_for(module, config, options, self.adapters)
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(options, pages.num_blocks, pages.max_batch_tokens)
-        if SLIDING_ATTENTION in pages.cache_allocators:
-            options.max_blocks_per_request = 0
         scheduler = SCHEDULERS[options.scheduler_type](
             cache=pages,
             safety_margin=options.safety_margin,
@@ -324,7 +303,7 @@ def manager_of(
     for name in CHOSEN if choices else ():
         setattr(generation, name, None)
     refuse(module, generation, options)
-    options.auto_switch_to_flash = False
+    options.auto_switch_to_flash, options.max_blocks_per_request = False, 0  # attention is as it was captured
     if adapters:  # a page of one model is no page of another
         options.allow_block_sharing = False
     if generation.eos_token_id is None:

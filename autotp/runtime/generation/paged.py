@@ -30,10 +30,6 @@ UNKNOWN = (
     "a batch of transformers' continuous batching brings {names}, which a sharded module does not know: this version "
     "of transformers passes more than the one that this was written for."
 )
-FLASH = (
-    "a batch without {name} is one for flash attention's own paged kernels. A sharded module computes attention as it "
-    "was captured: pass auto_switch_to_flash=False, and max_blocks_per_request=0."
-)
 EXAMPLE_LENGTHS = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)  # unlike sizes are unlike symbols
 EXAMPLE_REQUESTS = 3
 SIDES = ("keys", "values")  # of a layer's part of a cache
@@ -136,13 +132,11 @@ class RankPages(PagedAttentionCache):
             batch: what the engine passes.
 
         Raises:
-            InputError: it passes something that would be ignored, or that is for other kernels.
+            InputError: it passes something that would be ignored.
         """
         unknown = sorted(batch.keys() - {*HANDED_ON} - READ - SAID_OTHERWISE)
         if unknown:
             raise InputError(UNKNOWN.format(names=", ".join(unknown)))
-        if batch["attention_mask"] is None or batch["block_table"] is not None:
-            raise InputError(FLASH.format(name="a mask" if batch["attention_mask"] is None else "places to read"))
         keywords = {name: batch[name] for name in HANDED_ON if name in batch}
         # A forward may do something else for one token: a second one, which nobody reads, spares that program.
         one = batch["input_ids"].shape[1] == 1

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -25,9 +26,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
 
 import autotp
-from autotp.runtime.generation.batch_manager import Latest, manager_of
+from autotp.runtime.generation.batch_manager import manager_of
 from autotp.serving.answers import Answers
-from autotp.serving.app import Served, app_of
+from autotp.serving.app import app_of
 from tests.helpers.examples import example_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,7 +85,7 @@ def here(
     options = ContinuousBatchingConfig(page_size=16, num_blocks=blocks, max_batch_tokens=64, scheduler_type=scheduler)
     with torch.no_grad():
         manager = manager_of(module, module.generation_config, options, None, choices=True, adapters=[*beside])
-    manager.output_router.output_queue = Latest(0)
+    manager.output_router.output_queue.queue = deque(maxlen=0)
     manager.start()
     answers = Answers(
         {"small": "", **{path.name: name for name, path in beside.items()}},
@@ -95,7 +96,7 @@ def here(
         512,
         most,
     )
-    app, port = app_of(Served(answers, key), origins, True), free_port()
+    app, port = app_of(answers, key, origins, True), free_port()
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
