@@ -11,8 +11,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
+from starlette.responses import JSONResponse, Response
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -178,7 +178,8 @@ class Exchange:
     Attributes:
         choice: how tokens are chosen. stop: strings that end an answer; eos: tokens that do. streams: of the answers.
         marks: of each item on its way its stream, the tokens and calls of tools by then, and why the answer ended.
-        choices, last: what there is of each answer, and the last event, where all is sent at once. error: of the engine.
+        choices, last: what there is of each answer, and the last event, where all is sent at once.
+        error: of the engine.
 
     Raises:
         Refusal: this model cannot do what is asked.

@@ -63,7 +63,7 @@ def app_of(answers: Answers, key: str, origins: Sequence[str], local: bool) -> F
         answers: the models. key: that clients show, or empty. origins: of pages whose scripts may ask.
         local: whether it is for this machine alone.
     """
-    app, since = FastAPI(title="autotp", docs_url=None, redoc_url=None, openapi_url=None), int(time.time())
+    app, since = FastAPI(openapi_url=None), int(time.time())
     for kind in (Refusal, StateError, TemplateError):
         app.add_exception_handler(kind, _failed)
     if local:  # a page of another name that leads here has no business here

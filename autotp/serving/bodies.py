@@ -12,6 +12,7 @@ from autotp.runtime.generation.per_request import SEEDS, Choice
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
+SAMPLING = ("temperature", "top_k", "top_p")
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -83,18 +84,14 @@ class Body(Strict):
 
     def choice(self, generation: Any) -> Choice:
         """Return how tokens are chosen: as the body says, else as the folder's generation config does."""
-        own = generation if generation.do_sample else None
-        sampling = own is not None or self.top_p is not None or self.top_k is not None
-        temperature, top_k, top_p = (
-            getattr(own, name, default) or default if value is None else value
-            for name, value, default in (
-                ("temperature", self.temperature, float(sampling)), ("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0)
-            )
+        asked = self.model_dump(include={*SAMPLING}, exclude_none=True)
+        own = {name: getattr(generation, name) for name in SAMPLING if generation.do_sample}
+        sampling: Any = {"temperature": float(bool(own or asked))} | {n: x for n, x in own.items() if x} | asked
+        return Choice(
+            **sampling, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS, top=self.top,
+            repetition=generation.repetition_penalty or 1.0, presence=self.presence_penalty or 0.0,
+            frequency=self.frequency_penalty or 0.0,
         )  # fmt: skip
-        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS
-        penalties = self.presence_penalty or 0.0, self.frequency_penalty or 0.0
-        repetition = generation.repetition_penalty or 1.0
-        return Choice(temperature, int(top_k), top_p, seed, repetition, *penalties, self.top)
 
 
 class Text(Body):

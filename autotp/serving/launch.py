@@ -29,7 +29,7 @@ from .rank import DRAIN_SECONDS, LOOK_SECONDS, Options, run
 ALONE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-CHUNK, LINGER_SECONDS = 1 << 16, 2.0  # bytes that are passed on at once; for what is still on its way at an end
+CHUNK, LOOKS, LINGER_SECONDS = 1 << 16, 10, 2.0  # bytes passed on at once; for what is still on its way at an end
 GONE = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-type: application/json\r\nretry-after: 1\r\n\r\n"
     b'{"error": {"message": "a replica has ended", "type": "server_error", "param": null, "code": null}}'
@@ -53,9 +53,8 @@ class Front:
 
     def end(self) -> None:
         """Let the last bytes of answers go out, for a while: replicas have ended."""
-        end = time.monotonic() + LINGER_SECONDS
-        while any(self.open.values()) and time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
+        for _ in range(LOOKS):
+            time.sleep(LOOK_SECONDS * any(self.open.values()))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on what comes from a client, and the answer; where there is none, say so."""
@@ -115,10 +114,10 @@ def serve(options: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="autotp-serve-") as folder:
         options = replace(options, folder=Path(folder))
         front = Front(options.sockets)
-        if dp == 1:
-            listening.close()  # its first rank listens there
-        else:
+        if options.sockets:
             Thread(target=asyncio.run, args=[front.serve(listening)], daemon=True).start()
+        else:
+            listening.close()  # the first rank listens there
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=world, run_id=secrets.token_hex(8), max_restarts=0,
             rdzv_backend="c10d", rdzv_endpoint=str(Path(folder) / "rendezvous"), rdzv_configs={"store_type": "file"},
@@ -131,9 +130,8 @@ def serve(options: Options) -> None:
                 raise
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
             why = failure.message if isinstance(failure.message, str) else failure.message["message"]
-            where = f"rank {rank % tp} of {tp}" + (f" of replica {rank // tp}" if dp > 1 else "")
-            raise RankError(f"serving has ended: {where} ended {how}. {why}".strip()) from None
+            where = f"rank {rank % tp} of {tp}" + (f" of replica {rank // tp}" if options.sockets else "")
+            raise RankError(f"serving has ended: {where} ended with code {failure.exitcode}. {why}".strip()) from None
         finally:
             front.end()

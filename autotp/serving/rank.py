@@ -55,16 +55,8 @@ class Options:
 
     @property
     def sockets(self) -> list[Path]:
-        """Return the sockets on which replicas listen, of several."""
-        return [self.folder / f"replica{i}" for i in range(self.dp)]
-
-
-class Server(uvicorn.Server):
-    """A server that ends by finishing what it has begun, however often it is told to."""
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """Take nothing new."""
-        self.should_exit = True
+        """Return the sockets on which replicas listen; none for one alone."""
+        return [self.folder / f"replica{i}" for i in range(self.dp) if self.dp > 1]
 
 
 def run(options: Options) -> None:
@@ -77,9 +69,6 @@ def run(options: Options) -> None:
     names = list(map(str, range(1, 1 + len(adapters))))  # a module's name has no dot
     (replica, rank), cuda = divmod(int(os.environ["RANK"]), options.tp), torch.cuda.is_available()
     world = options.tp * options.dp
-    tokenizer: Any = None
-    if rank == 0:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     batches = ContinuousBatchingConfig(page_size=PAGE, scheduler_type="fair")
     batches.num_blocks = None if options.pool is None else -(-options.pool // PAGE)
     if cuda:
@@ -101,6 +90,7 @@ def run(options: Options) -> None:
     if rank == 0:
         if replica == 0:
             print(module.plan, flush=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         models = dict(zip(map(model_name, options.folders), ["", *names], strict=True))
         answers = Answers(
             models, module, tokenizer, manager, _context(module, manager), options.max_tokens,
@@ -122,30 +112,26 @@ def model_name(folder: Path) -> str:
 
 async def _serve(options: Options, answers: Answers, replica: int) -> None:
     """Serve HTTP until a signal, or the end of the manager; say when all replicas are ready, and what is done."""
-    app = app_of(answers, options.key, options.origins, options.host in LOCAL)
-    several = options.dp > 1
-    config = uvicorn.Config(
-        app,
-        options.host,
-        options.port,
-        uds=str(options.sockets[replica]) if several else None,
-        headers=[("connection", "close")] if several else [],  # a request of each, so that each goes where is room
-        log_level="error",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-        limit_concurrency=CONNECTIONS * answers.most,
-        server_header=False,
-    )
-    server, name = Server(config), f"replica {replica}: " if several else ""
+    sockets, name = options.sockets, f"replica {replica}: " if options.sockets else ""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app_of(answers, options.key, options.origins, options.host in LOCAL), options.host, options.port,
+            uds=str(sockets[replica]) if sockets else None,
+            headers=[("connection", "close")] if sockets else [],  # so that the next request goes where there is room
+            log_level="error", timeout_graceful_shutdown=DRAIN_SECONDS,
+            limit_concurrency=CONNECTIONS * answers.most, server_header=False,
+        )
+    )  # fmt: skip
+    server.handle_exit = lambda *_: setattr(server, "should_exit", True)  # type: ignore[method-assign]  always by finishing what is begun
     serving, last, before = asyncio.create_task(server.serve()), 0.0, 0
     while not (await asyncio.wait([serving], timeout=LOOK_SECONDS))[0]:
-        server.should_exit = server.should_exit or answers.failure is not None
+        server.should_exit |= answers.failure is not None
         now = time.monotonic()
-        if server.started and not last and (not several or all(x.exists() for x in options.sockets)):
-            where = f"http://{options.host}:{options.port}/v1"
+        if not last and server.started and all(path.exists() for path in sockets):
+            last, where = now, f"http://{options.host}:{options.port}/v1"
             names, room = ", ".join(answers.models), answers.context
             if replica == 0:
                 print(f"serving {names} at {where} with {room} tokens for a prompt and its answer", flush=True)
-            last = now
         if last and now - last >= REPORT_SECONDS:
             if answers.tokens != before:
                 rate = (answers.tokens - before) / (now - last)
@@ -157,6 +143,5 @@ async def _serve(options: Options, answers: Answers, replica: int) -> None:
 def _context(module: Any, manager: Any) -> int:
     """Tokens that a prompt and its answer may have: what the model takes, and what the pools hold."""
     cache = manager.batch_processor.cache
-    sectors = sum(1 / (x.tokens_per_page * x.blocks_per_sector) for x in cache.cache_allocators.values())
-    room = int((cache.num_sectors - len(cache.cache_allocators)) / sectors)
+    room = cache.num_blocks * PAGE - len(cache.cache_allocators) * cache.tokens_per_sector
     return min(room, getattr(module.config.get_text_config(), "max_position_embeddings", None) or room)

@@ -105,7 +105,7 @@ def test_a_rank_that_dies_is_named_and_a_restart_serves(small):
             assert all(body["usage"]["completion_tokens"] == 1000 for status, body in results if status == 200)
             assert process.wait(PATIENCE) not in (0, None)
         until(lambda: lines)
-        assert any(f"{name} ended by SIGKILL" in line for line in lines), lines[-5:]
+        assert any(f"{name} ended with code -9. Signal 9 (SIGKILL)" in line for line in lines), lines[-5:]
 
 
 BAD = [("--dp", "0"), ("--host", "192.0.2.1"), ("--dtype", "int8"), ("--pool", "0")]
