@@ -87,12 +87,12 @@ class Stream(CBStreamer):
 
     Attributes:
         output: what the engine has sent of it. over: whether nothing more comes. calls: of tools.
-        index: of the answer among those to one request. shown: tokens that events have; None before the first.
+        index: of the answer among those to one request. reported: tokens that events have; None before the first.
     """
 
     output: Any = None
     over, calls = False, 0
-    shown: int | None = None
+    reported: int | None = None
 
     def __init__(self, exchange: Exchange, queue: asyncio.Queue[Any], name: str, parser: Any) -> None:
         self.exchange, self.queue, self.cut = exchange, queue, Cut(exchange.stop)
@@ -150,18 +150,19 @@ class Stream(CBStreamer):
             last = self.output.generated_tokens[self.total_tokens - 1]
             reason = "stop" if self.cut.over or last in self.exchange.eos else "length"
             reason = "tool_calls" if self.calls else reason
-            item = None if all(stream.over for stream in self.exchange.streams) else ""
+            running = [stream for stream in self.exchange.streams if not stream.over]
+            item = "" if running else None
         self.exchange.marks.append((self, self.total_tokens, self.calls, reason))
         self.queue.put_nowait(item)
 
     def logprobs(self, tokens: int) -> dict[str, Any]:
-        """Return log-probabilities of those of the first tokens that are not shown, and of the likeliest there."""
+        """Return log-probabilities of those of the first tokens that no event has, and of the likeliest there."""
 
         def entry(token: int, value: float, **more: Any) -> dict[str, Any]:
             text: Any = self.answers.tokenizer.decode([token])
             return {"token": text, "logprob": value, "bytes": list(text.encode()), **more}
 
-        content, new = [], slice(self.shown, tokens)
+        content, new = [], slice(self.reported, tokens)
         for token, (own, likeliest) in zip(self.output.generated_tokens[new], self.output.logprobs[new], strict=True):
             content.append(entry(token, own, top_logprobs=[entry(*pair) for pair in likeliest.items()]))
         return {"content": content}
@@ -263,23 +264,26 @@ class Exchange:
         own: Any = super()
         choice, (usage, chunk.usage) = chunk.choices[0], (chunk.usage, None)
         delta = getattr(choice, "delta", None)
-        if delta is not None and delta.role:  # each answer has it in its own first event
+        # The handler's first event has a role and nothing else: here each answer has it in its own first one.
+        if delta is not None and delta.role:
             return ""
         stream, tokens, calls, choice.finish_reason = self.marks.popleft()
         choice.index = stream.index
         if delta is not None:
-            delta.role = "assistant" if stream.shown is None else None
+            delta.role = "assistant" if stream.reported is None else None
             for call in delta.tool_calls or ():
                 call.index = calls - 1
         if self.choice.top is not None:
             choice.logprobs = ChoiceLogprobs(**stream.logprobs(tokens))
-        stream.shown = tokens
+        stream.reported = tokens
+        # All at once: what a client would put together of events.
         if not self.body.stream:
             chunk.usage = usage
             self.last = chunk.model_dump(exclude_none=True)
             add(self.choices.setdefault(stream.index, {}), *self.last["choices"])
             return ""
         text = own.chunk_to_sse(chunk)
+        # The last one; usage has an event of its own, without a choice.
         if usage is None:
             return text
         if self.body.stream_options and self.body.stream_options.include_usage:

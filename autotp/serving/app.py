@@ -66,18 +66,22 @@ def app_of(answers: Answers, key: str, origins: Sequence[str], local: bool) -> F
     app, since = FastAPI(openapi_url=None), int(time.time())
     for kind in (Refusal, StateError, TemplateError):
         app.add_exception_handler(kind, _failed)
-    if local:  # a page of another name that leads here has no business here
+    # A page of another name that leads here has no business here.
+    if local:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
+    # Else browsers let no page ask.
     if origins:
         headers = ["authorization", "content-type"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
 
     def admit(request: Request) -> None:
+        # A comparison that ends at the first letter that differs would tell how many are right.
         own = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key and not hmac.compare_digest(own.encode(), key.encode()):
             raise Refusal(401, "show the key of this server: Authorization: Bearer KEY.")
 
     async def answer(request: Request) -> Any:
+        # Other types any page's script may send.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "send JSON, with content-type: application/json.")
         exchange, kind = (Chats, Chat) if "chat" in request.url.path else (Texts, Text)

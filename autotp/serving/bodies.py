@@ -84,9 +84,9 @@ class Body(Strict):
 
     def choice(self, generation: Any) -> Choice:
         """Return how tokens are chosen: as the body says, else as the folder's generation config does."""
-        asked = self.model_dump(include={*SAMPLING}, exclude_none=True)
+        request = self.model_dump(include={*SAMPLING}, exclude_none=True)
         own = {name: getattr(generation, name) for name in SAMPLING if generation.do_sample}
-        sampling: Any = {"temperature": float(bool(own or asked))} | {n: x for n, x in own.items() if x} | asked
+        sampling: Any = {"temperature": float(bool(own or request))} | {n: x for n, x in own.items() if x} | request
         return Choice(
             **sampling, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS, top=self.top,
             repetition=generation.repetition_penalty or 1.0, presence=self.presence_penalty or 0.0,
