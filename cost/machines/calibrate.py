@@ -177,24 +177,33 @@ def calibrate(
     return cluster
 
 
-def together(each: Sequence[tuple[Cluster, Samples]], links: Samples) -> tuple[Cluster, list[tuple[Cluster, Samples]]]:
-    """Return the cluster of ranks that each measured itself, and what is to be shown of it.
+def together(each: list[tuple[Cluster, Samples]], links: Samples) -> tuple[Cluster, list[tuple[Cluster, Samples]]]:
+    """Return the cluster of ranks that each measured itself, and what is to be shown of it: a rank of each kind.
 
     Args:
         each: of a rank what it starts from, and its samples. links: samples of what they send over.
     """
     machines = [with_medians(samples | links, base) for base, samples in each]
-    rates = [(m.peak("float32"), m.memory_bandwidth, m.memory_size) for m in machines]
-    close = (max(figures) < UNLIKE * min(figures) for figures in zip(*rates, strict=True))
-    if all(close) and len({m.device for m in machines}) == 1:
+    kinds: list[list[int]] = []
+    for rank, machine in enumerate(machines):
+        kind = next((ranks for ranks in kinds if _alike(machine, machines[ranks[0]])), None)
+        kinds.append([rank]) if kind is None else kind.append(rank)
+    for first, *others in kinds:
         worst = dict(links)
-        for field in each[0][1]:
-            values = [samples[field] for _, samples in [*each, each[0]]]  # the first twice, for a rank may be alone
+        for field in each[first][1]:
+            values = [each[rank][1][field] for rank in (first, first, *others)]  # twice, for it may be alone
             worst[field] = [*map(max if field in SPENT else min, *values)]
-        return with_medians(worst, each[0][0]), [(each[0][0], worst)]
-    ranks = [replace(m, name=f"{m.name}, rank {rank}") for rank, m in enumerate(machines)]
-    cluster = Cluster(ranks=ranks, name=machines[0].name, source=machines[0].source)
-    return cluster, [(m, samples | links) for m, (_, samples) in zip(ranks, each, strict=True)]
+        for rank in (first, *others):
+            machines[rank], each[rank] = with_medians(worst, each[first][0]), (each[first][0], worst)
+    cluster = Cluster(ranks=machines, name=machines[0].name, source=machines[0].source)
+    return cluster, [each[ranks[0]] for ranks in kinds]
+
+
+def _alike(a: Cluster, b: Cluster) -> bool:
+    """Say whether ranks count as of one kind."""
+    pairs = ((a.peak("float32"), b.peak("float32")), (a.memory_bandwidth, b.memory_bandwidth))
+    figures = (*pairs, (a.memory_size, b.memory_size))
+    return a.device == b.device and all(max(x) < UNLIKE * min(x) for x in figures)
 
 
 def with_medians(samples: Samples, base: Cluster) -> Cluster:
