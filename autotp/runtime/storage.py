@@ -79,11 +79,52 @@ class Storage(Pieces):
         d, repeat = self.layout.sharded_dim, self._run[1]
         if d is None or self._plain:
             return pieces[0]
+        if (joined := self._in_one(pieces, d)) is not None:
+            return _Joined.apply(joined, d, *pieces) if torch.is_grad_enabled() else joined  # type: ignore[no-any-return]
         before, after = pieces[0].shape[:d], self.shape[d + 1 :]  # of owners each has a part of dimension 0
         around = math.prod(before) * math.prod(after) * repeat
         runs = [t.reshape(*before, repeat, t.numel() // max(around, 1), *after) for t in pieces]
         fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
         return fused.reshape(*before, -1 if fused.numel() else 0, *after)
+
+    def _in_one(self, pieces: Sequence[Tensor], d: int) -> Tensor | None:
+        """Return the memory that pieces of unlike shares were made in, where they still lie there one after the other.
+
+        Args:
+            pieces: the rank's slices of them. d: the dimension that is dealt.
+        """
+        held = [t for t in pieces if t.numel()]
+        if not (held and self._adjoining) or torch.compiler.is_compiling() or {*map(type, held)} != {Tensor}:
+            return None
+        first, at = held[0], held[0].storage_offset()
+        for t in held:
+            same = t.untyped_storage()._cdata == first.untyped_storage()._cdata and t.stride() == first.stride()
+            if not same or t.storage_offset() != at:
+                return None
+            at += t.shape[d] * t.stride(d)
+        size, stride = list(first.shape), list(first.stride())
+        size[d] = sum(t.shape[d] for t in held)
+        del size[d + 1], stride[d + 1]
+        return first.detach().as_strided(size, stride)
+
+    @property
+    def _adjoining(self) -> bool:
+        """Return whether the pieces are of unlike shares, which lie in one memory."""
+        return self.owners == self._run[1] == 1 < len(self.pieces) and all(x.starts for x in self.pieces)
+
+    def _memory(self, like: Tensor, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
+        """Return memory for this rank's slices of pieces; of unlike shares in one, so that reading them joins nothing.
+
+        Args:
+            like: of the type. shapes: of the slices. device: where they are.
+        """
+        d = self.layout.sharded_dim
+        if d is None or not self._adjoining or max(shape[d + 1] for shape in shapes) > 1:  # in one plain process
+            return [torch.empty(shape, dtype=like.dtype, device=device) for shape in shapes]
+        lengths = [shape[d] * shape[d + 1] for shape in shapes]  # a rank has one of the second, or none
+        whole = like.new_empty((sum(lengths), *shapes[0][:d], *shapes[0][d + 2 :]), device=device).movedim(0, d)
+        parts = zip(whole.split(lengths, d), shapes, strict=True)
+        return [part.unsqueeze(d + 1) if part.numel() else part.new_empty(shape) for part, shape in parts]
 
     def mine(self, pieces: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
         """Return the rank's slice of the parameter, differentiable.
@@ -103,12 +144,12 @@ class Storage(Pieces):
             full: the parameter. ranks: of tp. device: of the result, to which the rank's slice alone is moved.
         """
         out = list[Tensor]()
-        for x in self.pieces:
+        shapes = [self.local_shape(x, ranks) for x in self.pieces] if self.split or self.owners > 1 else [(0,)]
+        for x, local in zip(self.pieces, self._memory(full, shapes, device), strict=True):
             # What is whole keeps the original's strides, such as those of channels that come last.
-            local, stride = torch.empty_like(full.detach(), device=device), strides(x.shape)
-            if x.dim is not None or self.owners > 1:
-                local = torch.empty(self.local_shape(x, ranks), dtype=full.dtype, device=device)
-            else:
+            stride = strides(x.shape)
+            if x.dim is None and self.owners == 1:
+                local = torch.empty_like(full.detach(), device=device)
                 stride = local.stride()
             if ranks is not None:
                 mesh, cuts = ranks.mesh, [Whole() if x.dim is None else Split(x.dim)]
@@ -233,8 +274,28 @@ class Unwrap(torch.autograd.Function):
         for g, p, n in zip(grads, ctx.parameters, ctx.owners, strict=True):
             # Where the ranks of dp have a part each nothing is summed over it: of the mean only its divisor is left.
             g = g / n if n > 1 and g is not None else g
-            out.append(None if g is None else wrap(g.contiguous(), p))
+            out.append(None if g is None else wrap(_laid_as(g, local_of(p)), p))
         return None, *out
+
+
+def _laid_as(grad: Tensor, part: Tensor) -> Tensor:
+    """Return a gradient in the strides of what it is of, which are not those of its shape in memory that is shared."""
+    return grad.contiguous() if part.is_contiguous() else torch.empty_like(part).copy_(grad)
+
+
+class _Joined(torch.autograd.Function):
+    """Pieces that lie one after the other in one memory, as that; their gradients are its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, dim: int, *pieces: Tensor) -> Tensor:
+        ctx.dim, ctx.shapes = dim, [t.shape for t in pieces]
+        return joined.view_as(joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d = ctx.dim
+        parts = grad.split([shape[d] * shape[d + 1] for shape in ctx.shapes], d)
+        return None, None, *(part.reshape(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:

@@ -34,12 +34,12 @@ def padded() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def step(sharded: Any, model: Any, batch: dict[str, Tensor]) -> tuple[float, float, float, float]:
-    """Largest differences of outputs, gradients, their norm, and weights after two steps."""
+def step(sharded: Any, model: Any, batch: dict[str, Tensor], fused: bool = False) -> tuple[float, float, float, float]:
+    """Largest differences of outputs, gradients, their norm, and weights after two steps; `fused`: of the optimizer."""
     gaps: list[float] = []
     for m in (sharded, model):
         m.zero_grad()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (sharded, model)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=fused) for m in (sharded, model)]
     for _ in range(2):
         outputs = [m(**batch).logits for m in (sharded, model)]
         for y in outputs:
