@@ -477,7 +477,7 @@ def _builder(
 ) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
-        reading.program, options.tp, options.cluster.over(options.tp), placements or {}, options.pins, options.sequence,
+        reading.program, options.tp, options.cluster, placements or {}, options.pins, options.sequence,
         options.objective, memory, states or {}, band=options.band, seconds=options.seconds, cache_parts=parts,
         read_before=reading, groups=options.groups, shares=options.shares, imbalance=options.batch.imbalance,
     )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -88,11 +89,13 @@ class RankSums(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """A step: its parts by the names of `autotp.plans.choices.TIMES`, bytes sent by axis, bytes held."""
+    """A step: its parts by the names of `autotp.plans.choices.TIMES`, bytes sent by axis, bytes held, and whether each
+    rank has memory for them."""
 
     times: dict[str, float]
     sends: dict[str, float]
     memory: float
+    fits: bool
 
     @property
     def seconds(self) -> float:
@@ -105,11 +108,14 @@ class Pricer:
 
     Attributes:
         terms: of the plan. cluster: the machines. example: examples of the micro-batch that was planned.
+        machines: by pp, bytes that each place of a pipeline may hold, and how fast it is; where it says nothing, all
+            hold any and are as fast as planned.
     """
 
     terms: Terms
     cluster: Cluster
     example: int
+    machines: Callable[[int], tuple[Sequence[float], Sequence[float]]] = lambda pp: ((), ())
 
     def __post_init__(self) -> None:
         self._sums: dict[tuple[int, str, int], UnitSums] = {}
@@ -152,19 +158,23 @@ class Pricer:
         last = int((waits + updates).argmax())
         step |= {"dp": float(waits[last]), "optimizer": float(updates[last])}
         traffic = {"tp": m * sums.tp_sent, "cp": m * sums.cp_sent, "pp": m * boundary.bytes, "dp": dp_sent}
-        return Priced(step, traffic, self._memory(mesh, sums))
+        nbytes, (limits, _) = self._memory(mesh, sums), self.machines(mesh.pp)
+        return Priced(step, traffic, float(nbytes.max()), bool(np.all(nbytes <= (limits or inf))))
 
     def ranks(self, mesh: Mesh) -> RankSums:
         """Return what the ranks of a pipeline take for a micro-batch."""
         key = mesh.batch, mesh.keep, mesh.pp, mesh.chunks, mesh.copies
         if key not in self._ranks:
             sums, starts = self.sums(mesh), self.starts(mesh.pp, mesh.chunks)
-            parts = {name: self._by_rank(mesh, getattr(sums, name)) for name in ("compute", "again", "tp", "cp")}
+            rates = np.array(self.machines(mesh.pp)[1] or 1.0)
+            parts = {}
+            for name in ("compute", "again", "tp", "cp"):
+                parts[name] = self._by_rank(mesh, getattr(sums, name)) / rates
             working = np.maximum.reduceat(sums.working, starts).reshape(mesh.chunks, mesh.pp).max(0)
             self._ranks[key] = RankSums(
                 means={name: float(x.mean()) for name, x in parts.items()},
                 total=np.sum(list(parts.values()), 0),
-                backward=self._by_rank(mesh, sums.backward),
+                backward=self._by_rank(mesh, sums.backward) / rates,
                 tp_sent=float(self._by_rank(mesh, sums.tp_sent).mean()),
                 cp_sent=float(self._by_rank(mesh, sums.cp_sent).mean()),
                 inputs=float(sums.inputs.max()),
@@ -189,7 +199,9 @@ class Pricer:
     def starts(self, pp: int, chunks: int) -> Array:
         """Return where each stage begins: the division whose slowest stage is fastest, with all kept."""
         if (pp, chunks) not in self._starts:
-            division = divide(weigh(self.terms.units, self.terms.tied), pp, chunks)
+            weights, (limits, rates) = weigh(self.terms.units, self.terms.tied), self.machines(pp)
+            division = divide(weights, pp, chunks, [*limits] * chunks, [*rates] * chunks) if rates else None
+            division = division or divide(weights, pp, chunks, (), [*rates] * chunks)
             assert division is not None
             self._starts[pp, chunks] = np.cumsum([0, *division.sizes[:-1]])
         return self._starts[pp, chunks]
@@ -257,8 +269,8 @@ class Pricer:
         experts = self.steady["experts"] / np.maximum(self.steady["weights"], 1.0)
         return (1 - experts) / (mesh.replicas if mesh.fully_shard else 1) + experts / mesh.copies
 
-    def _memory(self, mesh: Mesh, sums: RankSums) -> float:
-        """Bytes of the fullest rank: what is steady, what is kept of the micro-batches in flight, what works."""
+    def _memory(self, mesh: Mesh, sums: RankSums) -> Array:
+        """Bytes of each rank of the pipeline: what is steady, kept of the micro-batches in flight, and what works."""
         starts = self.starts(mesh.pp, mesh.chunks)
         degree = mesh.replicas if mesh.fully_shard else 1
         rank_bytes = np.add.reduceat(np.sum([self.steady[name] for name in SPLIT], 0) * self._part(mesh), starts)
@@ -270,7 +282,7 @@ class Pricer:
         rank_bytes = rank_bytes + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept_bytes
         # Weights that are split over dp are whole for one unit at a time.
         gathered = float(self.steady["weights"].max()) if mesh.fully_shard else 0.0
-        return float((rank_bytes.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
+        return rank_bytes.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working + gathered
 
 
 @cache

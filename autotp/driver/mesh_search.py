@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from autotp.cost.meshes import KEEPS, Mesh, factorisations, variants
+from autotp.cost.units import Unit
 from autotp.errors import CaptureError, InputError, PlanError
 from autotp.inputs import Inputs, examples_of
 from autotp.ir.graph import Capture
 from autotp.log import stage
 from autotp.passes.shard.own_rows import experts_of
+from autotp.passes.stages.balance import units_of
 from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes
@@ -22,6 +26,7 @@ from autotp.text import counts, divisors, listed
 from .compile import Staged, plan_stages
 from .mesh_prices import Priced, Pricer, terms_of
 from .options import Options
+from .staging import machines_of
 
 Captured = Callable[..., tuple[Capture, list[str]]]  # by tp, axes beside it, and whether it is held against the model
 BATCH_FACTORS = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
@@ -69,7 +74,9 @@ def choose_mesh(
             f"devices= searches for training, and objective={options.objective.name!r} is asked for. For inference "
             "use autotp.sweep, and as many copies as there are devices."
         )
-    node = options.cluster.devices_per_node
+    node, ranks = options.cluster.devices_per_node, len(options.cluster.ranks) or devices
+    if ranks != devices:
+        raise InputError(f"devices={devices}, and the cluster {options.cluster.name!r} says {ranks} unlike ranks.")
     # Over more than two nodes the slow link carries what a tp group sends at every layer several times.
     inside = [tp for tp in divisors(devices) if node % tp == 0 or tp == 2 * node]
     tps = inside
@@ -111,7 +118,7 @@ class _Search:
         for mesh in self._meshes():
             priced = self.pricers[mesh.inner].price(mesh)
             considered += 1
-            fitting += priced.memory <= self.limit
+            fitting += priced.fits
             key = *mesh.degrees, mesh.ep
             if key not in best or self._rank(priced) < self._rank(best[key][1]):
                 best[key] = mesh, priced
@@ -158,12 +165,24 @@ class _Search:
         captured, notes = self.programs[axes]
         with stage(f"tp={tp}, cp={cp}, ep={ep}"):
             staged = self.staged[tp, cp, ep] = plan_stages(captured, notes, options, self.name)
-        self.pricers[tp, cp, ep] = Pricer(terms_of(staged), self.options.cluster, self.batch)
+        self.pricers[tp, cp, ep] = Pricer(terms_of(staged), self.options.cluster, self.batch, self._machines(staged))
+
+    def _machines(self, staged: Staged) -> Callable[[int], tuple[Sequence[float], Sequence[float]]]:
+        """Return what a pipeline of so many places runs on, by a plan's prices."""
+        planned, sharded = staged.planned, staged.sharded
+        units, prices = units_of(planned, sharded) or [Unit("", 0)], staged.builder.prices
+
+        @cache
+        def machines(pp: int) -> tuple[Sequence[float], Sequence[float]]:
+            places = self.options.cluster.places(pp)
+            limit = self.limit if self.options.memory is not None or len({*places}) == 1 else None
+            return machines_of(planned, sharded, prices, units, places, limit)
+
+        return machines
 
     def _rank(self, priced: Priced) -> tuple[bool, float, float]:
         """Return a key: what fits comes first, the fastest of it; then of the rest what holds least."""
-        fits = priced.memory <= self.limit
-        return not fits, priced.seconds if fits else priced.memory, priced.memory
+        return not priced.fits, priced.seconds if priced.fits else priced.memory, priced.memory
 
     def _meshes(self) -> Iterator[Mesh]:
         units, experts = len(next(iter(self.pricers.values())).terms.units), experts_of(self.whole[0])
@@ -192,7 +211,7 @@ class _Search:
             sent=priced.sends,
             network=tuple(name for name, axis in axes.items() if mesh.spans(axis, self.options.cluster)),
             memory=priced.memory,
-            fits=priced.memory <= self.limit,
+            fits=priced.fits,
             throughput=work / priced.seconds / self.devices,
             unit="tokens" if self.length else "samples",
             flops=flops / priced.seconds / self.devices,
@@ -219,6 +238,9 @@ class _Search:
         staged, axis = self.staged[mesh.inner], Axes(mesh.dp, mesh.cp, mesh.fully_shard, ep=mesh.ep)
         degrees = " x ".join(f"{name}={n}" for name, n in zip(("pp", "dp", "cp", "tp"), mesh.degrees, strict=True))
         degrees += f", ep={mesh.ep}" if mesh.ep > 1 else ""
+        if mesh.pp > 1 and self.options.cluster.ranks:
+            starts = [*self.pricers[mesh.inner].starts(mesh.pp, mesh.chunks), len(self.pricers[mesh.inner].terms.units)]
+            degrees += f", blocks of each stage {' '.join(str(b - a) for a, b in pairwise(starts))}"
         plan = replace(staged.plan, batch=axis)  # of the whole model: what a stage waits for is not in it
         if mesh.pp == 1:
             plan = with_axis(staged.plan, staged.planned, staged.sharded, staged.builder, axis)

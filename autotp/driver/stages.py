@@ -155,7 +155,7 @@ def _division(
     """The best division of the model's blocks into stages, and the program of the ranks, cut so."""
     check_draws(captured)
     planned, sharded, builder = applied(captured, plan, compilation.options, compilation.request.outputs)
-    division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+    division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit, grid.places)
     return division, in_pieces(planned, sharded, division, plan.model)
 
 

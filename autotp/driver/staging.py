@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
+from autotp.cost import Cluster
+from autotp.cost.prices import Prices
 from autotp.cost.units import Unit, UnitCost, UnitCosts
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, draws
@@ -41,13 +44,15 @@ def found_units(planned: Planned, sharded: Sharded, name: str, pp: int, chunks: 
 
 
 def staging(
-    planned: Planned, sharded: Sharded, builder: Builder, name: str, pp: int, chunks: int, limit: float | None
-) -> Staging:
+    planned: Planned, sharded: Sharded, builder: Builder, name: str, pp: int, chunks: int, limit: float | None,
+    places: Sequence[int] = (),
+) -> Staging:  # fmt: skip
     """The division of a planned model.
 
     Args:
         planned: the decisions; `sharded`: the program of one rank; `builder`: prices it.
         name: of the model. pp, chunks: ranks of the pipeline and stages of each. limit: bytes that a rank may hold.
+        places: the rank of each stage, whose machine counts where the cluster's are unlike, with its memory.
 
     Raises:
         InputError: there are too few blocks. PlanError: no division fits.
@@ -55,16 +60,44 @@ def staging(
     units = found_units(planned, sharded, name, pp, chunks)
     costs = UnitCosts(planned, sharded, builder.prices, units)
     weights = weigh(costs.units, costs.tied)
-    division = divide(weights, pp, chunks, limit)
+    limits, speeds = machines_of(planned, sharded, builder.prices, units, builder.cluster.places(pp), limit)
+    order = places or tuple(range(pp)) * chunks
+    for each in (limits, speeds):
+        each[:] = map(each.copy().__getitem__, order if each else ())
+    division = divide(weights, pp, chunks, limits, speeds)
     if division is None:
-        assert limit is not None
-        least = divide(weights, pp, chunks)
+        least = divide(weights, pp, chunks, (), speeds)
         worst = max(least.memory) * chunks if least is not None else 0.0
+        fits = f"memory={amount(limits[0])}" if len({*limits}) == 1 else f"devices of {', '.join(map(amount, limits))}"
         raise PlanError(
-            f"no division into {pp * chunks} stages fits memory={amount(limit)}: the fastest holds {amount(worst)} on "
-            "its fullest rank. Use more stages, a larger tp, or smaller micro-batches."
+            f"no division into {pp * chunks} stages fits {fits}: the fastest holds {amount(worst)} on its fullest "
+            "rank. Use more stages, a larger tp, or smaller micro-batches."
         )
     return Staging(tuple(u.name for u in units), tuple(weights), division)
+
+
+def machines_of(
+    planned: Planned, sharded: Sharded, prices: Prices, units: list[Unit], places: Sequence[Cluster],
+    limit: float | None,
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """Bytes that a rank of each place of a pipeline may hold, and how fast it runs, over what the plan was priced by.
+
+    Args:
+        planned, sharded, prices, units: of the plan. places: the machines of each.
+        limit: bytes that any rank may hold; None: of unlike devices what each has.
+
+    Returns: nothing of what does not limit, and no rates where places are alike.
+    """
+    if len({*places}) == 1:
+        return [] if limit is None else [limit] * len(places), []
+
+    def seconds(machine: Cluster) -> float:
+        costs = UnitCosts(planned, sharded, replace(prices, cluster=machine), units).units
+        return sum(unit.block.seconds + unit.rest.seconds for unit in costs)
+
+    whole, each = seconds(prices.cluster), {place: seconds(place.over(prices.tp)) for place in {*places}}
+    limits = [min(limit or inf, place.memory_size) for place in places]
+    return limits, [whole / each[place] for place in places]
 
 
 def check_draws(captured: Capture) -> None:

@@ -79,8 +79,8 @@ class Storage(Pieces):
         d, repeat = self.layout.sharded_dim, self._run[1]
         if d is None or self._plain:
             return pieces[0]
-        if (joined := self._in_one(pieces, d)) is not None:
-            return _Joined.apply(joined, d, *pieces) if torch.is_grad_enabled() else joined  # type: ignore[no-any-return]
+        if (memory := self._in_one(pieces, d)) is not None:
+            return _Joined.apply(memory, d, *pieces) if torch.is_grad_enabled() else memory  # type: ignore[no-any-return]
         before, after = pieces[0].shape[:d], self.shape[d + 1 :]  # of owners each has a part of dimension 0
         around = math.prod(before) * math.prod(after) * repeat
         runs = [t.reshape(*before, repeat, t.numel() // max(around, 1), *after) for t in pieces]
@@ -93,17 +93,17 @@ class Storage(Pieces):
         Args:
             pieces: the rank's slices of them. d: the dimension that is dealt.
         """
-        held = [t for t in pieces if t.numel()]
-        if not (held and self._adjoining) or torch.compiler.is_compiling() or {*map(type, held)} != {Tensor}:
+        parts = [t for t in pieces if t.numel()]
+        if not (parts and self._adjoining) or torch.compiler.is_compiling() or {*map(type, parts)} != {Tensor}:
             return None
-        first, at = held[0], held[0].storage_offset()
-        for t in held:
+        first, at = parts[0], parts[0].storage_offset()
+        for t in parts:
             same = t.untyped_storage()._cdata == first.untyped_storage()._cdata and t.stride() == first.stride()
             if not same or t.storage_offset() != at:
                 return None
             at += t.shape[d] * t.stride(d)
-        size, stride = list(first.shape), list(first.stride())
-        size[d] = sum(t.shape[d] for t in held)
+        size, stride = [*first.shape], [*first.stride()]
+        size[d] = sum(t.shape[d] for t in parts)
         del size[d + 1], stride[d + 1]
         return first.detach().as_strided(size, stride)
 
@@ -123,8 +123,10 @@ class Storage(Pieces):
             return [torch.empty(shape, dtype=like.dtype, device=device) for shape in shapes]
         lengths = [shape[d] * shape[d + 1] for shape in shapes]  # a rank has one of the second, or none
         whole = like.new_empty((sum(lengths), *shapes[0][:d], *shapes[0][d + 2 :]), device=device).movedim(0, d)
-        parts = zip(whole.split(lengths, d), shapes, strict=True)
-        return [part.unsqueeze(d + 1) if part.numel() else part.new_empty(shape) for part, shape in parts]
+        out = []
+        for part, shape in zip(whole.split(lengths, d), shapes, strict=True):
+            out.append(part.unsqueeze(d + 1) if part.numel() else part.new_empty(shape))
+        return out
 
     def mine(self, pieces: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
         """Return the rank's slice of the parameter, differentiable.
@@ -144,7 +146,8 @@ class Storage(Pieces):
             full: the parameter. ranks: of tp. device: of the result, to which the rank's slice alone is moved.
         """
         out = list[Tensor]()
-        shapes = [self.local_shape(x, ranks) for x in self.pieces] if self.split or self.owners > 1 else [(0,)]
+        parts = self.pieces if self.split or self.owners > 1 else ()
+        shapes = [self.local_shape(x, ranks) for x in parts] or [(0,)]
         for x, local in zip(self.pieces, self._memory(full, shapes, device), strict=True):
             # What is whole keeps the original's strides, such as those of channels that come last.
             stride = strides(x.shape)
@@ -287,9 +290,9 @@ class _Joined(torch.autograd.Function):
     """Pieces that lie one after the other in one memory, as that; their gradients are its parts."""
 
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, dim: int, *pieces: Tensor) -> Tensor:
+    def forward(ctx: Any, memory: Tensor, dim: int, *pieces: Tensor) -> Tensor:
         ctx.dim, ctx.shapes = dim, [t.shape for t in pieces]
-        return joined.view_as(joined)
+        return memory.view_as(memory)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

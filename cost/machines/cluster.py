@@ -230,6 +230,18 @@ class Cluster:
         places = (Cluster(ranks=self.ranks[rank::tp]) for rank in range(tp))
         return Cluster(ranks=[replace(worst, ranks=()) for worst in places])
 
+    def places(self, pp: int) -> list[Cluster]:
+        """The machines of each place of a pipeline, which follow each other.
+
+        Raises:
+            InputError: the ranks are unlike and no whole number for each place.
+        """
+        size, odd = divmod(len(self.ranks), pp)
+        if odd:
+            raise InputError(f"pp={pp} does not divide the {len(self.ranks)} ranks of the cluster {self.name!r}.")
+        starts = range(0, len(self.ranks), size or 1)
+        return [Cluster(ranks=self.ranks[at : at + size]) for at in starts] or [self] * pp
+
     def peak(self, dtype_name: str) -> float:
         """Peak rate in FLOP/s for a dtype named as torch does ("bfloat16" or "torch.bfloat16")."""
         return self.peak_flops.get(dtype_name.removeprefix("torch."), self.peak_flops["float32"])

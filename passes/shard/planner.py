@@ -139,7 +139,7 @@ class Builder:
         self.past = past_of(self.program, self.calls, self.ops, self.rules, parts) if decoded else Past()
         cached = self.states.cached(self.past)
         self.prices = Prices(
-            self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
+            self.program, self.tp, self.cluster.over(self.tp), self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, cached, past=self.past,
             imbalance=self.imbalance,
         )  # fmt: skip

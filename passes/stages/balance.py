@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 
 from torch import fx
 
@@ -122,12 +122,15 @@ def in_flight(stage: int, ranks: int, chunks: int) -> int:
     return math.ceil((2 * (ahead - 1) + (chunks - 1) * ranks + 1) / chunks)
 
 
-def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float | None = None) -> Division | None:
+def divide(
+    weights: Sequence[Weight], ranks: int, chunks: int = 1, limits: Sequence[float] = (), rates: Sequence[float] = ()
+) -> Division | None:
     """The division with the least seconds of the slowest stage, and of equal ones the least memory of the fullest.
 
     Args:
         weights: of the units, in order. ranks: of the pipeline. chunks: stages of each rank.
-        limit: bytes that a stage may hold (of a rank's, its share by `chunks`); None for no limit.
+        limits: bytes that each stage's rank may hold (the stage its share by `chunks`); () for no limits.
+        rates: times as fast as the weights say is what each stage runs on; () where all are alike.
 
     Returns: None where none fits; every stage has one unit at least.
     """
@@ -141,6 +144,9 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
         # The first of four ranks holds activations of four micro-batches, the last of one.
         return steady[b] - steady[a] + (kept_bytes[b] - kept_bytes[a]) * in_flight(stage, ranks, chunks)
 
+    def time(a: int, b: int, stage: int) -> float:
+        return (seconds[b] - seconds[a]) / (rates[stage] if rates else 1.0)
+
     @cache
     def best(a: int, stage: int) -> tuple[float, float, tuple[int, ...]] | None:
         """Divide the units from `a` on over this stage and the next: the worst seconds and bytes, and the sizes."""
@@ -148,20 +154,19 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
         cheapest = None
         # Each stage behind gets a unit at least: of 5 units for 3 stages the first may have 3.
         for b in [count] if remaining == 1 else range(a + 1, count - remaining + 2):
-            if cheapest is not None and seconds[b] - seconds[a] > cheapest[0]:
+            if cheapest is not None and time(a, b, stage) > cheapest[0]:
                 break  # more units are slower still
             stage_bytes = memory(a, b, stage)
             rest = (0.0, 0.0, ()) if remaining == 1 else best(b, stage + 1)
-            if rest is None or (limit is not None and stage_bytes > limit / chunks):
+            if rest is None or (limits and stage_bytes > limits[stage] / chunks):
                 continue
             # The times first; where they are equal, as one large unit makes them, the memory decides.
-            candidate = max(seconds[b] - seconds[a], rest[0]), max(stage_bytes, rest[1]), (b - a, *rest[2])
+            candidate = max(time(a, b, stage), rest[0]), max(stage_bytes, rest[1]), (b - a, *rest[2])
             cheapest = candidate if cheapest is None or candidate[:2] < cheapest[:2] else cheapest
         return cheapest
 
     division = best(0, 0) if count >= stages else None
     if division is None:
         return None
-    spans = list(pairwise(accumulate(division[2], initial=0)))
-    times = tuple(seconds[b] - seconds[a] for a, b in spans)
-    return Division(division[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))
+    spans = [(a, b, stage) for stage, (a, b) in enumerate(pairwise(accumulate(division[2], initial=0)))]
+    return Division(division[2], tuple(starmap(time, spans)), tuple(starmap(memory, spans)))

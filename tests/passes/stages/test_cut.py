@@ -59,27 +59,31 @@ def test_a_plan_is_cut_between_blocks() -> None:
         assert set().union(*names) == {n for n, _ in model.named_parameters()}
 
 
+@pytest.mark.parametrize("unlike", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_stages_are_divided_as_the_best_of_all_divisions(chunks: int) -> None:
+def test_stages_are_divided_as_the_best_of_all_divisions(chunks: int, unlike: bool) -> None:
+    """And on unlike places, of which the first is twice as fast and has half as much memory again."""
     times = torch.rand(9, generator=torch.Generator().manual_seed(chunks)).tolist()
     weights = [Weight(t, steady=1 + i, kept_bytes=2.0) for i, t in enumerate(times)]
     stages = 2 * chunks
+    rates, parts = ([2.0, 1.0] * chunks, [1.5, 1.0] * chunks) if unlike else ([], [1.0, 1.0] * chunks)
 
     def cost(ends: tuple[int, ...]) -> tuple[float, float]:
         spans = list(itertools.pairwise((0, *ends, len(times))))
-        slowest = max(sum(times[a:b]) for a, b in spans)
+        slowest = max(sum(times[a:b]) / (rates[s] if rates else 1) for s, (a, b) in enumerate(spans))
         held = [sum(w.steady for w in weights[a:b]) for a, b in spans]
         kept = [2.0 * (b - a) * in_flight(s, 2, chunks) for s, (a, b) in enumerate(spans)]
-        return slowest, max(x + y for x, y in zip(held, kept, strict=True))
+        return slowest, max((x + y) / part for x, y, part in zip(held, kept, parts, strict=True))
 
     every = [cost(ends) for ends in itertools.combinations(range(1, 9), stages - 1)]
-    best = divide(weights, 2, chunks)
+    best = divide(weights, 2, chunks, rates=rates)
     assert best is not None and max(best.seconds) == pytest.approx(min(every)[0])
     limit = sorted(memory for _, memory in every)[2]
-    tight = divide(weights, 2, chunks, limit * chunks)
+    tight = divide(weights, 2, chunks, [limit * chunks * part for part in parts], rates)
     fitting = min(time for time, memory in every if memory <= limit)
-    assert tight is not None and max(tight.seconds) == pytest.approx(fitting) and max(tight.memory) <= limit
-    assert divide(weights, 2, chunks, 1.0) is None and divide(weights[: stages - 1], 2, chunks) is None
+    assert tight is not None and max(tight.seconds) == pytest.approx(fitting)
+    assert all(x <= limit * part for x, part in zip(tight.memory, parts, strict=True))
+    assert divide(weights, 2, chunks, [1.0] * stages) is None and divide(weights[: stages - 1], 2, chunks) is None
 
 
 @pytest.mark.parametrize("sequence", [False, True])
