@@ -206,8 +206,8 @@ def page(results: Record) -> str:
 which come to at most {duty.CORES} of {results["cores"]} cores. Each measures itself with `autotp.calibrate`, and the
 plan is for what they found. A training step of a Llama (hidden {s.hidden}, {s.layers} layers, {s.heads} heads with
 {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, {LENGTH} tokens), and a token of it after
-{PROMPT}: medians of interleaved steps by the clock, of the slowest rank. *Least*: CPU seconds of all ranks over the speed
-of all ranks, and the collectives alone: what no shares go below.
+{PROMPT}: medians of interleaved steps by the clock, of the slowest rank. *Least*: CPU seconds of all ranks over the
+speed of all ranks, and the collectives alone: what no shares go below.
 *Gain*: over the even split, at 2:1 at least {GAIN} is asked. Load average
 {results["load_before"]} before.
 

@@ -50,6 +50,16 @@ def test_stages_that_are_not_equal_wait_for_the_slowest():
     assert found.times["compute"] == pytest.approx(4 * 4.5) and found.times["uneven"] == pytest.approx(4 * 1.5)
 
 
+def test_unlike_places_have_blocks_and_memory_of_their_own():
+    """Of nine blocks the place that is twice as fast has six; where it has no memory for them the mesh does not fit."""
+    mesh = Mesh(2, 1, 1, 1, microbatches=4)
+    for limits, fits in ((2000.0, 500.0), True), ((1000.0, 500.0), False), ((2000.0, 300.0), False):
+        unlike = replace(pricer(9), machines=lambda pp, limits=limits: (limits, (2.0, 1.0)))
+        found = unlike.price(mesh)
+        assert found.fits is fits and (not fits or list(unlike.starts(2, 1)) == [0, 6])
+    assert found.times["uneven"] == pytest.approx(0) and pricer(9).price(mesh).times["uneven"] > 0
+
+
 def test_memory_by_hand():
     one = pricer().price(Mesh(1, 1, 1, 1, microbatches=4)).memory
     assert one == 8 * 16 + 8 * 100 + 7
