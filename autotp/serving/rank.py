@@ -123,8 +123,9 @@ async def _serve(options: Options, answers: Answers, replica: int) -> None:
         )
     )  # fmt: skip
     server.handle_exit = lambda *_: setattr(server, "should_exit", True)  # type: ignore[method-assign]  always by finishing what is begun
-    serving, last, before = asyncio.create_task(server.serve()), 0.0, 0
-    while not (await asyncio.wait([serving], timeout=LOOK_SECONDS))[0]:
+    serving, last, before, going = asyncio.create_task(server.serve()), 0.0, 0, True
+    while going:
+        going = not (await asyncio.wait([serving], timeout=LOOK_SECONDS))[0]
         server.should_exit |= answers.failure is not None
         now = time.monotonic()
         if not last and server.started and all(path.exists() for path in sockets):
@@ -132,7 +133,7 @@ async def _serve(options: Options, answers: Answers, replica: int) -> None:
             names, room = ", ".join(answers.models), answers.context
             if replica == 0:
                 print(f"serving {names} at {where} with {room} tokens for a prompt and its answer", flush=True)
-        if last and now - last >= REPORT_SECONDS:
+        elif last and (now - last >= REPORT_SECONDS or not going):
             if answers.tokens != before:
                 rate = (answers.tokens - before) / (now - last)
                 print(f"{name}{rate:.1f} tokens/s, {answers.running} answers under way", flush=True)

@@ -1,4 +1,4 @@
-"""What serving costs on local gloo ranks: `python -m benchmarks.lists.serving [--write]`.
+"""What serving costs on local gloo ranks: `python -m benchmarks.lists.serving [--write] [--resume FILE]`.
 
 Two processes of one thread each hold the Llama of `benchmarks.decode`, unsharded on the first, under transformers'
 `tp_plan`, and sharded by autotp, and answer requests by transformers' engine of continuous batching: sixteen at once,
@@ -194,13 +194,26 @@ def _ask(address: str, i: int) -> int:
     return response.status
 
 
-def run(rounds: int) -> Record:
+def measured_once(file: Path | None, part: str, measure: Callable[[], Any]) -> Any:
+    """A part of the figures: what a file has of it from a run that ended early, else measured, and written there."""
+    parts = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+    if part not in parts:
+        parts[part] = measure()
+        if file is not None:
+            file.write_text(json.dumps(parts))
+    return parts[part]
+
+
+def run(rounds: int, file: Path | None = None) -> Record:
     """All figures.
+
+    Args:
+        rounds: of times. file: of parts that are measured already.
 
     Raises:
         RuntimeError: a way gives other tokens.
     """
-    everyone = on_ranks(functools.partial(measured, rounds), RANKS)
+    everyone = measured_once(file, f"{rounds} rounds", lambda: on_ranks(functools.partial(measured, rounds), RANKS))
     tokens = everyone[0]["tokens"]
     # In float32 sums in another order part two tokens of nearly equal scores, and all that follow.
     for name, answers in tokens.items():
@@ -208,7 +221,7 @@ def run(rounds: int) -> Record:
         if same < MANY - 1:
             raise RuntimeError(f"{name}: {MANY - same} of {MANY} first tokens are others than the unsharded module's")
     times = {name: joined([Times(**x["times"][name]) for x in everyone]) for name in everyone[0]["times"]}
-    return {"times": times, "around": [x["around"] for x in everyone], "memory": memory()}
+    return {"times": times, "around": [x["around"] for x in everyone], "memory": measured_once(file, "memory", memory)}
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -250,9 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lists.serving", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds (default {ROUNDS})")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what is measured here, and go on from it")
     given = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
-    text = page({**run(given.rounds), "rounds": given.rounds})
+    text = page({**run(given.rounds, given.resume), "rounds": given.rounds})
     print(text)
     if given.write:
         write_section(HEADING, text)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from autotp.runtime.generation.per_request import Choice
 from autotp.serving.answers import Answers, Cut
 from tests.helpers.processes.serving import CLIENTS, NEW, PROMPTS, client_of, example, here, raw, text_of, until
 
+CURL = shutil.which("curl")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
@@ -60,8 +62,11 @@ def test_many_clients_have_their_own_tokens(small, served, client):
 
     def ask(i: int) -> str:
         asked: Any = {"model": "small", "prompt": PROMPTS[i], "max_tokens": NEW}
-        if i % 2:
+        if i % 4 == 1:
             return client.completions.create(**asked).choices[0].text
+        if i % 4 == 3 and CURL is not None:
+            command = [CURL, "-s", f"{served[0]}/v1/completions", "--json", json.dumps(asked)]
+            return json.loads(subprocess.check_output(command, timeout=100))["choices"][0]["text"]
         return "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
 
     with ThreadPoolExecutor(CLIENTS) as threads:
@@ -212,8 +217,13 @@ def test_what_is_not_followed_is_refused_by_its_name(served):
 
 
 def test_a_folders_own_options_hold_where_a_request_has_none(tmp_path):
-    """Such as sampling by default, beside which a request for the likeliest tokens gets those."""
+    """Such as sampling by default, beside which a request for the likeliest tokens gets those. Its code is not run."""
     model = example().small_model(tmp_path)
+    (tmp_path / "own.py").write_text("raise RuntimeError")
+    for name, kind in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
+        file = tmp_path / f"{name}.json"
+        own: Any = "own.Own" if kind == "AutoConfig" else [None, "own.Own"]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {kind: own}}))
     GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, repetition_penalty=1.3).save_pretrained(tmp_path)
     with here(tmp_path) as (address, answers):
         ids = answers.tokenizer("abcab", return_tensors="pt")["input_ids"]
@@ -297,10 +307,11 @@ def preflight(address: str, origin: str) -> bool:
 
 
 PAGE = """<p id=said></p><script>
-fetch("%s/v1/completions", {method: "POST",
+Promise.all(%s.map(prompt => fetch("%s/v1/completions", {method: "POST",
   headers: {"content-type": "application/json", authorization: "Bearer secret"},
-  body: JSON.stringify({model: "small", prompt: "abc", max_tokens: 12})})
-  .then(r => r.json()).then(b => said.textContent = b.usage.completion_tokens, e => said.textContent = e.name)
+  body: JSON.stringify({model: "small", prompt: prompt, max_tokens: 12})}).then(r => r.json())))
+  .then(all => said.textContent = encodeURIComponent(JSON.stringify(all.map(b => b.choices[0].text))),
+        e => said.textContent = e.name)
 </script>"""
 
 
@@ -311,8 +322,8 @@ def test_a_browsers_page_asks_where_its_origin_may(small, tmp_path):
     )
     Thread(target=pages.serve_forever, daemon=True).start()
     port = pages.server_address[1]
-    with pages, here(small[0], key="secret", origins=[f"http://127.0.0.1:{port}"]) as (address, _):
-        (tmp_path / "page.html").write_text(PAGE % address)
+    with pages, here(small[0], key="secret", origins=[f"http://127.0.0.1:{port}"]) as (address, answers):
+        (tmp_path / "page.html").write_text(PAGE % (json.dumps(PROMPTS), address))
         said = {}
         for host in ("127.0.0.1", "localhost"):  # another origin
             options = "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / host}"
@@ -326,7 +337,9 @@ def test_a_browsers_page_asks_where_its_origin_may(small, tmp_path):
             shown = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
             said[host] = shown.partition('id="said">')[2].partition("<")[0]
         pages.shutdown()
-    assert said == {"127.0.0.1": "12", "localhost": "TypeError"}
+    assert said["localhost"] == "TypeError"
+    texts = [text.replace("�", "") for text in json.loads(unquote(said["127.0.0.1"]))]
+    assert texts == [wanted(small, answers, prompt).replace("�", "") for prompt in PROMPTS]
 
 
 def first_token(address: str) -> float:

@@ -85,6 +85,8 @@ def test_ranks_answer_and_drain(small, tmp_path):
                 results = [call.result()[:2] for call in last]
             assert [(status, body["usage"]["completion_tokens"]) for status, body in results] == [(200, 200)] * 4
             assert process.wait(PATIENCE) == 0 and not ranks_of(process)
+        until(lambda: lines[-1:] == ["stopped\n"])
+        assert sum(" tokens/s, 0 answers under way" in x for x in lines) >= (1 if more[0] == "--tp" else 2), lines
 
 
 def test_a_rank_that_dies_is_named_and_a_restart_serves(small):

@@ -13,7 +13,7 @@ import inspect
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -89,9 +89,9 @@ UNSUPPORTED = (
 class Followers(DistributedHelper):
     """The engine's exchanges between ranks, each a turn of the module's."""
 
-    def __init__(self, module: Any, tokens: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, module: Any, manager: Manager) -> None:
         super().__init__(None, None)  # heads are not the engine's to split
-        self.calls, self.tokens = Repeated(module), tokens
+        self.calls, self.manager = Repeated(module), manager
         self.ranks = module._source.ranks
         self.tp_local_rank = own_place(self.ranks)
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
@@ -102,7 +102,8 @@ class Followers(DistributedHelper):
     ) -> tuple[int, int, int]:
         """Return the largest of each number on any rank."""
         mine = STATE.pack(payload_size, stop_status, pause_requested)
-        words = self.calls.words(self.tokens())
+        last: Any = self.manager.batch_processor.inputs_and_outputs  # type: ignore[union-attr]
+        words = self.calls.words(last.output_ids[0, : last.num_request_in_batch])
         every = meet(self.ranks and self.ranks.channel, "next batch of requests", mine + words)
         # What is changed in a pause is held against the other ranks in full.
         self.calls.agreed = bool(words) and every.count(mine + words) == len(every) and not pause_requested
@@ -127,7 +128,7 @@ class Manager(engine.ContinuousBatchingManager):
         if choices:
             self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([Choices()]))
             self.logit_processor.tensors_required = 1
-        self.distributed_helper: Any = Followers(module, self.tokens)
+        self.distributed_helper: Any = Followers(module, self)
         self.is_tp_driver = self.distributed_helper.is_tp_driver
         if not self.is_tp_driver:
             self.output_router.output_queue.queue = deque(maxlen=UNREAD)
@@ -148,11 +149,6 @@ class Manager(engine.ContinuousBatchingManager):
             self.adapter, self.distributed_helper.calls.agreed = adapter, False
         return SimpleNamespace(logits=self.distributed_helper.calls(*processor.cache.arguments(batch)))
 
-    def tokens(self) -> torch.Tensor:
-        """Tokens of the last batch."""
-        last: Any = self.batch_processor.inputs_and_outputs  # type: ignore[union-attr]
-        return last.output_ids[0, : last.num_request_in_batch]
-
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
             self.batch_processor.reset()
@@ -169,9 +165,9 @@ class Manager(engine.ContinuousBatchingManager):
             safety_margin=options.safety_margin,
             max_requests_per_batch=options.max_requests_per_batch,  # type: ignore[arg-type]
         )
-        queues = (self.input_queue, self.cancel_queue) if self.is_tp_driver else (None, None)
         return engine.ContinuousBatchProcessor(
-            pages, config, self.generation_config, options, self.logit_processor, *queues, self.output_router,
+            pages, config, self.generation_config, options, self.logit_processor, self.input_queue,
+            self.cancel_queue, self.output_router,
             self.background_thread_status, module.device, module.dtype, scheduler, self.distributed_helper,
         )  # fmt: skip
 

@@ -21,10 +21,9 @@ from autotp.errors import InputError
 
 # Arguments that the engine passes to a forward: what is handed on, and what says the same in other words.
 HANDED_ON = ("input_ids", "position_ids", "logits_to_keep")
-READ = {"attention_mask", "read_index", "write_index", "block_table", "cache"}
 SAID_OTHERWISE = {
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_indices", "logits_processor_args",
-    "use_cache", "is_causal",
+    "attention_mask", "read_index", "write_index", "block_table", "cache", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k", "logits_indices", "logits_processor_args", "use_cache", "is_causal",
 }  # fmt: skip
 UNKNOWN = (
     "a batch of transformers' continuous batching brings {names}, which a sharded module does not know: this version "
@@ -119,7 +118,7 @@ class RankPages(PagedAttentionCache):
         """Copy blocks of a request for another that goes on from it."""
         for name, (source, target) in copy_src_and_dst.items():
             allocator: Any = self.cache_allocators[name]
-            for i in allocator.layer_indices if source else ():
+            for i in allocator.layer_indices:
                 for pool in (self.carrier.layers[i].keys, self.carrier.layers[i].values):
                     if pool.stride(2):  # else it stands for the part of a rank that has no head
                         pages = pool.unflatten(2, (-1, allocator.tokens_per_page))
@@ -134,7 +133,7 @@ class RankPages(PagedAttentionCache):
         Raises:
             InputError: it passes something that would be ignored.
         """
-        unknown = sorted(batch.keys() - {*HANDED_ON} - READ - SAID_OTHERWISE)
+        unknown = sorted(batch.keys() - {*HANDED_ON} - SAID_OTHERWISE)
         if unknown:
             raise InputError(UNKNOWN.format(names=", ".join(unknown)))
         keywords = {name: batch[name] for name in HANDED_ON if name in batch}
