@@ -66,7 +66,7 @@ def run(options: Options) -> None:
         AutoTPError: another rank has failed, or the folder cannot be served.
     """
     folder, *adapters = options.folders
-    names = list(map(str, range(1, 1 + len(adapters))))  # a module's name has no dot
+    beside = {str(i): path for i, path in enumerate(adapters, 1)}  # a module's name has no dot
     (replica, rank), cuda = divmod(int(os.environ["RANK"]), options.tp), torch.cuda.is_available()
     world = options.tp * options.dp
     batches = ContinuousBatchingConfig(page_size=PAGE, scheduler_type="fair")
@@ -79,10 +79,9 @@ def run(options: Options) -> None:
     # A file, and no port, is what the ranks of one node meet by.
     store: Any = dist.FileStore(str(options.folder / f"ranks{replica}"), options.tp)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=options.tp)
-    beside = dict(zip(names, adapters, strict=True))
     module: Any = from_pretrained(folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside)
     with module._calls.turn("serving"), torch.no_grad():
-        manager = manager_of(module, None, batches, None, choices=True, adapters=names)
+        manager = manager_of(module, None, batches, None, choices=True, adapters=[*beside])
     manager.output_router.output_queue.queue = deque(maxlen=0)  # of results for clients that have gone
     manager.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # what ends is the first rank's server, and then all others
@@ -91,7 +90,7 @@ def run(options: Options) -> None:
         if replica == 0:
             print(module.plan, flush=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        models = dict(zip(map(model_name, options.folders), ["", *names], strict=True))
+        models = dict(zip(map(model_name, options.folders), ["", *beside], strict=True))
         answers = Answers(
             models, module, tokenizer, manager, _context(module, manager), options.max_tokens,
             -(-options.most // options.dp),
