@@ -100,7 +100,11 @@ class Followers(DistributedHelper):
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, int, int]:
-        """Return the largest of each number on any rank."""
+        """Return the largest of each number on any rank.
+
+        Args:
+            payload_size: requests that rank 0 has for all. stop_status, pause_requested: wishes, as the engine has them.
+        """
         mine = STATE.pack(payload_size, stop_status, pause_requested)
         last: Any = self.manager.batch_processor.inputs_and_outputs  # type: ignore[union-attr]
         words = self.calls.words(last.output_ids[0, : last.num_request_in_batch])
