@@ -103,7 +103,7 @@ class Followers(DistributedHelper):
         """Return the largest of each number on any rank.
 
         Args:
-            payload_size: requests that rank 0 has for all. stop_status, pause_requested: wishes, as the engine has them.
+            payload_size: requests that rank 0 has. stop_status, pause_requested: wishes, as the engine has them.
         """
         mine = STATE.pack(payload_size, stop_status, pause_requested)
         last: Any = self.manager.batch_processor.inputs_and_outputs  # type: ignore[union-attr]
