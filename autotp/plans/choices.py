@@ -55,16 +55,16 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp alone. What is computed
+    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp and ep alone. What is computed
     again is the caller's to wrap."""
-    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1 or mesh.ep > 1):
+    if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1):
         return ""
-    if mesh.pp > 1:
-        chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
-        return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, dp={mesh.dp}{chunks}, ...)"
     degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}
     degrees |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     axes = ", ".join(f"{name}={n}" for name, n in degrees.items())
+    if mesh.pp > 1:
+        chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
+        return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, {axes}{chunks}, ...)"
     split = ", fully_shard=True" if mesh.fully_shard else ""
     return f"autotp.compile(model, {mesh.tp}, {axes}{split}, ...)"
 

@@ -140,7 +140,6 @@ ALONE = Axes()
 # With experts over ep: the keyword, what it may be, and why not another.
 STAYING: dict[str, tuple[Any, str]] = {
     "cp": ((None, 1), "rows of parts of sequences do not travel"),
-    "pp": ((None,), "what a stage sends does not go with rows that travel in it"),
     "precision": ((None,), "scales of float8 of rows that travel are not those of one device"),
     "backend": ((None, "eager"), "a compiler needs to know how many rows there are, which the router decides"),
     "compare": ((None,), "autotp.verify(model, tp, inputs, dp=2, ep=2) compares with the original"),

@@ -1,8 +1,8 @@
 """DeepSeek-V3 on 64 and 512 devices, with rows that travel and without.
 
 `python -m benchmarks.predicted.experts [--write]`. Nothing runs: the model is on the meta device, and every figure is
-predicted. Meshes that autotp does not run, such as stages with experts over dp, are priced by the same arithmetic and
-marked.
+predicted. Meshes that autotp does not run, such as stages whose weights are split over dp, are priced by the same
+arithmetic and marked.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ Megatron's are those of [Megatron Bridge]({BRIDGE})
 (pp 16, ep 64, no tp, on 2,048), torchtitan's of [its config]({TITAN})
 for the 671B model (no tp, no pp, weights split over all, ep left at 1). Where devices are too few, ep is what dp
 leaves. With ep below dp ranks that follow each other gather the experts that they have alike, as autotp does it. It
-runs no stages with experts over dp, none whose weights are split over dp, and holds whole experts where dp does not
-divide their number (256): rows of such say so, and are priced by the same arithmetic. A row of a token is sent once for
+splits weights of stages over dp otherwise than is priced, once a step, and holds whole experts where dp does not divide
+their number (256): rows of such say so, and are priced by the same arithmetic. A row of a token is sent once for
 each of its 8 experts, and by every rank of tp; neither DualPipe nor an exchange that hides under products, nor a token
 that goes to a node once, is in the price.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import peft
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from transformers import DynamicCache
 
 from tests.helpers.modules.quantised import torchao
@@ -30,7 +31,7 @@ class Feature:
             which gives the largest difference from one device; None: it is trained.
         draws: random numbers or scales are autotp's own, so that one device is autotp's at tp=1; slices: they are each
             dp rank's own.
-        close: what counts as equal.
+        family: of the model. close: what counts as equal.
     """
 
     name: str
@@ -40,14 +41,16 @@ class Feature:
     use: Use | None = None
     draws: bool = False
     slices: bool = False
+    family: str = "llama"
     close: float = 1e-9
 
 
 def dropout(model: Any) -> nn.Module:
-    """Dropout in the attention and between the layers of each feed-forward."""
+    """Dropout in the attention and between the layers of each feed-forward that is no expert."""
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.2))
+        if hasattr(layer.mlp, "act_fn"):
+            layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.2))
     return model
 
 
@@ -84,6 +87,7 @@ class ByName(nn.Module):
         return logits, *(x for layer in cache.layers for x in (layer.keys, layer.values))
 
 
+WITHIN = {"*.experts.gate_up_proj": Shard(1), "*.experts.down_proj": Shard(2)}  # what is dealt by expert is not cut
 CARRIED = dict(enumerate(("k0", "v0", "k1", "v1"), 1))
 SMALL = {"smallest": 16}
 
@@ -97,6 +101,7 @@ FEATURES = (
     Feature("fully_shard", {"dp": 2}, {"fully_shard": True}),
     Feature("cp", {"cp": 2}),
     Feature("pp", {"pp": 2}),
+    Feature("ep", {"dp": 2}, {"ep": 2, "pins": WITHIN}, family="mixtral", close=1e-6),  # its router: float32
     Feature("sequence parallelism", options={"sequence_parallel": True}),
     Feature("dropout", change=dropout, draws=True, slices=True),
     Feature("checkpointing", change=checkpointing),
@@ -122,6 +127,7 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 RECIPES = tuple(name for name in BY_NAME if name.startswith("float8"))
 WITHOUT_MEANING: dict[frozenset[str], str] = {
     frozenset({"dp", "fully_shard"}): "fully_shard splits over dp: its row is the one with dp",
+    frozenset({"dp", "ep"}): "ep deals experts to the ranks of dp: its row is the one with dp",
     frozenset({"Trainer", "accelerate"}): "each of them prepares the module, and has the loop",
     **{frozenset(two): "a product is computed by one recipe" for two in combinations(RECIPES, 2)},
     **{frozenset({r, "quantised weights"}): "such products have a precision of their own" for r in RECIPES},

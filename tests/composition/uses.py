@@ -162,7 +162,7 @@ def certify(run: Any) -> float:
     """A type checker that others wrote; it has no figure."""
     options, axes = planned(run), run.axes
     beside = {k: v for k, v in axes.items() if k in ("dp", "cp") and v > 1}
-    beside |= {k: v for k, v in run.options.items() if k == "fully_shard"}
+    beside |= {k: v for k, v in run.options.items() if k in ("fully_shard", "ep")}
     model, example = run.model(), run.example()
     if axes["pp"] > 1:
         plan = run.subject.pipe.plan
@@ -178,10 +178,13 @@ def verify(run: Any) -> float:
     """Every value and gradient on simulated ranks, with decoded tokens where something generates."""
     options, axes = planned(run), run.axes
     options |= {k: v for k, v in axes.items() if k in ("dp", "cp") and v > 1}
+    experts = {k: v for k, v in run.options.items() if k == "ep"}
     if "fully_shard" in run.options:
         options["plan"] = autotp.plan(
-            run.model(), axes["tp"], example_inputs=run.example(), dp=axes["dp"], fully_shard=True
+            run.model(), axes["tp"], example_inputs=run.example(), dp=axes["dp"], fully_shard=True, **experts
         )
+    else:
+        options |= experts
     if run.cached or any(n.startswith("generate") for n in run.names):
         options["generate"] = TOKENS
     if axes["pp"] > 1:

@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", T5 | START),
     "llama-uneven": ("LlamaForCausalLM", DECODER | {"vocab_size": 257, "intermediate_size": 129}),
     "llama-cache": ("LlamaForCausalLM", DECODER | {"use_cache": True}),
+    "mixtral": ("MixtralForCausalLM", DECODER | {"num_local_experts": 4, "experts_implementation": "eager"}),
 }
 TWELVE = list(FAMILIES)[:12]
 DEPTHS = {"num_hidden_layers", "n_layer", "num_layers"}

@@ -197,8 +197,11 @@ def test_what_does_not_go_with_it_is_refused():
     assert "float8" in refused(precision="float8")
     assert "sequences do not travel" in refused(cp=2)
     assert "no products by expert" in refused(model=Plain())
-    with pytest.raises(InputError, match="stage"):
-        autotp.verify(mixture("by hand"), 1, tokens(), pp=2, **TWO)
+
+
+def test_stages_have_rows_that_travel():
+    report = proved(mixture("mixtral", double=False, num_hidden_layers=2), 1, pp=2)
+    assert report and report.plan.batch.ep == 2, report
 
 
 class Peeking(Mixture):

@@ -105,6 +105,22 @@ def _loaded(pipe: Any, optimizer: Any, folder: str) -> float:
     return apart(pipe.module.full_state_dict(), before)
 
 
+def dealt(rank: int, world: int, group: Any) -> dict[str, float]:
+    """How far a step of stages with experts over dp is from one device's, and the part of its experts that a rank has."""
+    case = Case("mixtral", "Schedule1F1B", tp=1, dp=2, options={"ep": 2})
+    with double():
+        model = made(case)
+        pipe, schedule = staged(case, model)
+        batches = [batch_of(model, seed=i) for i in range(case.dp)]
+        loss = pipe.step(schedule, **batches[rank % case.dp])
+        wanted = sum(on_one_device(model, batch) for batch in batches) / case.dp
+        gradients = {n: p.grad.div_(case.dp) for n, p in model.named_parameters() if p.grad is not None}
+        told = {"loss": float((loss - wanted).abs()), "gradients": apart(pipe.module.full_grad_dict(), gradients)}
+        norms = [pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+        own = {n: p.to_local().numel() / p.numel() for n, p in pipe.module.named_parameters() if ".experts." in n}
+        return told | {"norm": float((norms[0] - norms[1]).abs()), "experts": max(own.values()), "of": len(own)}
+
+
 CELLS = ("loss", "gradients", "norm", "weights", "called", "gradients of a call", "of two calls", "loaded")
 LOOPS = {"Schedule1F1B": (1, 2), "ScheduleInterleavedZeroBubble": (2, 4), "ScheduleZBVZeroBubble": (2, 4)}
 
@@ -124,6 +140,12 @@ def test_steps_with_dp_are_those_of_one_device(pool: Pool, tmp_path: Path, kind:
     else:
         assert_right(found, "evaluation")
     assert all((told["part"] < 0.6) == split for told in found), [told["part"] for told in found]
+
+
+def test_steps_with_experts_over_dp_are_those_of_one_device(pool: Pool) -> None:
+    for told in pool.run(dealt):
+        assert told.pop("experts") == 0.5 and told.pop("of") == 2, "of the one layer of its stage"
+        assert max(told.values()) < 1e-6, (told, "transformers' router computes in float32")
 
 
 def test_steps_with_cp_are_those_of_one_device(pool: Pool, tmp_path: Path) -> None:
