@@ -27,7 +27,7 @@ from .uses import SIMULATED, train
 ROWS, LENGTH, MICROBATCHES, MOST = 8, 16, 2, 8
 LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
          "vocab_size": 64, "num_hidden_layers": 2}  # fmt: skip
-ONLY_SHARDED = {"fully_shard", "ep", "sequence_parallel", "compare", "backend"}
+ONLY_SHARDED = {"fully_shard", "ep", "pins", "sequence_parallel", "compare", "backend"}
 HEAD, IGNORED = 16, -100
 
 

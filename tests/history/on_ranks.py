@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import autotp
-from autotp.comm import collectives
+from autotp.comm import collectives, conversions
 from autotp.errors import RankError
 from autotp.runtime import weight_reads
 from autotp.runtime.generation import generating
@@ -224,10 +224,11 @@ def sampled(rank: int, group: Any, folder: str) -> Pair:
             return right, math.inf
 
 
-def dealt_experts(rank: int, group: Any, folder: str) -> Pair:
-    """Gradients of experts that are dealt over dp, and those without the mean's divisor."""
+@cache
+def dealt_experts(rank: int) -> Callable[[], float]:
+    """How far gradients are from one device's, of experts that are dealt over dp, two for a rank."""
     model, mesh = mixture("by hand"), init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
-    own: Any = {"dp": 4, "ep": 4, "mesh": mesh, "example_inputs": part(tokens(), rank, 4)}
+    own: Any = {"dp": 4, "ep": 2, "mesh": mesh, "example_inputs": part(tokens(), rank, 4)}
     parts: Any = autotp.compile(mixture("by hand"), **own)
     model(**tokens()).square().mean().backward()
 
@@ -236,8 +237,22 @@ def dealt_experts(rank: int, group: Any, folder: str) -> Pair:
         parts(**own["example_inputs"]).square().mean().backward()
         return gradients_differ(parts, model)
 
+    return off
+
+
+def undivided(rank: int, group: Any, folder: str) -> Pair:
+    """Gradients of experts, and those without the mean's divisor."""
+    off = dealt_experts(rank)
     right = off()
     with patch.object(weight_reads, "unwrap", lambda found, owners: unwrap(found, [1] * len(owners))):
+        return right, off()
+
+
+def unsorted(way: tuple[str, str], left: str, rank: int, group: Any, folder: str) -> Pair:
+    """Rows that travel, and such as are left in the order in which they came, or in which their experts had them."""
+    off = dealt_experts(rank)
+    right, nothing = off(), {left: conversions.nothing}
+    with patch.dict(conversions.KINDS, {way: replace(conversions.KINDS[way], **nothing)}):
         return right, off()
 
 
@@ -259,7 +274,11 @@ ROWS = [
     OnRanks(45, "transformers#48569, Megatron#7452", "the optimizer's state is another parameter's after a resume",
             "the moments of two parameters are exchanged", resumed, world=4),
     OnRanks(47, "pytorch#160285, Megatron#5956", "gradients of experts over ep are ep times too large",
-            "the divisor of the mean over dp is left out", dealt_experts, world=4),
+            "the divisor of the mean over dp is left out", undivided, world=4),
+    OnRanks(48, "vllm#52639, torchtitan#3604", "what experts made of a token comes back to another",
+            "rows come back in their experts' order", partial(unsorted, ("T", "S"), "pre"), world=4),
+    OnRanks(49, "torchtitan#1237", "products by expert read other rows than came for them",
+            "counted by expert, and left in their senders' order", partial(unsorted, ("S", "T"), "post"), world=4),
 ]  # fmt: skip
 
 
