@@ -150,7 +150,7 @@ def pairs() -> list[tuple[str, ...]]:
 
 
 def triples() -> list[tuple[str, ...]]:
-    """Drawn at random, of those that have a meaning."""
-    every = list(combinations(BY_NAME, 3))
+    """Drawn at random, of those of one model that have a meaning."""
+    every = list(combinations([name for name, feature in BY_NAME.items() if feature.family == "llama"], 3))
     drawn = Random(SEED).sample(every, len(every))
     return sorted([three for three in drawn if not meaning(three)][:TRIPLES], key=every.index)
