@@ -110,12 +110,11 @@ def going_on(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
         error = str(refusal)
     model: Any = mixture("mixtral", double=False).eval()
     generating: Any = autotp.compile(model, dp=2, ep=2, mesh=mesh, example_inputs=given, **options).eval()
-    asked: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-    new = generating.generate(**given, **asked)
-    found = {"longer": worst, "error": error, "new": new.equal(model.generate(**tokens(), **asked).chunk(2)[mine])}
+    found: dict[str, Any] = {"longer": worst, "error": error}
     # The first rank's prompt ends at once, and the other's goes on: from then on it alone has a request.
     rows = part(tokens(5, 2), mine, 2)
-    asked |= {"max_new_tokens": 4, "eos_token_id": int(model.generate(**part(tokens(5, 2), 0, 2), **asked)[0, 6])}
+    asked: dict[str, Any] = {"max_new_tokens": 4, "use_cache": True, "do_sample": False, "pad_token_id": 0}
+    asked |= {"eos_token_id": int(model.generate(**part(tokens(5, 2), 0, 2), **asked)[0, 6])}
     ends = [model.generate(**part(tokens(5, 2), lane, 2), **asked) for lane in range(2)]
     found["steps"], found["alone"] = [x.shape[1] for x in ends], generating.generate(**rows, **asked).equal(ends[mine])
     with torch.no_grad():  # of equal scores all tokens take the first two experts, which one rank has
@@ -127,7 +126,7 @@ def going_on(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
 
 def test_checkpoints_lengths_generation_and_one_error_on_all_ranks(pool, tmp_path):
     everyone = pool.run(going_on, str(tmp_path / "checkpoint"))
-    assert all(found["longer"] < EXACT and found["new"] for found in everyone), everyone
+    assert all(found["longer"] < EXACT for found in everyone), everyone
     assert all(found["steps"] == [7, 10] and found["alone"] and found["one rank's"] for found in everyone), everyone
     assert {found["error"] for found in everyone} == {everyone[0]["error"]}
     assert "dp ranks [1] have an expert for" in everyone[0]["error"]
