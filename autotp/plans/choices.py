@@ -55,8 +55,8 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp and ep alone. What is computed
-    again is the caller's to wrap."""
+    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp and ep alone. What is
+    computed again is the caller's to wrap."""
     if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1):
         return ""
     degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}

@@ -21,7 +21,8 @@ HEAD = """# Everything with everything
 
 Each feature with each other, and {triples} triples drawn at random, on up to 8 CPU processes beside one device: a Llama
 of two layers in float64, or with ep a Mixtral of four experts, with tp=2 in every cell. `python -m tests.composition`
-runs all of it and writes this page from `tests/composition/results.json`; a sample runs in `make test`, and all of it in `make slow`.
+runs all of it and writes this page from `tests/composition/results.json`; a sample runs in `make test`, and all of it
+in `make slow`.
 
 Of {meaningful} combinations that have a meaning {equal} are equal ({share}), {refused} are refused by a
 sentence{failed}; {rest} have no meaning.

@@ -34,8 +34,9 @@ Each refusal names the place: **numbers** the first value that differs, or its g
 the conversion or the output; **ranks** say how far the two are apart. What **numbers** alone sees has the layouts that
 it should have, and computes another thing in them. How a dimension is dealt (23 to 26) has no word in the certificate's
 types. A bug after the backward, or between calls, is in no program of the ranks, so runs alone show it. Of rows that
-travel to their experts (47 to 49) the checker is told nothing: it types one axis, tp, and rows that are sent over dp, and
-those that come back, are each rank's own in its words. `autotp.verify` notices 48 and 49 (`tests/proof/test_travel.py`).
+travel to their experts (47 to 49) the checker is told nothing: it types one axis, tp, and rows that are sent over dp,
+and those that come back, are each rank's own in its words. `autotp.verify` notices 48 and 49
+(`tests/proof/test_travel.py`).
 
 Of row 43 the place is tried, scales of gradients that are each rank's own, and not what led there, a compiled largest
 value: what is proved is the program that is then compiled.

@@ -106,7 +106,7 @@ def _loaded(pipe: Any, optimizer: Any, folder: str) -> float:
 
 
 def dealt(rank: int, world: int, group: Any) -> dict[str, float]:
-    """How far a step of stages with experts over dp is from one device's, and the part of its experts that a rank has."""
+    """How far a step of stages with experts over dp is from one device's, and the part of experts that a rank has."""
     case = Case("mixtral", "Schedule1F1B", tp=1, dp=2, options={"ep": 2})
     with double():
         model = made(case)
