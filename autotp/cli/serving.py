@@ -18,7 +18,7 @@ PARTS, KEY = ("transformers", "fastapi", "uvicorn", "openai"), "AUTOTP_API_KEY"
 def serve(
     folders: list[Path], screen: Screen, tp: int = 1, dp: int = 1, dtype: str | None = None, host: str = "127.0.0.1",
     port: int = 8000, api_key: str | None = None, origin: list[str] | None = None, max_tokens: int = 1024,
-    concurrent: int = 256, pool: int | None = None,
+    concurrent: int = 256, pool: int | None = None, cluster: str | None = None,
 ) -> int:  # fmt: skip
     """Serve a folder of transformers, and adapters of PEFT to it, over ranks of this machine, as OpenAI's API.
 
@@ -38,6 +38,7 @@ def serve(
         max_tokens: New tokens of an answer at most, and where a request does not say how many.
         concurrent: Answers at once; who asks for more is told to come again (429).
         pool: Tokens of all requests whose keys and values are kept. Default: as memory allows.
+        cluster: To plan for: a preset or file; of unlike devices one that says them rank by rank. Default: h100.
     """
     if missing := [name for name in PARTS if importlib.util.find_spec(name) is None]:
         raise InputError(f"serving needs {', '.join(missing)}: pip install 'autotp[serve]'.")
@@ -53,6 +54,6 @@ def serve(
             raise InputError(f"{folder} holds no {FILES[at > 0]}. Give the model's folder, then those of adapters.")
     if len({*map(model_name, folders)}) < len(folders):
         raise InputError("two folders have one name, by which requests ask for a model. Rename one.")
-    launch(Options(folders, tp, dp, kind, host, port, key, origins, max_tokens, concurrent, pool))
+    launch(Options(folders, tp, dp, kind, host, port, key, origins, max_tokens, concurrent, pool, cluster))
     screen.say("stopped")
     return FINE

@@ -37,6 +37,7 @@ class Options:
         dtype: of the weights, or None.
         host, port: to listen on. key: that clients show, or empty. origins: of pages whose scripts may ask.
         max_tokens: of an answer. most: answers at once. pool: tokens that are kept of all requests, or None.
+        cluster: to plan for, a preset or a file, or None.
         folder: of files and sockets by which the ranks meet, which is the user's alone.
     """
 
@@ -51,6 +52,7 @@ class Options:
     max_tokens: int
     most: int
     pool: int | None
+    cluster: str | None = None
     folder: Path = Path()
 
     @property
@@ -79,7 +81,9 @@ def run(options: Options) -> None:
     # A file, and no port, is what the ranks of one node meet by.
     store: Any = dist.FileStore(str(options.folder / f"ranks{replica}"), options.tp)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=options.tp)
-    module: Any = from_pretrained(folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside)
+    module: Any = from_pretrained(
+        folder, options.tp, dtype=options.dtype, objective="decode", adapters=beside, cluster=options.cluster
+    )
     with module._calls.turn("serving"), torch.no_grad():
         manager = manager_of(module, None, batches, None, choices=True, adapters=[*beside])
     manager.output_router.output_queue.queue = deque(maxlen=0)  # of results for clients that have gone

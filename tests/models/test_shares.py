@@ -21,6 +21,7 @@ SIX: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_val
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("llama", SIX, (2, 1)),
     ("llama", SIX, (3, 2, 1)),
+    ("llama", SIX, (1, 0)),
     ("gpt2", {"n_embd": 96, "n_head": 6, "n_layer": 1}, (3, 1)),
     ("t5", {"num_layers": 1, "num_decoder_layers": 1}, (2, 1)),
 ]
