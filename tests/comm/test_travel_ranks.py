@@ -18,7 +18,7 @@ from transformers import MixtralForCausalLM
 
 import autotp
 from autotp.cost import Cluster
-from autotp.errors import InputError
+from autotp.errors import CaptureError, InputError
 from autotp.runtime import weight_reads
 from autotp.runtime.checkpoint.archives import Archive
 from autotp.runtime.storage import unwrap
@@ -108,9 +108,14 @@ def going_on(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
             sharded(**given)
     except InputError as refusal:
         error = str(refusal)
+    fewer = ""
+    try:
+        autotp.compile(Mixture(experts=3), dp=2, ep=2, mesh=mesh, example_inputs=given, **options)
+    except CaptureError as refusal:
+        fewer = str(refusal)
     model: Any = mixture("mixtral", double=False).eval()
     generating: Any = autotp.compile(model, dp=2, ep=2, mesh=mesh, example_inputs=given, **options).eval()
-    found: dict[str, Any] = {"longer": worst, "error": error}
+    found: dict[str, Any] = {"longer": worst, "error": error, "fewer": fewer}
     # The first rank's prompt ends at once, and the other's goes on: from then on it alone has a request.
     rows = part(tokens(5, 2), mine, 2)
     asked: dict[str, Any] = {"max_new_tokens": 4, "use_cache": True, "do_sample": False, "pad_token_id": 0}
@@ -128,7 +133,8 @@ def test_checkpoints_lengths_generation_and_one_error_on_all_ranks(pool, tmp_pat
     everyone = pool.run(going_on, str(tmp_path / "checkpoint"))
     assert all(found["longer"] < EXACT for found in everyone), everyone
     assert all(found["steps"] == [7, 10] and found["alone"] and found["one rank's"] for found in everyone), everyone
-    assert {found["error"] for found in everyone} == {everyone[0]["error"]}
+    assert {(found["error"], found["fewer"]) for found in everyone} == {(everyone[0]["error"], everyone[0]["fewer"])}
+    assert "does not deal out the 3 experts" in everyone[0]["fewer"]
     assert "dp ranks [1] have an expert for" in everyone[0]["error"]
 
 
