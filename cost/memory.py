@@ -33,14 +33,17 @@ from .terms import Memory
 Hints = Mapping[Any, int]
 
 
-def measure(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints, cache: Cache) -> Memory:
+def measure(
+    planned: Planned, sharded: Sharded, objective: Objective, hints: Hints, cache: Cache, rank: int | None = None
+) -> Memory:
     """The memory of a planned and rewritten model.
 
     Args:
         planned: the graph with its decisions; `sharded`: the program of one rank.
         objective: what the plan is for. hints: sizes to count with. cache: what a rank holds of one.
+        rank: which; None for the fullest.
     """
-    line = _line(planned, sharded, objective, hints)
+    line = _line(planned, sharded, objective, hints, rank)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
         if not leaf.kind.steady or not tensors(leaf.node):
@@ -125,11 +128,11 @@ def _place(node: fx.Node | None) -> str:
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
 
 
-def _line(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> _Line:
+def _line(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints, rank: int | None = None) -> _Line:
     """The lifetimes of a program, which are found once, with these sizes."""
     if sharded.lifetimes is None or sharded.lifetimes.training != objective.training:
         sharded.lifetimes = _Line(planned, sharded, objective.training)
-    return sharded.lifetimes.resized(hints)
+    return sharded.lifetimes.resized(hints, rank)
 
 
 class _Life(NamedTuple):
@@ -161,8 +164,9 @@ class _Line:
             if n in sharded.origin:
                 self.base[n] = self._memory(n)
 
-    def resized(self, hints: Hints) -> _Line:
-        """Count the lifetimes with these sizes."""
+    def resized(self, hints: Hints, rank: int | None = None) -> _Line:
+        """Count the lifetimes with these sizes, on this rank; None for the fullest."""
+        self.rank = rank
         tokens = lengths(self.planned.program)
         self.hint = sizer(hints)
         self.whole = sizer({**hints, **{s: self.planned.program.hints[s] for s in tokens}})
@@ -173,7 +177,7 @@ class _Line:
 
     def share(self, layout: Layout) -> float:
         if layout not in self.shares:
-            self.shares[layout] = layout.share(self.planned.tp, self.hint)
+            self.shares[layout] = layout.share(self.planned.tp, self.hint, self.rank)
         return self.shares[layout]
 
     def size(self, value: Value, layout: Layout) -> float:

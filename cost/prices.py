@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 from torch import Tensor, fx
@@ -23,7 +24,7 @@ from .collective_costs import call_seconds, collective_bytes
 from .compute import node_flops, op_cost, peak_share
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
-from .terms import NOTHING, Cost
+from .terms import NOTHING, TERMS, Cost
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
@@ -62,6 +63,8 @@ class Prices:
         imbalance: the most rows that a rank gets for its experts, over the mean.
         gathers_weights: a weight may be gathered, at `RESCUE` times the price: for a program of a plan that was made
             for another one, where no other way is left.
+        rank: whose part counts, and whose machine `cluster` is; None: the largest part. part: what a rank has of all
+            that is dealt, in place of what layouts say.
     """
 
     program: Capture
@@ -77,6 +80,8 @@ class Prices:
     gathers_weights: bool = False
     past: Past = field(default_factory=Past)
     imbalance: float = 1.0
+    rank: int | None = None
+    part: float | None = None
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
@@ -108,9 +113,41 @@ class Prices:
         one = dict.fromkeys(self.tokens, 1) if self.guesses else {}
         return {**self.program.hints, **one}
 
+    @cached_property
+    def of_ranks(self) -> tuple[Prices, ...]:
+        """Prices of what each rank does on its own machine; () where all are alike, and of an axis beside tp."""
+        if not self.cluster.ranks or self.surcharge is not None:
+            return ()
+        return tuple([self.on(rank) for rank in range(self.tp)])
+
+    def on(self, rank: int, part: float | None = None) -> Prices:
+        """Prices of what a rank does on its own machine, with this part of all that is dealt."""
+        own = copy(self)
+        own.rank, own.part, own.cluster = rank, part, self.cluster.rank(rank)
+        own.__dict__["of_ranks"] = ()
+        return own
+
+    def _slowest(self, cost: Callable[[Prices], Cost]) -> Cost:
+        """A cost whose seconds are those of the rank that is done last, and whose bytes are those of the fullest."""
+        own = cost(self)
+        if not self.of_ranks:
+            return own
+        slow = max(map(cost, self.of_ranks), key=self.seconds)
+        times = {name: slow[name] for name in own if TERMS[name].unit == "s"}
+        return Cost(**{**dict(own), **times})
+
+    def parameter_share(self, layout: Layout) -> float:
+        """Part of a parameter that counts where parameters are to be few: of unlike ranks that of one in the mean, for
+        what is whole on several is to be little, and not what the fast ones have."""
+        if not self.of_ranks:
+            return self.share(layout)
+        return sum(prices.share(layout) for prices in self.of_ranks) / self.tp
+
     def share(self, layout: Layout) -> float:
-        """Largest part of a value that one rank holds."""
-        return layout.share(self.tp, self.hint)
+        """Part of a value that a rank holds: of `rank`, or the largest."""
+        if self.part is not None and layout.distribution is not None and not layout.distribution.by_data:
+            return self.part
+        return layout.share(self.tp, self.hint, self.rank)
 
     def bytes(self, val: Tensor) -> float:
         """Bytes of the whole value."""
@@ -133,6 +170,9 @@ class Prices:
             val: the whole value. layout: of the leaf.
             counted: whether it is a weight, which counts with gradient and optimizer states where it is trained.
         """
+        return self._slowest(lambda prices: prices._weight(val, layout, counted))
+
+    def _weight(self, val: Tensor, layout: Layout, counted: bool) -> Cost:
         part = self.bytes(val) * self.share(layout)
         if not counted:
             return Cost(budget_bytes=part)
@@ -140,7 +180,8 @@ class Prices:
         # A step reads the gradient, and reads and writes the weight and its states.
         traffic = 2 * with_states - part if with_states > part else 0.0
         optimizer = traffic / self.cluster.memory_bandwidth
-        return Cost(parameter_bytes=part, budget_bytes=with_states, optimizer=optimizer)
+        counted_bytes = self.bytes(val) * self.parameter_share(layout)
+        return Cost(parameter_bytes=counted_bytes, budget_bytes=with_states, optimizer=optimizer)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward; decoding does one row's part of them, and all on
@@ -173,7 +214,7 @@ class Prices:
             ins, outs: layouts of its operands and results.
             split: the loop of its rule that is split; None where it runs whole or passes sums.
         """
-        cost = self._operator(op, ins, outs, split)
+        cost = self._slowest(lambda prices: prices._operator(op, ins, outs, split))
         if self.surcharge is None:
             return cost
         return cost + Cost(surcharge=self.surcharge.operator(op, outs, self.bytes))
@@ -250,6 +291,8 @@ class Prices:
             return 1.0
         columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
         own = columns * self.share(out)
+        if not own:
+            return 1.0
         return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:

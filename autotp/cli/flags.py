@@ -69,7 +69,7 @@ class SteeringOptions:
         seconds: Of the CPU, after which the best plan so far is taken.
         precision: Of large products: float8, float8-rowwise or float8-delayed. Default: the model's.
         sequence_parallel: Force or forbid it. Default: the cost decides.
-        shares: What each rank does of the work, such as 2:1. Default: all equally much.
+        shares: What each rank does of the work, such as 2:1, or auto. Default: auto.
     """
 
     cluster: str | None = None
@@ -154,10 +154,10 @@ def read_degrees(text: str) -> list[Any]:
     return list(dict.fromkeys(map(read_degree, parts)))
 
 
-def read_ratio(text: str | None) -> tuple[int, ...] | None:
-    """`2:1` as numbers."""
-    if text is None:
-        return None
+def read_ratio(text: str | None) -> tuple[int, ...] | str | None:
+    """`2:1` as numbers; auto as it is."""
+    if text is None or text == "auto":
+        return text
     parts = text.split(":")
     if not all(part.strip().isdecimal() for part in parts):
         raise InputError(f"--shares {text}: give a whole number for each rank, such as 2:1.")

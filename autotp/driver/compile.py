@@ -54,6 +54,7 @@ from autotp.runtime.programs import Source
 from .begun_cache import BegunCache, begun_cache
 from .options import Options, warn_of_cache
 from .schedule import ready, schedule
+from .shares import find_shares, refuse_full, unlike
 
 GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
@@ -346,8 +347,8 @@ class Staged:
 
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
-    """The plan of a captured model."""
-    return plan_stages(captured, notes, options, name).plan
+    """The plan of a captured model; refused where unlike ranks cannot hold what they are dealt."""
+    return refuse_full(plan_stages(captured, notes, options, name).plan)
 
 
 @uncollected()
@@ -360,6 +361,13 @@ def plan_stages(
         captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
         before: what was made of the same with another `memory`.
     """
+    if before is None and unlike(options):
+        return find_shares(partial(_stages, captured, notes, name=name), options)
+    return _stages(captured, notes, options, name, before)
+
+
+def _stages(captured: Capture, notes: list[str], options: Options, name: str, before: Staged | None = None) -> Staged:
+    """`plan_stages` by given shares."""
     check_lengths(captured, options.objective)
     begun, odd = _begun(captured, options)
     reading = ready(captured, options.tp)
@@ -447,6 +455,7 @@ def _under(captured: Capture, plan: Plan, options: Options, states: Mapping[str,
             f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
             "it is called in here."
         )
+    options = replace(options, shares=plan.shares, units=plan.units)
     return _builder(ready(captured, plan.tp), options, plan.placements, {**plan.states, **(states or {})})
 
 
@@ -479,7 +488,8 @@ def _builder(
     return Builder(
         reading.program, options.tp, options.cluster, placements or {}, options.pins, options.sequence,
         options.objective, memory, states or {}, band=options.band, seconds=options.seconds, cache_parts=parts,
-        read_before=reading, groups=options.groups, shares=options.shares, imbalance=options.batch.imbalance,
+        read_before=reading, groups=options.groups, shares=options.shares, units=options.units,
+        imbalance=options.batch.imbalance,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from autotp.cost.solver.band import BAND
 from autotp.cost.solver.solve import SECONDS
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, examples_of, for_model, normalise
+from autotp.ir.sizes import UnitsBy
 from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
@@ -45,7 +46,7 @@ class Steering(TypedDict, total=False):
     within_node: bool
     band: float
     seconds: float
-    shares: Sequence[int] | None
+    shares: Sequence[int] | Literal["auto"] | None
 
 
 class StateKeywords(TypedDict, total=False):
@@ -210,7 +211,7 @@ class Options:
         memory: bytes that a rank may hold; None for no limit. batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less. seconds: of the search, CPU time.
         groups: ranks that a group with copies of a slice may have; () for what heads and nodes suggest.
-        shares: of the work, one for each rank; () for equal ones.
+        shares: of the work, one for each rank; () for equal ones. units: of some lengths. search: find both, if unlike.
     """
 
     tp: int
@@ -224,6 +225,8 @@ class Options:
     seconds: float = SECONDS
     groups: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
+    units: UnitsBy = ()
+    search: bool = False
 
     @classmethod
     def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axes = ALONE) -> Options:
@@ -239,10 +242,7 @@ class Options:
         steering = pick(keywords or {}, Steering)
         sequence, objective = steering["sequence_parallel"], Objective(steering["objective"], steering["optimizer"])
         if sequence is not None and not isinstance(sequence, bool):
-            raise InputError(
-                f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
-                "False."
-            )
+            raise InputError(f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None, True or False.")
         machines = Cluster.resolve(steering["cluster"])
         machines.over(check_degree(tp))  # which refuses a degree that unlike ranks cannot form
         limit = None if steering["memory"] is None else read_bytes(steering["memory"])
@@ -255,10 +255,10 @@ class Options:
         sequence_dim = 0 if sequence else None
         if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
-        band, seconds = read_number("band", steering), read_number("seconds", steering)
-        groups = (keywords or {}).get(GROUPS, ())
-        shares = read_shares(steering["shares"], tp, groups)
-        return cls(tp, machines, dims, sequence, objective, limit, batch, band, seconds, groups, shares)
+        shares, search = read_shares(steering["shares"], tp, groups := (keywords or {}).get(GROUPS, ()))
+        search &= not groups and not any((keywords or {}).get(name) for name in BITS)  # those have equal parts
+        numbers = read_number("band", steering), read_number("seconds", steering)
+        return cls(tp, machines, dims, sequence, objective, limit, batch, *numbers, groups, shares, (), search)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -271,7 +271,7 @@ class Options:
         copies = {x.copies for each in plan.decisions.values() for x in (*each.ins, *each.outs)} - {1}
         groups = tuple(sorted(copies, reverse=True))
         more = {"batch": plan.batch, "band": plan.totals.band, "groups": groups, "shares": plan.shares}
-        return cls(plan.tp, cluster, {}, None, objective, **more)
+        return cls(plan.tp, cluster, {}, None, objective, **more, units=plan.units)
 
 
 def read_invariant(keywords: Mapping[str, Any], axis: str, ranks: int | None = None) -> int | None:

@@ -110,7 +110,9 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
 def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
     """The fastest plan, or where that does not fit and one that fits exists, the fastest of those."""
     staged = plan_stages(captured, notes, replace(options, memory=None), name)
-    if staged.plan.memory.peak > limit >= staged.problem[0].leanest:
+    choice = staged.plan.share_choice
+    limit = limit if choice is None else choice.limits[0]
+    if choice is None and staged.plan.memory.peak > limit >= staged.problem[0].leanest:
         try:
             leaner = plan_stages(captured, notes, replace(options, memory=limit), name, staged)
         except PlanError:  # nothing fits
@@ -124,7 +126,7 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
         exposed=plan.totals.exposed,
         sent=plan.totals.sent,
         memory=plan.memory.peak,
-        fits=plan.memory.peak <= limit,
+        fits=not choice.full if choice is not None else plan.memory.peak <= limit,
         throughput=work / seconds / plan.tp if seconds else 0.0,
         unit=unit,
         largest_batch=largest_batch(staged, limit),

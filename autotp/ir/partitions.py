@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .sizes import Deal, Size, apportion, dealt, divide, largest, read_deal, read_size, simplify, write_size
+from .sizes import Deal, Size, UnitsBy, dealt, divide, largest, read_deal, read_size, shared, simplify, write_size
 
 if TYPE_CHECKING:
     from .specs import CopiedRuns, Runs
-
-
-TILES = 1, 2, 4, 8, 16, 32, 64  # elements that shares are whole numbers of, where a dimension has 64 of them
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,8 @@ class Distribution:
         not known."""
         return None
 
-    def by(self, shares: tuple[int, ...], tp: int) -> Distribution:
-        """The distribution of this kind by these shares, one for each rank; () for equal ones."""
+    def by(self, shares: tuple[int, ...], tp: int, units: UnitsBy = ()) -> Distribution:
+        """The distribution of this kind by these shares, one for each rank; () for equal ones; or by `units`."""
         return self
 
     def runs(self) -> Sequence[Segment] | None:
@@ -113,8 +110,8 @@ class Distribution:
         """Elements that `rank` owns, where `static`."""
         raise NotImplementedError
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
-        """Largest part that one rank stores; `hint` gives a number for every size."""
+    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
+        """Part that a rank stores, the largest where none is named; `hint` gives a number for every size."""
         return 1.0
 
     def padding(self, tp: int) -> float:
@@ -184,13 +181,11 @@ class Partition(Distribution):
         """One segment of single elements."""
         return cls.of([Segment(length, 1)], 1, tp)
 
-    def by(self, shares: tuple[int, ...], tp: int) -> Partition:
+    def by(self, shares: tuple[int, ...], tp: int, units: UnitsBy = ()) -> Partition:
         """All its elements dealt by shares, in whole tiles where there are many of these."""
-        length = self.length
-        if not shares or not isinstance(length, int):
-            return Partition.of([Segment(length, 1, shares)], 1, tp) if shares else self
-        tile = max(n for n in TILES if length % n == 0 and (length >= n * TILES[-1] or n == 1))
-        return Partition.of([Segment(length // tile, tile, apportion(length // tile, shares))], 1, tp)
+        if (deal := shared(self.length, shares, units)) is None:
+            return self
+        return Partition.of([Segment(self.length // deal[0] if deal[0] > 1 else self.length, *deal)], 1, tp)
 
     @property
     def length(self) -> Size:
@@ -287,11 +282,12 @@ class Partition(Distribution):
         """The (offset, length) runs of a static partition that `rank` owns, in order."""
         return self.to_runtime(int).spans(rank, tp)
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
         part = total = 0
         for s in self.segments:
             count, unit = hint(s.count), hint(s.unit)
-            part, total = part + largest(count, tp, s.deal) * unit, total + count * unit
+            own = largest(count, tp, s.deal) if rank is None else dealt(count, rank, tp, s.deal)[1]
+            part, total = part + own * unit, total + count * unit
         return part / max(total, 1)
 
     def padding(self, tp: int) -> float:
@@ -409,8 +405,8 @@ class Copies(Distribution):
         """The (offset, length) runs of a static one that `rank` has, in order."""
         return self.of.spans(rank // self.copies, tp // self.copies)
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
-        return self.of.share(tp // self.copies, hint)
+    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
+        return self.of.share(tp // self.copies, hint, None if rank is None else rank // self.copies)
 
     def padding(self, tp: int) -> float:
         return float(self.copies)

@@ -32,6 +32,11 @@ def divide(a: Size, b: Size) -> Size | None:
     return simplify(quotient) if whole else None
 
 
+TILES = 1, 2, 4, 8, 16, 32, 64  # elements that shares are whole numbers of, where a dimension has 64 of them
+SYMBOL = 0  # in place of the length of a dimension, where that is a symbol
+UnitsBy = tuple[
+    tuple[int, tuple[int, ...]], ...
+]  # length of a dimension, and what each rank has of it, or in proportion
 Deal = bool | tuple[int, ...]  # how units go to ranks, as `dealt` has it
 
 
@@ -56,6 +61,27 @@ def dealt(
     step = (count + tp - 1) // tp
     start = least((tp - 1 - rank if deal else rank) * step, count)
     return start, least(step, count - start)
+
+
+def tile_of(length: int) -> int:
+    """Elements that shares of a dimension of this length are whole numbers of."""
+    return max(n for n in TILES if length % n == 0 and (length >= n * TILES[-1] or n == 1))
+
+
+def shared(length: Size, shares: tuple[int, ...], units: UnitsBy) -> tuple[int, tuple[int, ...]] | None:
+    """The unit in which a dimension of this length is dealt, and how many each rank has; None: evenly.
+
+    Args:
+        shares: of the ranks; () for equal ones. units: of some lengths, whatever the shares are.
+    """
+    exact = dict(units).get(length if isinstance(length, int) else SYMBOL)
+    deal = shares if exact is None else exact
+    if len({*deal}) < 2:
+        return None
+    if exact is not None or not isinstance(length, int):
+        return 1, deal
+    tile = tile_of(length)
+    return tile, apportion(length // tile, shares)
 
 
 def largest(count: Any, tp: int, deal: Deal = False) -> Any:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from autotp.cost.terms import Memory
 from autotp.ir.decisions import Decision
 from autotp.ir.layouts import Layout
+from autotp.ir.sizes import UnitsBy
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import overview
 from autotp.plans.show.terminal import Sheet
 
 from .estimates import ALONE, Axes, Decoding, Degree, Layer, Sublayer, Totals, decoding
 from .pieces import BUCKET
+from .share_choice import ShareChoice
 
 if TYPE_CHECKING:
     from autotp.passes.shard.planner import Builder
@@ -124,7 +126,8 @@ class Plan:
         states: what is carried from call to call, such as a cached key, by its name -> layout, in every program.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
-        shares: of the work, one for each rank; () for equal ones.
+        shares: of the work, one for each rank; () for equal ones. share_choice: of unlike ranks what each does and
+            holds, and units of families of values, which go before shares.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
         builder: what solved it, which `explain` and the exports ask; None in a plan that was loaded or came from
             another process.
@@ -150,6 +153,7 @@ class Plan:
     batch: Axes = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     shares: tuple[int, ...] = ()
+    share_choice: ShareChoice | None = None
     fired: tuple[str, ...] = field(compare=False, default=())
     builder: Builder | None = field(default=None, repr=False, compare=False)
 
@@ -162,6 +166,11 @@ class Plan:
     def decoding(self) -> Decoding | None:
         """Tokens a second and the share of the limit, of a plan for decoding; None where it is for something else."""
         return decoding(self)
+
+    @property
+    def units(self) -> UnitsBy:
+        """Lengths of dimensions, and what each rank has of them whatever its share is."""
+        return self.share_choice.units if self.share_choice is not None else ()
 
     @property
     def placements(self) -> dict[str, Layout]:

@@ -2,8 +2,8 @@
 
 `axes` are the axes of the mesh in order, the outermost first, each with its size: dp, cp and tp, of which tp is always
 there and has its layouts in the records. With the first of those beside tp stands what all of these cost, with tp the
-`shares` of its ranks where they are unlike. A later format's fields of an axis (`layouts` of a further one by name,
-`virtual` ranks) may be absent, and are refused where they are not.
+`shares` of its ranks where they are unlike, and the `share_choice` of these. A later format's fields of an axis
+(`layouts` of a further one by name, `virtual` ranks) may be absent, and are refused where they are not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .plan import Plan
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
 FORMAT = 11
 UNSAVED = ("fired", "builder")  # they say something of one process alone
-MESH = ("tp", "batch", "shares")  # fields that a file has as axes
+MESH = ("tp", "batch", "shares", "share_choice")  # fields that a file has as axes
 UNSAID: dict[str, Any] = {"ep": 1, "imbalance": 1.0, "experts": []}  # of an axis, where a file leaves it out
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in (*UNSAVED, *MESH))
 MAX_FILE_BYTES = 100_000_000  # the plan of a model with hundreds of layers has a few million
@@ -55,6 +55,7 @@ def write_plan(plan: Plan) -> str:
     data |= {key: list(data[key].items()) for key in ("states", "tables")}
     axes = [[name, {"size": n}] for name, n in {**plan.batch.degrees, "tp": plan.tp}.items()]
     axes[-1][1] |= {"shares": list(plan.shares)} if plan.shares else {}
+    axes[-1][1] |= {"share_choice": _plain(plan.share_choice)} if plan.share_choice is not None else {}
     if plan.batch.degrees:
         axes[0][1] |= {key: x for key, x in _plain(plan.batch).items() if key not in BESIDE and x != UNSAID.get(key)}
     return sealed({"format": FORMAT, "axes": axes, **data, **{key: fold(data[key]) for key in FOLDED}})
@@ -127,7 +128,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
     more: list[str] = []
     for i, (axis, entry) in enumerate(axes):
-        own = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares"] * (axis == "tp")}
+        own = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares", "share_choice"] * (axis == "tp")}
         more += [f"{key} of {axis}" for key in entry if key not in own]
     order = [axis for axis in (*BESIDE, "tp") if axis in sizes]
     if [axis for axis, _ in axes] != order or "tp" not in order or more:
@@ -137,6 +138,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
             "version that saved it, or plan again."
         )
     mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE), "shares": axes[-1][1].get("shares", [])}
+    mesh["share_choice"] = axes[-1][1].get("share_choice")
     if sizes:
         mesh["batch"] = {**dict.fromkeys(BESIDE, 1), **UNSAID, **sizes, **axes[0][1]}
         del mesh["batch"]["size"]
@@ -151,7 +153,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
         if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")
     deals = [s.deal for layout in plan.placements.values() if layout.stored for s in layout.stored.segments]
-    for shares in (plan.shares, *deals):
+    for shares in (plan.shares, *deals, *(units for _, units in plan.units)):
         if isinstance(shares, tuple) and shares and (len(shares) != plan.tp or min(shares) < 0 or not any(shares)):
             raise ValueError(f"shares are {shares}, which are not of tp={plan.tp} ranks")
     return plan

@@ -37,6 +37,7 @@ from autotp.ir.graph import (
 from autotp.ir.layouts import Copies, Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, sizes
 from autotp.ir.program import GraphPart, Past
+from autotp.ir.sizes import UnitsBy
 from autotp.passes.analysis import fold
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.analysis.dataflow import Dataflow
@@ -113,6 +114,7 @@ class Builder:
     cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
     read_before: Reading | None = None  # of the program by these rules, where that was read already
     shares: tuple[int, ...] = ()  # of the ranks; () for equal ones
+    units: UnitsBy = ()  # what ranks have of dimensions of some lengths, whatever their shares
     groups: tuple[int, ...] = ()  # sizes that groups with copies may have; () for what heads and nodes suggest
     imbalance: float = 1.0  # the most rows that a rank gets for its experts, over the mean
 
@@ -133,7 +135,7 @@ class Builder:
         self.calls = [n for n in reading.calls if self.axis.decides(n)]
         self.ends = ends_table(self.calls, self.ops, self.rules, self.same)
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
-        self.candidates = Candidates(self.tp, self.axis.fills, numbers, self.shares)
+        self.candidates = Candidates(self.tp, self.axis.fills, numbers, self.shares, self.units)
         decoded = self.objective.name == "decode" and not reading.past
         parts = self.cache_parts if self.cache_parts is not None else self.states.begun_parts()
         self.past = past_of(self.program, self.calls, self.ops, self.rules, parts) if decoded else Past()
@@ -274,7 +276,7 @@ class Builder:
         rule = self.rules[node]
         assert rule is not None
         for factor in rule.factors:
-            if self.shares or not several_read(self.ops[node], factor):
+            if self.shares or self.units or not several_read(self.ops[node], factor):
                 continue  # a group of unlike ranks would have no part for each
             ways = Copies.of_units(factor.size, self.tp, self.groups, self.cluster.devices_per_node)
             for carry, values in zip(factor.ins, slots, strict=True):
@@ -344,7 +346,9 @@ class Builder:
                 # of all earlier tokens in every step: that is not asked for.
                 summed = any(x.partial for x in signature[1])
                 for slot, size in cached.items():
-                    cost += Cost(parameter_bytes=size * (1.0 if summed else self.prices.share(signature[0][slot])))
+                    cost += Cost(
+                        parameter_bytes=size * (1.0 if summed else self.prices.parameter_share(signature[0][slot]))
+                    )
                 one = self._choice(*signature[:2], cost)
                 choices[signature[:2]] = replace(one, factor=signature[2], loop=signature[3])
         pinned_choices = self.user.keep(op, list(choices.values()))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, Replicate, dealt_by, kinds
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape
-from autotp.ir.sizes import Size
+from autotp.ir.sizes import Size, UnitsBy
 from autotp.rules.core import product
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
@@ -25,7 +25,7 @@ class Candidates:
     Args:
         tp: number of ranks.
         fills: whether every rank certainly owns something of a loop; None for `Distribution.full`.
-        shares: of the ranks, in which dimensions are dealt; () for equal ones.
+        shares: of the ranks, in which dimensions are dealt; () for equal ones. units: of some lengths exactly.
         ends: number of each value that says where groups end, as in `Groups`.
     """
 
@@ -35,8 +35,9 @@ class Candidates:
         fills: Callable[[Distribution, int], bool] | None = None,
         ends: Mapping[ValueId, int] | None = None,
         shares: tuple[int, ...] = (),
+        units: UnitsBy = (),
     ) -> None:
-        self.tp, self.fills, self.ends, self.shares = tp, fills, ends or {}, shares
+        self.tp, self.fills, self.ends, self.shares, self.units = tp, fills, ends or {}, shares, units
         self.of: dict[Dim, list[Distribution]] = defaultdict(list)
         self.grew = False
 
@@ -45,11 +46,11 @@ class Candidates:
         for d, n in enumerate(shape):
             if d not in skip and (not isinstance(n, int) or n > 1):
                 for partition in (p for kind in kinds() for p in kind.seeds(n, self.tp)):
-                    self.add((value, d), partition.by(self.shares, self.tp))
+                    self.add((value, d), partition.by(self.shares, self.tp, self.units))
 
     def add_plain(self, dim: Dim, length: Size) -> None:
         """Keep a split of single elements, as a dimension of this length may have by itself."""
-        self.add(dim, Partition.plain(length, self.tp).by(self.shares, self.tp))
+        self.add(dim, Partition.plain(length, self.tp).by(self.shares, self.tp, self.units))
 
     def add(self, dim: Dim, partition: Distribution) -> None:
         """Keep a partition among the dimension's simplest; one rank has nothing to split."""

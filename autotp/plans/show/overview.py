@@ -29,6 +29,7 @@ from .terminal import HOLD, Grid, Line, Sheet, View
 if TYPE_CHECKING:
     from autotp.plans.estimates import Timed
     from autotp.plans.plan import Collective, Plan
+    from autotp.plans.share_choice import ShareChoice
 
 COLUMNS = 80  # of what `print` shows
 MAX_LINES = 50  # of what is printed
@@ -105,7 +106,11 @@ def _priced(plan: Plan) -> str:
 def _fits(plan: Plan) -> View:
     m, most = plan.memory, of_device(plan, "memory_size")
     share = f"{amount(m.peak)} of {amount(most)} a device"
-    if not most:
+    if plan.share_choice is not None:
+        full = [f"rank {i} has {amount(plan.share_choice.limits[i])}" for i in plan.share_choice.full]
+        text = f"does NOT fit: {', '.join(full)}" if full else "FITS on every rank"
+        yield Line(text, "  " * bool(full), style="bold red" if full else "bold green")
+    elif not most:
         yield Line(f"memory  {amount(m.peak)} a rank; what a device of {plan.cluster} has is not known")
     elif m.peak <= most:
         at = f"at the {m.phase} of {m.at}" if m.at else f"at the peak of the {m.phase}"
@@ -167,8 +172,11 @@ def _limit(decoded: Decoding) -> View:
 
 
 def by_rank(plan: Plan) -> View:
-    """A bar of the weights of each rank where shares are unlike, and what parts as long as the longest cost."""
-    if not plan.shares:
+    """A bar of the weights of each rank where shares are unlike, and what parts as long as the longest cost; of unlike
+    ranks a bar of what each has and holds, and what was choice."""
+    if plan.share_choice is not None:
+        yield from _unlike(plan.share_choice)
+    if plan.share_choice is not None or not plan.shares:
         return
     weights = [_elements(plan, rank) for rank in range(plan.tp)]
     for rank, size in enumerate(weights):
@@ -180,6 +188,27 @@ def by_rank(plan: Plan) -> View:
     layouts = {x for how in plan.decisions.values() for x in (*how.ins, *how.outs)}
     if primitives and (padding := max([x.padding(plan.tp) for x in layouts], default=1.0)) > 1:
         yield Line(f"gathers and scatters send parts padded to the longest: up to {padding:.2f} times what there is")
+
+
+def _unlike(choice: ShareChoice) -> View:
+    """Bars of what unlike ranks hold of what they have, how families are dealt, and seconds of the slowest rank."""
+    for rank, (own, most) in enumerate(zip(choice.memory, choice.limits, strict=True)):
+        bar = "#" * min(round(BAR * own / most), BAR)
+        yield Line(f"{bar:.<{BAR}}", f"{f'rank {rank}':{LABEL}}", style="cyan" if own <= most else "red")
+        yield Line(f"holds {amount(own)} of {amount(most)}", " " * LABEL)
+    dealt = []
+    for each in choice.dealt:
+        ratio = ":".join(map(str, each.units))
+        what = f" ({each.what})" * bool(each.what)
+        dealt.append(f"{each.length or 'sequences'} as {ratio}{what}")
+    yield Line(f"shares  {'; '.join(dealt)}", then=" " * LABEL)
+    unfit = "" if choice.even_fits else ", which does not fit"
+    even = f", evenly {seconds(choice.even)}{unfit}" if choice.even else ""
+    bound = f"; with these placements no shares take less than {seconds(choice.bound)}" if choice.bound else ""
+    padding = f"; {seconds(choice.padding)} of it for parts sent as long as the longest" if choice.padding > 0 else ""
+    text = f"the slowest rank, collective by collective, takes {seconds(choice.seconds)}{even}{bound}{padding}"
+    verdict = "; so the even split is kept" if choice.even == choice.seconds and not choice.asked else ""
+    yield Line(text + verdict, " " * LABEL)
 
 
 def _elements(plan: Plan, rank: int) -> int:

@@ -1,0 +1,130 @@
+"""Shares of unlike ranks as decisions: how many units of each family of values every rank has.
+
+Ranks wait for each other at collectives. Between two of them a rank runs its operators one after the other, so of given
+placements a step takes
+
+    sum over stretches s of  n[s] max over ranks r of (whole[s, r] + sum over families f of t[f][s, r, u[f, r]])
+    + sum over families f of  sends[f][u[f, 0]]     parts that are padded to the longest, the first rank's
+
+where u[f, r] are the units of family f that rank r has, sum over r of u[f, r] = N[f], u[f, 0] >= u[f, 1] >= ..., for
+torch's `Shard` gives the first ranks most, and held[r] + sum over f of b[f] u[f, r] <= limit[r] bytes. Times are
+tables, for columns are computed in whole tiles and rooflines have corners. Column z[f, r, k] says that u[f, r] >= k,
+and a time is the sum of a table's differences; one further column for each stretch is its slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .integer_program import IntegerProgram, Row
+
+Units = Mapping[str, Sequence[float]]  # family -> units of each rank
+SECONDS = 20.0  # of CPU, of a search
+
+
+class Dealt(NamedTuple):
+    """Units by family, the seconds of a step by them, and what no others are below."""
+
+    units: dict[str, tuple[int, ...]]
+    seconds: float
+    bound: float
+
+
+@dataclass
+class ShareProblem:
+    """The problem at the head of this file.
+
+    Attributes:
+        least: units that each rank must have, by family. tables: seconds, [stretches, ranks, units + 1].
+        whole: seconds that no share divides, [stretches, ranks]. counts: how often a step has each stretch.
+        base_bytes: that each rank holds whatever it is dealt. limits: of each. bytes: of a unit, by family.
+        sends: seconds of collectives by units of the first rank, [units + 1]; `fixed`: of those that no share changes.
+    """
+
+    least: dict[str, int]
+    tables: dict[str, np.ndarray]
+    whole: np.ndarray
+    counts: np.ndarray
+    base_bytes: np.ndarray
+    limits: np.ndarray
+    bytes: dict[str, float] = field(default_factory=dict)
+    sends: dict[str, np.ndarray] = field(default_factory=dict)
+    fixed: float = 0.0
+
+    def seconds(self, units: Units) -> float:
+        """Seconds of a step by these units; between whole ones a time is on the line through its neighbours'."""
+        times = self.whole.copy()
+        for name, table in self.tables.items():
+            for rank, n in enumerate(units[name]):
+                low = min(int(n), table.shape[2] - 2)
+                times[:, rank] += table[:, rank, low] + (n - low) * (table[:, rank, low + 1] - table[:, rank, low])
+        return float(self.counts @ times.max(axis=1)) + self.fixed + self.sending(units)
+
+    def sending(self, units: Units) -> float:
+        """Seconds of collectives whose parts are padded."""
+        return sum(float(np.interp(units[name][0], range(len(x)), x)) for name, x in self.sends.items())
+
+    def bytes_held(self, units: Units) -> np.ndarray:
+        """Bytes that each rank holds."""
+        return self.base_bytes + sum(size * np.array(units[name]) for name, size in self.bytes.items())
+
+
+def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | None:
+    """The units with which a step is shortest: exactly, or where its time ends the best that was found, with the bound.
+
+    Args:
+        problem: of given placements. seconds: of the search, CPU.
+
+    Returns: None where no deal fits into the ranks.
+    """
+    ranks, program, at = problem.whole.shape[1], IntegerProgram(deadline=time.process_time() + seconds), {}
+    scale = max(float(problem.whole.max() + sum(x.max() for x in problem.tables.values())), 1e-30)  # times are 0 to 1
+    cost: dict[int, float] = {}
+    for name, table in problem.tables.items():
+        count = table.shape[2] - 1
+        columns = [program.column(True) for _ in range(ranks * count)]
+        at[name] = np.array(columns, int).reshape(ranks, count)
+        program.rows += _deal(at[name], problem.least[name])
+        # The first rank has most, so all parts of a collective are sent as long as its own.
+        if name in problem.sends:
+            cost |= _terms(at[name][0], np.diff(problem.sends[name]) / scale)
+    # A stretch ends with its slowest rank: a column that is at least the time of each.
+    for s, n in enumerate(problem.counts):
+        column = program.column(False)
+        cost[column] = float(n)
+        for rank in range(ranks):
+            terms, least = {column: 1.0}, problem.whole[s, rank]
+            for name, table in problem.tables.items():
+                least += table[s, rank, 0]
+                terms |= _terms(at[name][rank], -np.diff(table[s, rank]) / scale)
+            program.rows.append(Row(terms, float(least / scale), np.inf))
+    # In parts of the room, for bytes are far from what HiGHS' tolerances are made for; less than none stays so.
+    for rank, room in enumerate(problem.limits - problem.base_bytes):
+        sizes = {c: size / max(abs(room), 1.0) for name, size in problem.bytes.items() for c in at[name][rank].tolist()}
+        program.rows.append(Row(sizes, -np.inf, float(np.sign(room))))
+    optimum = program.minimise(cost)
+    if optimum is None:
+        return None
+    units = {name: tuple(np.rint(optimum.x[own].sum(axis=1)).astype(int).tolist()) for name, own in at.items()}
+    fixed = problem.fixed + sum(float(x[0]) for x in problem.sends.values())
+    took = problem.seconds(units)
+    return Dealt(units, took, min(took, float(optimum.bound) * scale + fixed))
+
+
+def _terms(columns: np.ndarray, coefficients: np.ndarray) -> dict[int, float]:
+    return dict(zip(columns.tolist(), coefficients.tolist(), strict=True))
+
+
+def _deal(columns: np.ndarray, least: int) -> list[Row]:
+    """Rows: every unit once, none without those before it, no rank more than the one before, the least to each."""
+    one = dict.fromkeys(columns.ravel().tolist(), 1.0)
+    pairs = [*zip(columns[:, :-1].ravel(), columns[:, 1:].ravel(), strict=True)]
+    pairs += [*zip(columns[:-1].ravel(), columns[1:].ravel(), strict=True)]
+    rows = [Row({int(more): 1.0, int(less): -1.0}, 0.0, np.inf) for more, less in pairs]
+    rows += [Row({int(c): 1.0}, 1.0, 1.0) for c in columns[:, :least].ravel()]
+    return [Row(one, columns.shape[1], columns.shape[1]), *rows]

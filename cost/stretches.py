@@ -1,0 +1,212 @@
+"""From a planned program on unlike ranks to the problem of their shares: families, stretches between collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from autotp.comm import conversions
+from autotp.cost.solver.shares import ShareProblem
+from autotp.ir.graph import resolve, tensors
+from autotp.ir.layouts import Layout
+from autotp.ir.marks import conversion_of
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.sizes import SYMBOL, tile_of
+
+from .collective_costs import call_seconds
+from .prices import Prices
+from .terms import Cost
+from .units import Works
+
+PARTS = 32  # that dimensions whose lengths are symbols are dealt in
+MOST = 128  # units of a family; of a dimension with more tiles several are a unit
+
+
+class Family(NamedTuple):
+    """Values that are dealt alike.
+
+    Attributes:
+        length: of the smallest loop that they are dealt by; `SYMBOL` where all are symbols. units: that it is dealt in.
+        nodes: of them. layout: one of theirs. least: units that each rank must have.
+    """
+
+    length: int
+    units: int
+    nodes: set[fx.Node]
+    layout: Layout
+    least: int
+
+    def shares(self, prices: Prices) -> list[float]:
+        """Units of each rank now, and parts of some."""
+        return [self.units * self.layout.share(prices.tp, prices.hint, rank) for rank in range(prices.tp)]
+
+
+def units_of(length: int) -> int:
+    """Units in which a dimension is dealt: whole tiles, and of many of these several."""
+    count = length // tile_of(length) if length else PARTS
+    few = max(n for n in range(1, min(count, MOST) + 1) if count % n == 0)
+    return few if few >= PARTS else count
+
+
+class Stretches:
+    """Work of each rank between collectives, as it is dealt and as it might be.
+
+    Attributes:
+        families: by name. problem: of their shares.
+    """
+
+    def __init__(self, planned: Planned, sharded: Sharded, prices: Prices) -> None:
+        self.planned, self.sharded, self.prices = planned, sharded, prices
+        self.places: dict[Any, fx.Node] = {}  # (value, layout) -> a node that makes it, or reads it, so
+        self.families = self._coupled()
+        self.family_of = {n: name for name, each in self.families.items() for n in each.nodes}
+        self.now = {name: each.shares(prices) for name, each in self.families.items()}
+
+    def _coupled(self) -> dict[str, Family]:
+        """Find what is dealt alike: operators that hand each other a slice as it is, and of equal lengths all."""
+        roots: dict[fx.Node, fx.Node] = {}
+        layouts: dict[fx.Node, Layout] = {}
+        same, ops = self.planned.same, self.planned.ops
+
+        # Of two that are dealt alike one stands for both, and so on.
+        def root(n: fx.Node) -> fx.Node:
+            while roots.setdefault(n, n) is not n:
+                n = roots[n]
+            return n
+
+        # Who reads a slice as another makes it, or reads it, is dealt as that one is: what is converted is not.
+        for node, how in self.planned.decisions.items():
+            read = zip(map(resolve, ops[node].slots if node in ops else ()), how.ins, strict=False)
+            results = [((node, i), layout) for i, layout in enumerate(how.outs)]
+            for (maker, i), layout in (*read, *results):
+                # Heads that several ranks have alike are dealt to groups of equal ranks.
+                if layout.distribution is not None and not layout.distribution.shared:
+                    first = same.get(node, node)
+                    layouts.setdefault(first, layout)
+                    roots[root(first)] = root(self.places.setdefault((same[maker], i, layout), first))
+        lengths: dict[fx.Node, int] = {}
+        # The smallest loop of all that are dealt alike: a head of keys, which a column of its projection would cut.
+        for node in layouts:
+            factor = self.planned.split(node)
+            if factor is not None and isinstance(factor.size, int):
+                lengths[root(node)] = min(factor.size, lengths.get(root(node), factor.size))
+        families: dict[str, Family] = {}
+        for node, layout in layouts.items():
+            length = lengths.get(root(node), SYMBOL)
+            family = families.setdefault(str(length), Family(length, units_of(length), set(), layout, int(not length)))
+            family.nodes.add(node)
+            factor, rule = self.planned.split(node), self.planned.rules.get(node)
+            # Many kernels refuse a tensor without elements.
+            if factor is not None and rule is not None and not rule.runs_without(factor):
+                families[str(length)] = family._replace(least=1)
+        return families
+
+    def problem(self, memory: Sequence[float], cache_bytes: float, limits: Sequence[float]) -> ShareProblem:
+        """The problem of the shares of these placements.
+
+        Args:
+            memory: bytes that each rank holds as it is dealt now. cache_bytes: of a whole cache. limits: of each rank.
+        """
+        sends = {name: np.zeros(each.units + 1) for name, each in self.families.items()}
+        stretches, fixed = self._walk(sends)
+        tp = self.prices.tp
+        tables = {name: np.zeros((len(stretches), tp, each.units + 1)) for name, each in self.families.items()}
+        whole = np.zeros((len(stretches), tp))
+        for s, nodes in enumerate(stretches):
+            for node, weight in nodes:
+                name = self.family_of.get(node) if node is not None else None
+                if node is None:
+                    whole[s] += weight
+                elif name is None:
+                    whole[s] += weight * self.seconds(node, (None,))[:, 0]
+                else:
+                    count = self.families[name].units
+                    tables[name][s] += weight * self.seconds(node, tuple(n / count for n in range(count + 1)))
+        sizes = self._bytes(cache_bytes)
+        base = np.array(memory) - sum(size * np.array(self.now[name]) for name, size in sizes.items())
+        least, counts = {name: each.least for name, each in self.families.items()}, np.array([*stretches.values()])
+        return ShareProblem(least, tables, whole, counts, base, np.array(limits, float), sizes, sends, fixed)
+
+    def _walk(self, sends: dict[str, np.ndarray]) -> tuple[dict[tuple[tuple[fx.Node | None, float], ...], int], float]:
+        """List what is done between two collectives, forward and backward, and how often a step has it.
+
+        Returns: nodes with the part of their seconds, or none with bare seconds; and the seconds of collectives that no
+            share changes. Those of the others are added to `sends`.
+        """
+        training, fixed = self.prices.objective.training, 0.0
+        stretches: dict[Any, int] = {}
+        works = [*Works(self.planned, self.prices).walk(self.sharded)]
+        for way in (0, 1) if training else (0,):
+            here: list[tuple[fx.Node | None, float]] = []
+            for node, origin, work in works:
+                seconds, call = work.directions[way]
+                if call is None and seconds:
+                    first = None if work.change else self.planned.same[origin]
+                    here.append((first, seconds if work.change else seconds / work.seconds))
+                elif call is not None and node is not None:
+                    fixed += self._send(node, way, seconds, sends)
+                    stretches[tuple(here)] = stretches.get(tuple(here), 0) + 1
+                    here = []
+            stretches[tuple(here)] = stretches.get(tuple(here), 0) + 1
+        if training:  # the optimizer's step, which begins when all gradients are there
+            leaves = [n for n, x in self.prices.leaves.items() if x.kind.trained]
+            stretches[tuple((self.planned.same[n], 1.0) for n in leaves)] = 1
+        return stretches, fixed
+
+    def _send(self, node: fx.Node, way: int, seconds: float, sends: dict[str, np.ndarray]) -> float:
+        """Add a collective of parts to those of their family; or return its seconds, where it has none."""
+        a, b = conversion_of(node)
+        src, dst = (b.dual, a.dual) if way else (a, b)
+        origin, i = self.sharded.origin[node]
+        nbytes = self.prices.bytes(tensors(origin)[i]) * (1.0 if way else self.prices.narrow(origin, a, b))
+        primitive, _, ranks = conversions.sending(src, dst, nbytes, self.prices.tp)
+        side = {"all_gather": src, "reduce_scatter": dst, "all_to_all": dst}.get(primitive)
+        nodes = [self.places.get((self.planned.same[origin], i, x)) for x in (side, side and side.dual)]
+        name = next((self.family_of[n] for n in nodes if n in self.family_of), None)
+        if side is None or name is None or ranks < self.prices.tp:
+            return seconds
+        count = self.families[name].units
+        padded = (nbytes * self.prices.tp * n / count for n in range(count + 1))
+        sends[name] += [call_seconds(primitive, x, self.prices.tp, self.prices.cluster) for x in padded]
+        return 0.0
+
+    @cache  # noqa: B019  as long as this object
+    def seconds(self, node: fx.Node, parts: tuple[float | None, ...]) -> np.ndarray:
+        """Seconds of an operator, or of the update of a weight, [ranks, parts].
+
+        Args:
+            parts: that a rank may have of all that is dealt; None: as it is.
+        """
+        rows = []
+        for rank in range(self.prices.tp):
+            rows.append([self.prices.seconds(self._cost(node, self.prices.on(rank, part))) for part in parts])
+        return np.array(rows)
+
+    def _cost(self, node: fx.Node, prices: Prices) -> Cost:
+        """Cost of an operator or a weight."""
+        how = self.planned.decisions[node]
+        if node in self.planned.ops:
+            return prices.operator(self.planned.ops[node], how.ins, how.outs, self.planned.split(node))
+        return prices.weight(node.meta["val"], how.outs[0], self.prices.leaves[node].kind.weight)
+
+    def _bytes(self, cache_bytes: float) -> dict[str, float]:
+        """Bytes of a unit of each family: of weights with gradients and states, what autograd keeps, a cache."""
+        sizes = dict.fromkeys(self.families, 0.0)
+        for node in self.planned.decisions:
+            first = self.planned.same.get(node, node)
+            if (name := self.family_of.get(first)) is not None and node.op != "output":
+                most, least = (self._cost(first, self.prices.on(0, part))["budget_bytes"] for part in (1.0, 0.0))
+                sizes[name] += (most - least) / self.families[name].units
+        if (name := self.cached) is not None:
+            sizes[name] += cache_bytes / self.families[name].units
+        return sizes
+
+    @property
+    def cached(self) -> str | None:
+        """The family of what a cache holds; None where it is whole on every rank."""
+        readers = [n for n, op in self.planned.ops.items() if "scaled_dot_product_attention" in str(op.target)]
+        return next((self.family_of[n] for n in readers if n in self.family_of), None)
