@@ -177,7 +177,7 @@ class _Line:
 
     def share(self, layout: Layout) -> float:
         if layout not in self.shares:
-            self.shares[layout] = layout.share(self.planned.tp, self.hint, self.rank)
+            self.shares[layout] = layout.part(self.rank, self.planned.tp, self.hint)
         return self.shares[layout]
 
     def size(self, value: Value, layout: Layout) -> float:

@@ -147,7 +147,7 @@ class Prices:
         """Part of a value that a rank holds: of `rank`, or the largest."""
         if self.part is not None and layout.distribution is not None and not layout.distribution.by_data:
             return self.part
-        return layout.share(self.tp, self.hint, self.rank)
+        return layout.part(self.rank, self.tp, self.hint)
 
     def bytes(self, val: Tensor) -> float:
         """Bytes of the whole value."""

@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
     def shares(self, prices: Prices) -> list[float]:
         """Units of each rank now, and parts of some."""
-        return [self.units * self.layout.share(prices.tp, prices.hint, rank) for rank in range(prices.tp)]
+        return [self.units * self.layout.part(rank, prices.tp, prices.hint) for rank in range(prices.tp)]
 
 
 def units_of(length: int) -> int:

@@ -75,9 +75,15 @@ class Layout:
         """Number of runs of a dimension that are dealt separately, as those of a fused weight."""
         return 1 if self.distribution is None else self.distribution.pieces
 
-    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
-        """Part of a value that a rank holds, the largest where none is named; `hint` gives a number for every size."""
-        return 1.0 if self.distribution is None else self.distribution.share(tp, hint, rank)
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        """Largest part of a value that one rank holds; `hint` gives a number for every size."""
+        return 1.0 if self.distribution is None else self.distribution.share(tp, hint)
+
+    def part(self, rank: int | None, tp: int, hint: Callable[[Size], int]) -> float:
+        """Part of a value that `rank` holds, the largest where it is None; `hint` as of `share`."""
+        if rank is None or self.distribution is None:
+            return self.share(tp, hint)
+        return self.distribution.part(rank, tp, hint)
 
     def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
         """The shape of what `rank` holds of a value of this shape, in a layout of numbers; rank 0 has most."""

@@ -110,9 +110,13 @@ class Distribution:
         """Elements that `rank` owns, where `static`."""
         raise NotImplementedError
 
-    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
-        """Part that a rank stores, the largest where none is named; `hint` gives a number for every size."""
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        """Largest part that one rank stores; `hint` gives a number for every size."""
         return 1.0
+
+    def part(self, rank: int, tp: int, hint: Callable[[Size], int]) -> float:
+        """Part that `rank` stores; `hint` as of `share`."""
+        return self.share(tp, hint)
 
     def padding(self, tp: int) -> float:
         """Elements that ranks send, of unlike shares each as many as the fullest, over those that there are."""
@@ -282,12 +286,15 @@ class Partition(Distribution):
         """The (offset, length) runs of a static partition that `rank` owns, in order."""
         return self.to_runtime(int).spans(rank, tp)
 
-    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
+    def part(self, rank: int, tp: int, hint: Callable[[Size], int]) -> float:
+        own = sum(dealt(hint(s.count), rank, tp, s.deal)[1] * hint(s.unit) for s in self.segments)
+        return own / max(sum(hint(s.count) * hint(s.unit) for s in self.segments), 1)
+
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         part = total = 0
         for s in self.segments:
             count, unit = hint(s.count), hint(s.unit)
-            own = largest(count, tp, s.deal) if rank is None else dealt(count, rank, tp, s.deal)[1]
-            part, total = part + own * unit, total + count * unit
+            part, total = part + largest(count, tp, s.deal) * unit, total + count * unit
         return part / max(total, 1)
 
     def padding(self, tp: int) -> float:
@@ -405,8 +412,11 @@ class Copies(Distribution):
         """The (offset, length) runs of a static one that `rank` has, in order."""
         return self.of.spans(rank // self.copies, tp // self.copies)
 
-    def share(self, tp: int, hint: Callable[[Size], int], rank: int | None = None) -> float:
-        return self.of.share(tp // self.copies, hint, None if rank is None else rank // self.copies)
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        return self.of.share(tp // self.copies, hint)
+
+    def part(self, rank: int, tp: int, hint: Callable[[Size], int]) -> float:
+        return self.of.part(rank // self.copies, tp // self.copies, hint)
 
     def padding(self, tp: int) -> float:
         return float(self.copies)
