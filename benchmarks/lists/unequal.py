@@ -77,7 +77,9 @@ def chosen(model: Any, tp: int, cluster: Any, inputs: Any, **keywords: Any) -> a
     keywords |= {"example_inputs": inputs, "sequence_parallel": False, "check_capture": False, "cluster": cluster}
     plan = autotp.plan(model, tp, **keywords)
     unlike = isinstance(cluster, autotp.Cluster) and len(cluster.ratio()) > 1
-    return autotp.plan(model, tp, shares=cluster.ratio(), **keywords) if unlike and not plan.shares else plan
+    if not unlike or plan.shares or getattr(plan, "share_choice", None) is not None:
+        return plan
+    return autotp.plan(model, tp, shares=cluster.ratio(), **keywords)
 
 
 def parts(plan: autotp.Plan) -> list[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from benchmarks import activations, overhead, step_time
+from benchmarks.helpers import duty
 from benchmarks.helpers.interleaved import Times, interleaved, ratio
 from benchmarks.helpers.llama.megatron import Llama, Shape, by_hand, megatron_pins, split_dim, untouched
 from benchmarks.helpers.llama.variants import difference, hand, local_gradients, ours, sent, training_step
 from benchmarks.helpers.llama.ways import Plain, Sequence
+from benchmarks.lists import unequal
 from benchmarks.lists.hand_plans import FakeStore
 
 SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, wide=48, vocabulary=64)
@@ -171,3 +175,44 @@ def test_weights_have_the_names_of_transformers():
         "lm_head.weight",
     }
     assert names < set(Llama(SMALL).state_dict())
+
+
+# ---- ranks of unlike speed ----
+
+LOOP = """
+import sys, time
+from benchmarks.helpers.duty import slow_down
+slow_down(float(sys.argv[1]))
+began, spent = time.perf_counter(), time.thread_time()
+while time.thread_time() < spent + 0.2: pass
+print((time.thread_time() - spent) / (time.perf_counter() - began))
+"""
+
+
+def test_cycles_leave_a_part_of_two_cores():
+    """Of each ratio that is measured; the fastest rank has a core at most."""
+    for speeds in unequal.RATIOS:
+        parts = duty.cycles(speeds)
+        assert sum(parts) <= duty.CORES + 1e-9 and max(parts) <= 1
+        assert [x / parts[-1] for x in parts] == pytest.approx([x / speeds[-1] for x in speeds])
+
+
+def test_a_process_runs_for_its_cycle_alone():
+    """A quarter of the time, or less where others use the machine; without a cycle more than that."""
+    found = []
+    for cycle in ("0.25", "0.5"):
+        done = subprocess.run([sys.executable, "-c", LOOP, cycle], capture_output=True, text=True, check=True)
+        found.append(float(done.stdout))
+    assert found[0] < 0.3 and found[1] < 0.6
+
+
+def test_the_least_time_by_hand():
+    """Six CPU seconds less those of collectives over the speed of all, and the collectives once."""
+    even, uneven, collectives = (4.0, 3.0), (3.0, 3.0), (0.5, 0.0)
+    times = {"even": even, "uneven": uneven, "collectives": collectives}
+    use = {"shares": {"uneven": [[2, 1], [0.66, 0.34]]}, "times": times}
+    ranks = [{"cycle": c, "ratio": [2, 1], "speed": c, "uses": {"training": use, "token": use}} for c in (1.0, 0.5)]
+    row = unequal.together((2, 1), ranks)
+    assert row["uses"]["token"]["least_s"] == pytest.approx(6.0 / 1.5 + 0.5) and row["uses"]["token"]["gain"] == 4 / 3
+    results = {"made": {"command": "x"}, "cores": 2, "load_before": 0.1, "ratios": {"2:1": row}}
+    assert "| 2:1 | 2:1 | token | 0.66 0.34 | 4.000 | 3.000 | 4.500 | 0.67 | 1.15 | 1.33 |" in unequal.page(results)
