@@ -169,13 +169,15 @@ class _Search:
 
     def _machines(self, staged: Staged) -> Callable[[int], tuple[Sequence[float], Sequence[float]]]:
         """Return what a pipeline of so many places runs on, by a plan's prices."""
-        planned, sharded = staged.planned, staged.sharded
+        planned, sharded, choice = staged.planned, staged.sharded, staged.plan.share_choice
         units, prices = units_of(planned, sharded) or [Unit("", 0)], staged.builder.prices
 
         @cache
         def machines(pp: int) -> tuple[Sequence[float], Sequence[float]]:
             places = self.options.cluster.places(pp)
             limit = self.limit if self.options.memory is not None or len({*places}) == 1 else None
+            if len(places) == 1 and choice is not None:  # tp has all devices: what the fullest rank has counts
+                limit = choice.limits[choice.memory.index(max(choice.memory))]
             return machines_of(planned, sharded, prices, units, places, limit)
 
         return machines
