@@ -17,6 +17,7 @@ from autotp.cost import Cluster
 from autotp.cost.meshes import Mesh
 from autotp.driver import mesh_search
 from autotp.driver.compile import capture_model
+from autotp.driver.mesh_prices import Pricer
 from autotp.driver.options import Options, Steering
 from autotp.driver.staging import staging
 from autotp.errors import InputError
@@ -112,16 +113,23 @@ def test_stages_hold_what_autotp_stages_says(search, choice, tp):
     assert sums.total.sum() + spared == pytest.approx(sum(division.seconds))
 
 
+def within(search: Any, limit: float) -> Any:
+    """The choice where a device holds so many bytes, by the plans that there are."""
+    search.limit = limit
+    for key, staged in search.staged.items():
+        machines = search._machines(staged)
+        search.pricers[key] = Pricer(search.pricers[key].terms, search.options.cluster, search.batch, machines)
+    return search.run([])
+
+
 def test_more_memory_is_never_slower_and_none_fits_nothing(search, choice):
     steps = []
     for part in (0.6, 0.75, 0.9, 1.0, 2.0):
-        search.limit = part * choice.best.memory
-        best = search.run([]).best
+        best = within(search, part * choice.best.memory).best
         assert best is None or best.memory <= search.limit
         steps.append(float("inf") if best is None else best.seconds)
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1] == choice.best.seconds
-    search.limit = 1e3
-    none = search.run([])
+    none = within(search, 1e3)
     assert (none.best, none.plan, none.fitting) == (None, None, 0)
     assert "nothing fits" in str(none) and none.rows[0].why.startswith("too much")
 
