@@ -66,10 +66,12 @@ def by_itself(self: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
         grad = torch.is_grad_enabled()
         if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
             compat.outermost(self)
-            return self._call(entry, args, kwargs)
-        with data_parallel.recovering(self._shards), self._calls.gathering():
-            outputs = compat.gathered(self, partial(_run_at, self, entry), args, kwargs)
-        if not grad:
+            outputs = self._call(entry, args, kwargs)
+        else:
+            with data_parallel.recovering(self._shards), self._calls.gathering():
+                outputs = compat.gathered(self, partial(_run_at, self, entry), args, kwargs)
+        # Else an optimizer that is made now would have what blocks have gathered; `generate()` ends with this once.
+        if not grad and self._generation is None:
             data_parallel.show_gradients(self._shards)
         return outputs
 

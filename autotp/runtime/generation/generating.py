@@ -13,6 +13,7 @@ from torch import Tensor
 from autotp.comm.ranks import Facts
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, Leaves, normalise
+from autotp.runtime import data_parallel
 from autotp.runtime.program_search import program_of
 
 from .generate_methods import one_generator
@@ -120,6 +121,8 @@ def _under_way(module: Any) -> Iterator[None]:
         yield
     finally:
         attributes["_generation"] = outer
+        if outer is None:
+            data_parallel.show_gradients(module._shards)
         for name in attributes.keys() - before:
             del attributes[name]
 

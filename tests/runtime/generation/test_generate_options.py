@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=by_letters, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def llama() -> Any:
+def llama(layers: int = 1) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -92,6 +93,30 @@ def test_a_draft_that_is_sharded_draws_as_on_one_device(pool):
         assert torch.equal(first[i], first[4 + i]) and torch.equal(second[i], first[4 + i])
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
     assert first[3] == first[7] != second[3]  # the other rank's own numbers go on as they were
+
+
+def trained_after(rank: int, world: int, group: Any) -> list[float]:
+    """How far weights are from one device's, after a step of an optimizer made after a use without gradients."""
+    model, mesh = llama(2), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    examples = {"input_ids": IDS.repeat(2, 1), "labels": IDS.repeat(2, 1)}
+    sharded: Any = autotp.compile(model, dp=2, mesh=mesh, example_inputs=examples, check_capture=False)
+    alone, out = copy.deepcopy(model), []
+    for use in (lambda: sharded.generate(IDS, max_new_tokens=2, do_sample=False), lambda: sharded.model(IDS)):
+        with torch.no_grad():
+            use()
+        for module in (sharded, alone):
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+            module(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole, wanted = sharded.full_state_dict(), alone.state_dict()
+        out.append(max(float((whole[name] - x).abs().max()) for name, x in wanted.items()))
+    return out
+
+
+def test_an_optimizer_that_is_made_after_generating_over_dp_trains_all_weights(pool):
+    for apart in pool.run(trained_after, world=2):
+        assert max(apart) < 1e-5, apart
 
 
 class Scored(nn.Module):
