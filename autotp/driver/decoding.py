@@ -172,7 +172,8 @@ class Decoding:
     def summary(self, count: int) -> Decoded:
         """Return what came of decoding so many tokens."""
         states = len({name for p in self.programs for name in p.sharded.states})
-        return Decoded(count, self.calls, states, self.values, self.error, self.model_error, self.difference)
+        off = self.model_error if self.request.precision is None else None
+        return Decoded(count, self.calls, states, self.values, self.error, off, self.difference)
 
     @torch.no_grad()
     def call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,6 +211,8 @@ class Decoding:
         if report.difference is not None:
             detail = f"in the call of {what}, {report.difference.detail}"
             self.difference = replace(report.difference, direction="decoding", detail=detail)
+            return
+        if self.request.precision is not None:  # in which the model itself has no products
             return
         rounding = Rounding(self.tolerance)
         gap = differences(_tensors(ours), _tensors(theirs), rounding)

@@ -44,7 +44,7 @@ class Decoded:
         values: compared on the ranks in all calls; `error`: the largest relative difference of outputs and of cached
             tensors, each rank's parts put together, in float64.
         model_error: largest relative difference of outputs and caches, in the model's own dtype, between the captured
-            graphs and the model itself.
+            graphs and the model itself; None with a precision, in which the model itself has no products.
         difference: the first that differs, None where all agree.
     """
 
@@ -53,16 +53,19 @@ class Decoded:
     states: int
     values: int
     error: float
-    model_error: float
+    model_error: float | None
     difference: Difference | None = None
 
     def __str__(self) -> str:
         if self.difference is not None:
             return f"differs {self.difference}"
+        graphs = "were not compared with the model, which does not round so"
+        if self.model_error is not None:
+            graphs = f"are within {self.model_error:.1e} of the model's own calls"
         return (
             f"a prefill and {self.tokens} decoded tokens are equal: outputs and {self.states} cached tensors, each "
             f"rank's parts put together, within {self.error:.1e} (float64, {self.values} values compared); the "
-            f"captured graphs are within {self.model_error:.1e} of the model's own calls"
+            f"captured graphs {graphs}"
         )
 
 

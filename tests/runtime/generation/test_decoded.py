@@ -147,6 +147,14 @@ def test_states_that_are_named_are_decoded_by_themselves():
     assert "equal at tp=2" in str(report) and "3 decoded tokens are equal" in str(report)
 
 
+def test_what_decodes_in_float8_is_held_against_its_own_graph():
+    torch.manual_seed(0)
+    precision = {"recipe": "tensorwise", "smallest": 1}
+    report = autotp.verify(Attention(), 2, (tokens(5),), carried=CARRIED, generate=1, precision=precision)
+    assert report and report.decoded is not None and report.decoded.model_error is None
+    assert "were not compared with the model, which does not round so" in str(report)
+
+
 def test_what_carries_nothing_is_refused():
     with pytest.raises(InputError, match="Linear carries nothing from call to call") as caught:
         autotp.verify(nn.Linear(4, 4), 2, torch.ones(2, 4), generate=2)
