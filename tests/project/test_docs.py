@@ -128,7 +128,7 @@ def test_the_readmes_facts_are_those_of_the_tables():
     facts = (
         cells("docs/models.md", "Architectures")["all"][1],
         f"{own}; DTensor's usual plan and transformers' `tp_plan` {dtensor}",
-        ", ".join(planning[name][3] for name in ("Llama-8B", "Llama-70B", "Llama-405B")),
+        ", ".join(planning[name][5] for name in ("Llama-8B", "Llama-70B", "Llama-405B")),
         f"{ratio['autotp']} (wall {float(step['autotp'][3]):.2f}); DTensor {ratio['DTensor']}, `tp_plan` {ratio[PEER]}",
     )
     readme = (ROOT / "README.md").read_text()
