@@ -247,13 +247,13 @@ class Prices:
         saved = self._activation_bytes(op.node, [*ins, *outs]) * load
         return (1 + BACKWARD) * forward + Cost(activation_bytes=saved, budget_bytes=saved)
 
-    def across(self, op: Op, over: BatchConversion, part: float) -> list[tuple[float, str | None, float, int]]:
+    def across(self, op: Op, over: BatchConversion, part: float) -> list[tuple[float, str, float, int]]:
         """Price a conversion over a mesh axis beside tp, whose neighbours are tp ranks apart, forward and backward.
 
         Args:
             op: the conversion. over: it. part: of the value that a tp rank has.
 
-        Returns: seconds, the collective, its bytes and ranks, of each direction that there is.
+        Returns: seconds, the collective ("none" for none), its bytes and ranks, of each direction that there is.
         """
         (a, b, ranks), stride = over[:3], self.tp
         size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
@@ -268,9 +268,8 @@ class Prices:
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         out = []
         for src, dst in ways:
-            name, nbytes, among = conversions.sending(src, dst, size, ranks)
             spent = self.one_way(src, dst, size, ranks, stride) or 0.0
-            out.append((spent, None if name == "none" else name, nbytes, among))
+            out.append((spent, *conversions.sending(src, dst, size, ranks)))
         return out
 
     def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:

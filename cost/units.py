@@ -120,7 +120,7 @@ class Works:
         ways: list[tuple[float, Call | None]] = []
         for seconds, name, size, ranks in self.prices.across(self.planned.ops[node], over, share):
             few = ranks if ranks < over.ranks else 0
-            ways.append((seconds, Call(name, size, few) if name else None))
+            ways.append((seconds, Call(name, size, few) if name != "none" else None))
         (forward, there), (backward, back) = (*ways, (0.0, None))[:2]
         return Work(short_name(node.target), forward, backward, 0.0, there, back)
 

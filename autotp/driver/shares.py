@@ -11,7 +11,7 @@ from typing import Any
 
 from autotp.cost.cache import Cache
 from autotp.cost.memory import measure
-from autotp.cost.solver.shares import solve_shares
+from autotp.cost.solver.shares import Dealt, solve_shares
 from autotp.cost.stretches import Stretches
 from autotp.errors import InputError, PlanError
 from autotp.ir.sizes import apportion
@@ -60,8 +60,7 @@ def read_shares(shares: Any, tp: int, groups: Sequence[int] = ()) -> tuple[tuple
         )
     if groups:
         raise InputError(f"shares={shares!r} and a product as tp: unlike ranks hold no copies. Leave out one.")
-    least = tuple([n // math.gcd(*numbers) for n in numbers])
-    return least if len({*least}) > 1 else (), False
+    return _least(numbers), False
 
 
 # ---- found ----------------------------------------------------------------------------------------------------------
@@ -73,7 +72,7 @@ class Trial:
     def __init__(self, staged: Any, options: Any, memory: float | None) -> None:
         self.staged, self.options, builder = staged, options, staged.builder
         self.stretches = Stretches(staged.planned, staged.sharded, builder.prices)
-        sizes = [options.cluster.over(options.tp).rank(rank).memory_size for rank in range(options.tp)]
+        sizes = [builder.prices.cluster.rank(rank).memory_size for rank in range(options.tp)]
         most = math.inf if memory is None else memory
         self.limits = tuple([min(most, size) for size in sizes])
         name, most = self.stretches.cached, staged.plan.memory.cache
@@ -86,7 +85,7 @@ class Trial:
         self.over = sum(max(own - limit, 0.0) for own, limit in zip(self.memory, self.limits, strict=True))
 
     @cached_property
-    def best(self) -> Any:
+    def best(self) -> Dealt | None:
         """The units with which these placements take least; None where none fit."""
         return solve_shares(self.problem)
 
@@ -129,7 +128,7 @@ class Trial:
         return replace(self.staged, plan=replace(self.staged.plan, share_choice=choice))
 
 
-def _least(ratio: tuple[int, ...]) -> tuple[int, ...]:
+def _least(ratio: Sequence[int]) -> tuple[int, ...]:
     """A ratio in its least numbers; () where it is even."""
     least = tuple([n // math.gcd(*ratio) for n in ratio])
     return least if len({*least}) > 1 else ()

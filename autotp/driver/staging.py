@@ -62,8 +62,8 @@ def staging(
     weights = weigh(costs.units, costs.tied)
     limits, speeds = machines_of(planned, sharded, builder.prices, units, builder.cluster.places(pp), limit)
     order = places or tuple(range(pp)) * chunks
-    for each in (limits, speeds):
-        each[:] = map(each.copy().__getitem__, order if each else ())
+    limits = [limits[i] for i in order if limits]
+    speeds = [speeds[i] for i in order if speeds]
     division = divide(weights, pp, chunks, limits, speeds)
     if division is None:
         least = divide(weights, pp, chunks, (), speeds)

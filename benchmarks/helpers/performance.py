@@ -6,13 +6,13 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autotp.cost.machines.this_machine import processor
+from benchmarks.results import git
 
 from .command import made
 
@@ -81,6 +81,6 @@ def made_now() -> dict[str, Any]:
     """Commit, versions, machine, date, command, and the load before it ran: what a figure is to be read with."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     command = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).stem
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=RESULTS, capture_output=True, text=True)
+    commit = git(RESULTS, "rev-parse", "--short=8", "HEAD") or ""
     machine = f"{os.cpu_count()} cores of {processor()}"
-    return {"commit": commit.stdout.strip(), **made(command, None), "machine": machine, "load": LOAD}
+    return {"commit": commit, **made(command, None), "machine": machine, "load": LOAD}

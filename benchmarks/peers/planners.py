@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +30,7 @@ from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.measure import reason
 from benchmarks.helpers.performance import table
 from benchmarks.plan_time import build
+from benchmarks.results import git
 
 CHECKOUT, TP, TOKENS, LIMIT = "AUTOPARALLEL", 8, 2048, 1800.0
 MODELS = ("8B shape, 2 layers", "8B shape, 8 layers", "Llama-8B")
@@ -103,8 +103,7 @@ def run() -> Record:
         return {"skipped": SKIPPED}
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-    head = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=folder, capture_output=True, text=True)
-    found: Record = {"commit": head.stdout.strip() or "unknown", "models": {}}
+    found: Record = {"commit": git(Path(folder), "rev-parse", "--short=8", "HEAD") or "unknown", "models": {}}
     for name in MODELS:
         both = {}
         for who, work in (("autotp", ours), ("autoparallel", its)):

@@ -28,6 +28,8 @@ from typing import Any
 
 from rich.console import Console
 
+from . import git
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPENDS, MADE, RECORDS = "depends.toml", "made.json", "performance"
 LOGS = Path("build", "results")
@@ -62,12 +64,6 @@ class Figure:
             return UNKNOWN
         changed = [f for f in self.folders if git(root, "diff", "--quiet", self.commit, "HEAD", "--", f) is None]
         return f"changed since: {', '.join(changed)}" if changed else ""
-
-
-def git(root: Path, *arguments: str) -> str | None:
-    """What git prints, without its end; None where it ends with another status than 0."""
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def figures(folder: Path) -> list[Figure]:

@@ -51,7 +51,7 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     for op in planned.ops.values():
         if (over := mark(op.node).batch) is not None:
             ways = prices.across(op, over, prices.share(planned.decisions[op.node].outs[0]))
-            values += sum(collective_bytes(name or "none", size, ranks) for _, name, size, ranks in ways)
+            values += sum(collective_bytes(name, size, ranks) for _, name, size, ranks in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
     backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
     costs = {"sent": sends.bytes, "seconds": sends.seconds, "values": values, "backward": backward}
