@@ -125,19 +125,24 @@ class Trained:
         self.optimizer.zero_grad()
         return loss.item(), (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Keep weights, the optimizer's states and what the run has found so far."""
-        if self.run.options:
+    def save(self, folder: Path, found: dict[str, Any]) -> None:
+        """Keep weights, the optimizer's states and what every rank of the run has found so far."""
+        extra = found
+        if self.run.options:  # what stands beside weights is one thing on all ranks
+            everyone = [found] * self.run.ranks
+            dist.all_gather_object(everyone, found)
+            extra = {"everyone": everyone}
             (self.pipe or self.module).save_checkpoint(folder, optimizer=self.optimizer, extra=extra)
         else:
             torch.save([self.module.state_dict(), self.optimizer.state_dict(), extra], folder.with_suffix(".pt"))
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from what was kept; return what the run had found, nothing where none was kept."""
+        """Go on from what was kept; return what this rank had found, nothing where none was kept."""
         if self.run.options:
             if not (folder / "autotp.json").exists():
                 return {}
-            return dict((self.pipe or self.module).load_checkpoint(folder, optimizer=self.optimizer).extra)
+            loaded = (self.pipe or self.module).load_checkpoint(folder, optimizer=self.optimizer)
+            return dict(loaded.extra["everyone"][dist.get_rank()])
         if not folder.with_suffix(".pt").exists():
             return {}
         weights, states, extra = torch.load(folder.with_suffix(".pt"))
