@@ -69,6 +69,10 @@ BACKWARD_HOOKS = (
     "backward hooks on modules, with tp_invariant: what flows there is of several ranks in one process, and torch "
     "calls no hook of it. Hook tensors, in a forward hook on the module."
 )
+LEVEL = (
+    "the dp ranks exchange values of this call that are as long as its inputs (the plan's notes say after which "
+    "operators), and were given other lengths. Pad their slices of a batch to one length."
+)
 COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
@@ -80,7 +84,8 @@ class Calls:
         name: of the original's class.
         order: the parts of the module; `changes`: what was set on them.
         values: whether values of the inputs are compared.
-        hooked: whether a hook of the user's may fail on some rank in the present call.
+        hooked: whether a hook of the user's may fail on some rank in the present call; `level`: whether inputs have
+            the same sizes on all.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
         writes_before: how often weights were written, by the call before, or by a load after it.
@@ -99,6 +104,7 @@ class Calls:
     number: int = 0
     writes_before: int = 0
     hooked: bool = False
+    level: bool = True
     before_gathering: Sequence[tuple[str, Tensor, bool]] = ()
     tied: Any = None
     own_count: WriteCount | None = None
@@ -201,7 +207,7 @@ class Calls:
             self.number -= 1  # it was not begun on any rank
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
-            self.writes_before, self.hooked = count, bool(flags & HOOKED)
+            self.writes_before, self.hooked, self.level = count, bool(flags & HOOKED), True
             return program is None, own.seed if program is not None else None
         # In order of what misleads most: another call has other values too, and other weights give other values.
         everyone = [CallMessage.read(one) for one in messages]
@@ -211,6 +217,7 @@ class Calls:
         if self.tied is not None:
             self.tied.compare([m.tied for m in everyone], what, self.groups.slices)
         self.writes_before = count
+        self.level = len({m.sizes for m in everyone}) == 1
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.flags & HOOKED for message in everyone)
         own_lane = next(each for each in self.groups.lanes if channel.rank in each)
@@ -220,6 +227,15 @@ class Calls:
             beside = [everyone[r] for r in own_lane]
         new = any(message.flags & NEW for message in beside)
         return new, beside[0].seed if program is not None else None
+
+    def refuse_lengths(self, program: Program) -> None:
+        """Refuse inputs of other sizes on some dp ranks, where these exchange values of such sizes; all know of it.
+
+        Raises:
+            RankError: they have other sizes.
+        """
+        if not self.level and program.level:
+            raise RankError(f"{self.what}: {LEVEL}")
 
     def compare_sequences(self, sequences: Sequence[Any]) -> None:
         """Refuse whole sequences that differ on ranks of a slice of the batch, on any device. A collective call.

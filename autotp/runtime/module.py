@@ -153,11 +153,13 @@ class ShardedModule(Batching, Part):
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = program_search.find(self, call)
             inputs = [call.flat[i] for i in order]
+            self._calls.refuse_lengths(program)
             outputs = self._first(program, inputs, self._calls.seed(program) if seed is None else seed)
             program_search.kind_of(self, call).learn(program, order)  # which may be read otherwise now
         else:
             program, order = match
             inputs = [call.flat[i] for i in order]
+            self._calls.refuse_lengths(program)
             outputs = self._run(program, inputs, self._calls.seed(program) if seed is None else seed)
         return program, outputs, inputs
 

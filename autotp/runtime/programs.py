@@ -26,6 +26,7 @@ from autotp.ir.program import Decided, MeshPlace, Sharded
 from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
+from autotp.passes.shard.batch_axis import BatchRules
 from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.runtime.generation.arguments import Returns
@@ -175,6 +176,11 @@ class Program:
         if code is None:  # which cannot be written
             return bounds.broken(shapes, [""] * len(shapes)) is None
         return code[1](*[shapes[i][d] for i, d in code[0]])
+
+    @cached_property
+    def level(self) -> bool:
+        """True where dp ranks exchange values that are as long as their inputs."""
+        return BatchRules.level(self.capture)
 
     @cached_property
     def delayed(self) -> bool:

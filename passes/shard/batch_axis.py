@@ -16,9 +16,9 @@ from autotp.comm import conversions
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors, where
-from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, Size, divide
+from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, Size, Travelled, divide
 from autotp.ir.marks import Axis, BatchConversion, inherit, mark, write
-from autotp.ir.op import Carry, Factor, Op, Rule, expression, sizes
+from autotp.ir.op import Carry, Factor, Op, Rule, expression, sizes, symbols_of
 from autotp.ir.program import Planned
 from autotp.ir.sizes import substitute
 from autotp.ir.specs import ShardSpec
@@ -86,6 +86,16 @@ class BatchRules(AxisRules):
         """List the conversions over this axis; a program that another has dealt has some of that too."""
         over = [(n, mark(n).batch) for n in program.graph.nodes]
         return [(n, b) for n, b in over if b is not None and b.axis == cls.axis]
+
+    @classmethod
+    def level(cls, program: Capture) -> bool:
+        """Say whether ranks exchange values that are as long as their inputs, which must then be so on all."""
+        batch = next((shape_of(leaf.node)[0] for leaf in program.inputs if shape_of(leaf.node)), None)
+        for node, over in cls.conversions(program):
+            shapes = [] if isinstance(over.source, Travelled) or isinstance(over.target, Travelled) else tensors(node)
+            if any(symbols_of(n) - {batch} for shape in map(sizes, shapes) for n in shape):
+                return True
+        return False
 
     def settle(self, program: Capture, planned: Planned, inputs: Mapping[str, Layout]) -> list[str]:
         """Check what was decided, and say in words what changes hands.

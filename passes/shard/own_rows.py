@@ -1,10 +1,13 @@
-"""Mixtures of experts over the batch axis: a rank sorts the rows of its own examples by expert, and no others.
+"""Mixtures of experts and lookups over the batch axis: a rank sorts and numbers the rows of its own examples alone.
 
 A mixture sorts the rows of all examples by expert, computes row by row and by expert, and puts the rows back in their
 places. Where the sort stands says nothing of the result, so each rank may sort its own rows: then nothing is gathered
 over the axis. What is between the sort and the places, a *region*, is found by typing every value in it (`Kind`), and
 stands in the program as one operator whose loop are the tokens while the axis is dealt; then the region itself, which
 is the same for the examples of one rank, is put back (`passes/shard/travel.py` sends its rows to their experts).
+
+A lookup by the number of the example, `x[arange(batch), last]` as a model reads its last token or a mask, is such a
+region too: `arange` counts the examples of one rank once it is put back.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import fx
 
 from autotp.ir.graph import Capture, copy_node, outputs_of, shape_of, tensors
@@ -42,6 +47,11 @@ class Kind(Enum):
 
 SORTS = (aten.sort.default, aten.sort.stable)
 SORTED = (Kind.ROWS, Kind.KEYS)
+LOOKUPS = (aten.index.Tensor, aten.index_put.default)
+# How many arguments stand before the end.
+COUNTING: dict[Any, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+# A number stays with its row, the first dimension of both sides.
+KEEPING: set[Any] = {aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.to.dtype, aten.to.device}
 
 
 @dataclass
@@ -83,6 +93,50 @@ def regions(program: Capture) -> list[Region]:
     candidates = (_region(n) for n in program.graph.nodes if n.target in SORTS)
     outputs = set(outputs_of(program))
     return [r for r in candidates if r is not None and r.products and outputs.isdisjoint({*r.kinds} - {r.back})]
+
+
+def lookups(program: Capture, batch: Size) -> Iterator[Region]:
+    """Find the lookups by the number of the example, each as a region."""
+    for node in [*program.graph.nodes]:
+        region = _by_example(node, batch) if node.target in LOOKUPS else None
+        if region is not None:
+            yield region
+
+
+def _by_example(node: fx.Node, batch: Size) -> Region | None:
+    """A lookup in each example's own row of a table; None where it reads others' rows, or may."""
+    table, (numbers, *others), *values = cast(Any, node.args)
+    counting = _counting(numbers, batch)
+    if not counting or shape_of(table)[0] != batch or shape_of(node)[0] != batch:
+        return None
+    kinds = {**dict.fromkeys(counting, Kind.PLACES), node: Kind.BACK}
+    region = Region(counting[0], batch, kinds, {table: 1}, back=node)
+    wide, result = len(shape_of(numbers)), len(shape_of(node))
+    if node.target is aten.index_put.default:  # its values are as wide as what is looked up there
+        result = wide + len(shape_of(table)) - sum(i is not None for i in (numbers, *others))
+    for operand, dims in [*((i, wide) for i in others if i is not None), *((v, result) for v in values[:1])]:
+        shape = shape_of(operand)
+        if len(shape) > dims or operand.meta["val"].dtype in (torch.bool, torch.uint8) and operand in others:
+            return None
+        if len(shape) == dims and shape[0] != 1:  # of broadcast operands all examples read the same
+            if shape[0] != batch:
+                return None
+            region.units[operand] = 1
+    return region
+
+
+def _counting(x: Any, batch: Size) -> list[fx.Node]:
+    """The nodes that make a tensor whose elements are the numbers of their rows, in order; none of any other."""
+    nodes: list[fx.Node] = []
+    while isinstance(x, fx.Node) and is_tensor(x) and shape_of(x)[:1] == (batch,):
+        nodes.append(x)
+        args: Any = x.args
+        if x.target in COUNTING:
+            before = COUNTING[x.target]
+            return nodes[::-1] if {*args[:before]} <= {0} and {*args[before + 1 :]} <= {1} else []
+        kept = x.target in KEEPING or x.target is aten.add.Tensor and args[1] == 0
+        x = args[0] if kept else None
+    return []
 
 
 def experts_of(program: Capture) -> int:
@@ -225,12 +279,12 @@ class OwnRows:
 
 
 def fold(program: Capture, symbol: Size) -> None:
-    """Put one operator in the place of each region that has no other rows than those of its tokens.
+    """Put one operator in the place of each region that has no other rows than those of its tokens, or examples.
 
     Args:
         program: is changed. symbol: of the batch.
     """
-    for region in regions(program):
+    for region in chain(regions(program), lookups(program, symbol)):  # what one reads may stand for another
         back, outside = region.back, region.outside
         assert back is not None
         tokens = divide(region.rows, max(region.units.values()))
@@ -278,9 +332,10 @@ def _key(region: Region) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-def calls(program: Capture) -> Iterator[fx.Node]:
-    """List the regions that stand in a program as one operator."""
-    return (n for n in program.graph.nodes if isinstance(n.target, OwnRows))
+def calls(program: Capture, mixtures: bool = True) -> Iterator[fx.Node]:
+    """List the regions that stand in a program as one operator; with `mixtures` those with products by expert alone."""
+    own = (n for n in program.graph.nodes if isinstance(n.target, OwnRows))
+    return (n for n in own if n.target.region.products or not mixtures)
 
 
 @dataclass
@@ -308,9 +363,9 @@ def unfold(program: Capture, writer: Callable[[Region], Writer]) -> None:
         program: dealt, so that the symbol of the batch is that of a rank's: of its rows the same is said by the same
             sizes. writer: gives what writes the nodes of a region.
     """
-    for call in [*calls(program)]:
+    for call in [*calls(program, mixtures=False)]:
         region = call.target.region  # type: ignore[union-attr]
-        each = writer(region)
+        each = (writer if region.products else copied)(region)
         with program.graph.inserting_before(call):
             last = call.prev
             read = Read(Sizes(program.graph, program.symbols), dict(zip(region.outside, call.args, strict=True)))

@@ -80,6 +80,53 @@ def parting(rank: int, world: int, group: Any) -> dict[str, Any]:
     return found
 
 
+class Padded(nn.Module):
+    """Attends by a mask that is looked up, as transformers does, and reads each example's last token."""
+
+    def __init__(self, mixing: bool = False) -> None:
+        super().__init__()
+        self.up, self.mixing = nn.Linear(8, 8), mixing
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        rows, columns = torch.arange(x.shape[0]), torch.arange(x.shape[1])
+        keep = seen.bool()[rows[:, None, None], columns[None, None]]
+        y = torch.where(keep, self.up(x) @ x.mT, -1e9).softmax(-1) @ self.up(x)
+        y = y - y.flip(0) if self.mixing else y
+        return y[rows, seen.sum(1) - 1]
+
+
+def lengths(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """Slices of another length on each dp rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    lane, found = mesh["dp"].get_local_rank(), dict[str, Any]()
+    for mixing in (False, True):
+        torch.manual_seed(0)
+        model, inputs = Padded(mixing).double(), []
+        for length in (4, 3):
+            seen = torch.arange(length) < torch.tensor([[length], [2], [3], [1]])
+            inputs.append((X[:4, :length], seen.long()))
+        own: Any = {"dp": 2, "mesh": mesh, "example_inputs": inputs[0], "check_capture": False}
+        sharded = autotp.compile(model, **own)
+        if mixing:
+            found["refused"] = message_of(partial(sharded, *inputs[lane]))
+            continue
+        wanted = [model(*each) for each in inputs]
+        got = sharded(*inputs[lane])
+        found["forward"] = float((got - wanted[lane]).detach().abs().max())
+        got.square().mean().backward()
+        torch.stack([each.square().mean() for each in wanted]).mean().backward()
+        parts = sharded.full_grad_dict()
+        grads: dict[str, Any] = {n: p.grad for n, p in model.named_parameters()}
+        found["backward"] = max(float((parts[n] - grad).abs().max()) for n, grad in grads.items())
+    return found
+
+
+def test_padded_slices_of_other_lengths_are_right_and_one_error_where_examples_mix(pool):
+    for found in pool.run(lengths):
+        assert found["forward"] < 1e-12 and found["backward"] < 1e-12, found
+        assert "were given other lengths" in found["refused"], found
+
+
 def test_a_slice_that_is_called_otherwise_is_one_error_on_all_ranks(pool):
     everyone = pool.run(parting)
     for found in everyone:

@@ -210,6 +210,39 @@ def test_what_mixes_examples_is_gathered_and_said():
     assert not any("mixes examples" in note for note in apart.notes)
 
 
+def last_by(numbers: Any) -> type[nn.Module]:
+    """A module that reads a token of each example, by the numbers of rows that a function of the batch's gives."""
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:  # type: ignore[override]
+            rows, y = numbers(torch.arange(x.shape[0]), at), super().forward(x)
+            return y.clone().index_put((rows, at), y[rows, 0])[rows, at]
+
+    return Last
+
+
+@pytest.mark.parametrize(
+    ("numbers", "mixes"),
+    [
+        (lambda rows, at: rows, False),
+        (lambda rows, at: rows[:, None].expand(-1, 3), False),
+        (lambda rows, at: rows + 0, False),
+        (lambda rows, at: rows - 1, True),
+        (lambda rows, at: rows.flip(0), True),
+        (lambda rows, at: rows * 0, True),
+    ],
+)
+def test_a_lookup_in_each_examples_own_rows_is_its_own(numbers, mixes):
+    """What is read by the number of the example needs no other example; by any other number it may."""
+    x, at = torch.randn(4, 5, 16), torch.tensor([0, 4, 2, 2])
+    wide = numbers(torch.arange(4), at).ndim
+    at = at if wide == 1 else at[:, None].expand(-1, 4 if mixes else 3)
+    report = autotp.verify(last_by(numbers)(16, 16), TP, (x, at.contiguous()), dp=DP)
+    assert report.ok, report
+    plan = autotp.plan(last_by(numbers)(16, 16), TP, dp=DP, example_inputs=(x, at.contiguous()))
+    assert any("mixes examples" in note for note in plan.notes) == mixes
+
+
 def test_a_batch_of_a_fixed_size_is_refused():
     class Fixed(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
