@@ -114,7 +114,8 @@ def _by_example(node: fx.Node, batch: Size) -> Region | None:
     wide, result = len(shape_of(numbers)), len(shape_of(node))
     if node.target is aten.index_put.default:  # its values are as wide as what is looked up there
         result = wide + len(shape_of(table)) - sum(i is not None for i in (numbers, *others))
-    for operand, dims in [*((i, wide) for i in others if i is not None), *((v, result) for v in values[:1])]:
+    widths = {i: wide for i in others if i is not None} | dict.fromkeys(values[:1], result)
+    for operand, dims in widths.items():
         shape = shape_of(operand)
         if len(shape) > dims or operand.meta["val"].dtype in (torch.bool, torch.uint8) and operand in others:
             return None
@@ -134,8 +135,8 @@ def _counting(x: Any, batch: Size) -> list[fx.Node]:
         if x.target in COUNTING:
             before = COUNTING[x.target]
             return nodes[::-1] if {*args[:before]} <= {0} and {*args[before + 1 :]} <= {1} else []
-        kept = x.target in KEEPING or x.target is aten.add.Tensor and args[1] == 0
-        x = args[0] if kept else None
+        same = x.target in KEEPING or x.target is aten.add.Tensor and args[1] == 0
+        x = args[0] if same else None
     return []
 
 
