@@ -117,7 +117,9 @@ def _by_example(node: fx.Node, batch: Size) -> Region | None:
     widths = {i: wide for i in others if i is not None} | dict.fromkeys(values[:1], result)
     for operand, dims in widths.items():
         shape = shape_of(operand)
-        if len(shape) > dims or operand.meta["val"].dtype in (torch.bool, torch.uint8) and operand in others:
+        masking = operand in others and operand.meta["val"].dtype in (torch.bool, torch.uint8)
+        # What counts examples says a column by their number in the whole batch.
+        if len(shape) > dims or masking or operand in region.kinds:
             return None
         if len(shape) == dims and shape[0] != 1:  # of broadcast operands all examples read the same
             if shape[0] != batch:

@@ -243,6 +243,16 @@ def test_a_lookup_in_each_examples_own_rows_is_its_own(numbers, mixes):
     assert any("mixes examples" in note for note in plan.notes) == mixes
 
 
+def test_the_number_of_an_example_may_say_a_column_too():
+    class Column(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            rows = torch.arange(x.shape[0])
+            return super().forward(x)[rows, rows] + super().forward(x)[rows, rows + 1]
+
+    report = autotp.verify(Column(16, 16), TP, (torch.randn(4, 8, 16),), dp=DP)
+    assert report, report
+
+
 def test_a_batch_of_a_fixed_size_is_refused():
     class Fixed(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
