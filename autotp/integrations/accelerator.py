@@ -263,7 +263,16 @@ class Parallelism(ParallelismConfig):
         """Asked by each `Accelerator` that is made with this.
 
         accelerate's own would refuse the CPU here: it allows meshes on accelerators alone.
+
+        Raises:
+            InputError: accelerate counts other processes than the module has ranks, and would scale losses by that.
         """
+        if self.total_size != accelerator.num_processes:
+            raise InputError(
+                f"accelerate counts {accelerator.num_processes} processes, and the sharded module has "
+                f"{self.total_size} ranks. It reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: start "
+                "with torchrun, or set them before anything of accelerate or transformers' trainer is made."
+            )
         kind = type(accelerator)
         if not issubclass(kind, GroupAccelerator):
             accelerator.__class__ = (

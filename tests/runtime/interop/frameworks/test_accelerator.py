@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,12 +62,16 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: A
 def trained(rank: int, folder: str, tp: int, dp: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Net()
-    sharded, stock = tp * dp > 1, ("", "")
+    sharded, stock, counted = tp * dp > 1, ("", ""), ("", "")
     if sharded:
         example = torch.zeros(BATCH // dp, 8), torch.zeros(BATCH // dp, 8)
         model = autotp.compile(model, tp=tp, dp=dp, example_inputs=example)
         stock = error_of(lambda: Accelerator(cpu=True).prepare(model))[:2]
-        AcceleratorState._reset_state()
+        alone = {name: text for name, text in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with patch.dict(os.environ, alone, clear=True):  # then accelerate takes each rank for a world of its own
+            counted = error_of(lambda: ShardedAccelerator(model))[:2]
+        AcceleratorState._reset_state(reset_partial_state=True)
 
     def make(**options: Any) -> Any:
         if dp > 1:
@@ -79,7 +85,7 @@ def trained(rank: int, folder: str, tp: int, dp: int) -> dict[str, Any]:
     all_of[0].load_state(folder)
     found["again"] = epoch(*all_of)
     if sharded:
-        found["stock"] = stock
+        found["stock"], found["counted"] = stock, counted
         found["refused"] = error_of(lambda: ShardedParallelism(model))[1]
         AcceleratorState._reset_state()
         found["gathered"] = ShardedAccelerator(model).gather(torch.ones(3)).tolist()
@@ -106,4 +112,5 @@ def test_all_of_accelerate_is_that_of_one_process(tmp_path):
         assert found["rows"] == ROWS and found["rate"] == [0.1 * 0.5**4] and found["whole"]
         assert {"sharded_model_0", "sharded_optimizer_0", "scheduler.bin"} <= set(found["files"])
         kind, text = found["stock"]
+        assert found["counted"][0] == "InputError" and "counts 1 processes" in found["counted"][1]
         assert kind == "StateError" and "ShardedAccelerator" in text
