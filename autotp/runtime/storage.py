@@ -283,7 +283,8 @@ class Unwrap(torch.autograd.Function):
 
 def _laid_as(grad: Tensor, part: Tensor) -> Tensor:
     """Return a gradient in the strides of what it is of, which are not those of its shape in memory that is shared."""
-    return grad.contiguous() if part.is_contiguous() else torch.empty_like(part).copy_(grad)
+    # A view of no elements is contiguous, and would keep the memory of the whole gradient.
+    return grad.contiguous() if part.is_contiguous() and part.numel() else torch.empty_like(part).copy_(grad)
 
 
 class _Joined(torch.autograd.Function):

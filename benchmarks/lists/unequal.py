@@ -6,16 +6,19 @@ python -m benchmarks.lists.unequal --missing       # those that have no result y
 
 A process of one thread for each rank, made slower by a duty cycle in it (`helpers.duty`), whose sum is at most 1.6
 cores. Each rank measures itself with `autotp.calibrate`, and a plan for the cluster that they found is held against
-the even one, in interleaved steps: a training step of the Llama of benchmarks.step_time, and a decoded token. The
-least time that any shares can have is the CPU time of all ranks, whoever spends it, over the speed of all ranks, and
-the collectives, which no share divides.
+the even one, in interleaved steps: a training step of the Llama of benchmarks.step_time, and a decoded token. A duty
+cycle is no speed: a thread that slept finds its caches cold, and its CPU seconds do less. So a rank's rate is the part
+of the step that it has in the even split over the seconds in which it does that, and the least time that any shares can
+have is one over the sum of all rates, and the collectives, which no share divides.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import os
 import statistics
 import time
@@ -58,9 +61,10 @@ def measured(ratio: Sequence[int], shape: Shape, rounds: int, tokens: int) -> Re
     assert sum(cycles) <= duty.CORES + 1e-9
     duty.slow_down(cycles[rank])
     cluster = autotp.calibrate(base="local", dtypes=[torch.float32], show=False)
-    found: Record = {"cycle": cycles[rank], "ratio": cluster.ratio(), "speed": speed(shape), "uses": {}}
+    share, products = speed(shape)
+    found: Record = {"cycle": cycles[rank], "ratio": cluster.ratio(), "speed": share, "products": products, "uses": {}}
     for use, steps_of, count in (("training", training, rounds), ("token", decoding, tokens)):
-        steps, shares = {}, {}
+        steps, shares, plan = {}, {}, None
         for name, cluster_of in (("even", "local"), ("uneven", cluster)):
             steps[name], plan = steps_of(shape, tp, cluster_of)
             shares[name] = [plan.shares, parts(plan)]
@@ -68,7 +72,9 @@ def measured(ratio: Sequence[int], shape: Shape, rounds: int, tokens: int) -> Re
             times = timed(steps, count)
             calls = collectives(steps["even"], tp)
         times |= timed({"collectives": calls}, count)
-        found["uses"][use] = {"shares": shares, "times": times}
+        choice = plan.share_choice if plan is not None else None
+        predicted = [choice.even, choice.seconds] if choice is not None else []
+        found["uses"][use] = {"shares": shares, "times": times, "predicted_s": predicted}
     return found
 
 
@@ -110,14 +116,16 @@ def decoding(shape: Shape, tp: int, cluster: Any) -> tuple[Callable[[], Any], au
         return Cached(module, model.config, ids, static=False), plan
 
 
-def speed(shape: Shape) -> float:
-    """CPU seconds of this rank's thread in a second of products, all ranks at once."""
-    x, w = torch.rand(LENGTH, shape.hidden), torch.rand(shape.hidden, shape.hidden)
+def speed(shape: Shape) -> tuple[float, float]:
+    """CPU seconds of this rank's thread in a second of products, and how many products; all ranks at once."""
+    x, w, count = torch.rand(LENGTH, shape.hidden), torch.rand(shape.hidden, shape.hidden), 0
     dist.barrier()
     began, spent = time.perf_counter(), time.thread_time()
     while time.perf_counter() < began + 1.0:
         torch.mm(x, w)
-    return (time.thread_time() - spent) / (time.perf_counter() - began)
+        count += 1
+    seconds = time.perf_counter() - began
+    return (time.thread_time() - spent) / seconds, count / seconds
 
 
 def collectives(step: Callable[[], Any], tp: int) -> Callable[[], None]:
@@ -159,21 +167,25 @@ def together(ratio: Sequence[int], everyone: Sequence[Record]) -> Record:
     row: Record = {
         "cycles": [found["cycle"] for found in everyone],
         "speeds": speeds,
+        "products": [found["products"] for found in everyone],
         "calibrated": everyone[0]["ratio"],
         "uses": {},
     }
     for use in WITHIN:
         each = [found["uses"][use]["times"] for found in everyone]
         wall = {name: max(times[name][0] for times in each) for name in each[0]}
-        spent = {name: sum(times[name][1] for times in each) for name in each[0]}
-        work = min(spent["even"], spent["uneven"]) - spent["collectives"]
-        least = work / sum(speeds) + wall["collectives"]
+        own = [times["even"][1] - times["collectives"][1] for times in each]  # CPU seconds
+        dealt = everyone[0]["uses"][use]["shares"]["even"][1]
+        rates = [part * share / cpu for part, share, cpu in zip(dealt, speeds, own, strict=True)]
+        least = 1 / sum(rates) + wall["collectives"]
         row["uses"][use] = {
             "even_s": wall["even"],
             "uneven_s": wall["uneven"],
             "collectives_s": wall["collectives"],
             "least_s": least,
-            "cpu_s": work,
+            "cpu_s": own,
+            "rates": rates,
+            "predicted_s": everyone[0]["uses"][use]["predicted_s"],
             "over_least": wall["uneven"] / least,
             "gain": wall["even"] / wall["uneven"],
             "shares": everyone[0]["uses"][use]["shares"],
@@ -181,12 +193,29 @@ def together(ratio: Sequence[int], everyone: Sequence[Record]) -> Record:
     return row
 
 
+def beside(rates: Sequence[float]) -> str:
+    """Rates over the least of them."""
+    return ":".join(f"{rate / min(rates):.2g}" for rate in rates) or "-"
+
+
+def agreement(gains: Sequence[tuple[str, float, float]]) -> str:
+    """How many pairs of one use have the order of their measured gains in the predicted ones too, of how many.
+
+    Args:
+        gains: uses, gains over the even split as measured, and as predicted; NaN where they were not.
+    """
+    pairs = [(a, b) for a, b in itertools.combinations(gains, 2) if a[0] == b[0] and not math.isnan(a[2] + b[2])]
+    return f"{sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)} of {len(pairs)}"
+
+
 def page(results: Record) -> str:
     """The section of docs/performance.md."""
     head = [
-        "speeds",
+        "cycles",
+        "products",
         "calibrated",
         "",
+        "rates",
         "weights by rank",
         "even, s",
         "uneven, s",
@@ -194,24 +223,29 @@ def page(results: Record) -> str:
         "over least",
         "asked",
         "gain",
+        "predicted",
     ]
-    cells = []
+    cells, order = [], []
     for name, row in results["ratios"].items():
         for use, x in row["uses"].items():
             dealt = " ".join(f"{part:.2f}" for part in x["shares"]["uneven"][1])
             times = [f"{x[key]:.3f}" for key in ("even_s", "uneven_s", "least_s")]
-            over = f"{x['over_least']:.2f}", f"{WITHIN[use]:.2f}", f"{x['gain']:.2f}"
-            cells.append([name, ":".join(map(str, row["calibrated"])), use, dealt, *times, *over])
+            predicted = x["predicted_s"][0] / x["predicted_s"][1] if x.get("predicted_s") else math.nan
+            order.append((use, x["gain"], predicted))
+            over = f"{x['over_least']:.2f}", f"{WITHIN[use]:.2f}", f"{x['gain']:.2f}", f"{predicted:.2f}"
+            ratios = beside(row.get("products", [])), ":".join(map(str, row["calibrated"]))
+            cells.append([name, *ratios, use, beside(x.get("rates", [])), dealt, *times, *over])
     s = SHAPE
     return f"""\
 `{results["made"]["command"]}`: gloo processes of one thread, slower by a duty cycle in each,
 which come to at most {duty.CORES} of {results["cores"]} cores. Each measures itself with `autotp.calibrate`, and the
 plan is for what they found. A training step of a Llama (hidden {s.hidden}, {s.layers} layers, {s.heads} heads with
 {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, {LENGTH} tokens), and a token of it after
-{PROMPT}: medians of interleaved steps by the clock, of the slowest rank. *Least*: CPU seconds of all ranks over the
-speed of all ranks, and the collectives alone: what no shares go below.
-*Gain*: over the even split, at 2:1 at least {GAIN} is asked. Load average
-{results["load_before"]} before.
+{PROMPT}: medians of interleaved steps by the clock, of the slowest rank. *Products*: what ranks multiply in the same
+time, all at once; *rates*: what they do of the step, by the CPU seconds of the even split and how many of these a
+second has. *Least*: one over the sum of the rates, and the collectives alone: what no shares go below. *Gain*: over the
+even split, at 2:1 at least {GAIN} is asked; *predicted*: by the plan, {agreement(order)} of the pairs of a use in the
+order of what was measured. Load average {results["load_before"]} before.
 
 {table(head, cells)}"""
 

@@ -1,4 +1,4 @@
-"""Measure the machine that this process runs on, and describe it as a `Cluster`: medians, without a fit."""
+"""Measure the machine that this process runs on, and describe it as a `Cluster`: work over time, without a fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotp.errors import InputError
 from .this_machine import described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BATCHES = 5  # of calls, of which the median counts
+BATCHES = 5  # of calls
 MAX_CALLS = 1000  # in a batch: many launches, and turns on a shared core
 LAUNCHES = 48  # operators that a launch is the mean of
 TINY_ROWS = 8  # and width of a product that is all launch
@@ -60,18 +60,21 @@ class Clock:
 
     def time(self, call: Callable[[], object]) -> float:
         """Return the median seconds of one call that ranks make together; the slowest rank's, on every rank."""
-        return self.worst(self.alone(call, self.worst))
+        return self.worst(statistics.median(self._batches(call, self.worst)))
 
-    def alone(self, call: Callable[[], object], agreed: Callable[[float], float] = float) -> float:
-        """Return this rank's median seconds of one call that all ranks make at the same time, each as often as it can.
+    def alone(self, call: Callable[[], object]) -> float:
+        """Return this rank's mean seconds of one call that all ranks make at the same time, each as often as it can.
 
-        Args:
-            call: what is timed. agreed: what ranks make of the seconds of one call, where they all make equally many.
+        A device that is throttled works and pauses: of short batches most may have no pause in them, or all.
         """
+        return statistics.mean(self._batches(call, float))
+
+    def _batches(self, call: Callable[[], object], agreed: Callable[[float], float]) -> list[float]:
+        """List the seconds of a call in each batch; `agreed`: what ranks make of those of one, to make equally many."""
         self._batch(call, 1)
         once = max(agreed(self._batch(call, 1)), 1e-7)
         calls = min(max(int(self.budget / BATCHES / once), 1), MAX_CALLS)
-        return statistics.median(self._batch(call, calls) for _ in range(BATCHES))
+        return [self._batch(call, calls) for _ in range(BATCHES)]
 
     def worst(self, seconds: float) -> float:
         """Return the most of all ranks."""
@@ -98,13 +101,13 @@ class MeasuredSizes:
     Attributes:
         matmuls: rows and width of square weights; the second is what ranks compute between two collectives.
         copies: bytes. transfers: bytes of the whole tensor, of a short message and of a long one.
-        budget: seconds for each.
+        budget: seconds for each: several cycles of a throttle.
     """
 
     matmuls: tuple[tuple[int, int], ...]
     copies: tuple[int, ...]
     transfers: tuple[int, int]
-    budget: float = 0.1
+    budget: float = 0.2
 
 
 SIZES = {
@@ -131,9 +134,9 @@ def calibrate(
     Matmuls by dtype, an operator bound by memory and the launch of a kernel are timed on every rank at once, so ranks
     that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun), also
     each collective, short and long, over the ranks of a node and over one rank of each node. Operands are read in
-    turn, so that no cache holds them, as in a step. Each number is the median of what the sizes say. Where ranks are
-    unlike (by their names, or by a quarter in rate, bandwidth or memory) the cluster has what each measured. Call it
-    on all ranks alike.
+    turn, so that no cache holds them, as in a step. A rate is the work of all sizes over its time, a link's figure the
+    median of what the collectives say. Where ranks are unlike (by their names, or by a quarter in rate, bandwidth or
+    memory) the cluster has what each measured. Call it on all ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -235,21 +238,34 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
     run = _layer if device.type == "cpu" else _products  # what eager execution starts besides a device's queue hides
     launch = clock.alone(partial(_launches, device)) / LAUNCHES
     product = clock.alone(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
-    samples: Samples = {"launch_overhead": [launch], "product_launches": [product / launch], "memory_bandwidth": []}
+    times: list[tuple[float, float]] = []
     for size in sizes.copies:
         seconds = clock.alone(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
-        samples["memory_bandwidth"].append(2.0 * size / own_seconds(seconds, launch))
+        times.append((2.0 * size, own_seconds(seconds, launch)))
+    samples = {"launch_overhead": [launch], "product_launches": [product / launch], "memory_bandwidth": rates(times)}
     for dtype in dtypes:
         if clock.worst(not _multiplies(device, dtype)):  # on some rank
             continue
-        rates = samples.setdefault(str(dtype).removeprefix("torch."), [])
+        times = []
         for rows, n in sizes.matmuls:
             operands = [(rows, n), (n, n), (rows, n)]
             seconds = clock.alone(_in_turn(run, operands, dtype, device)) / PASSES
-            rates.append(2.0 * rows * n * n / own_seconds(seconds, product))
+            times.append((2.0 * rows * n * n, own_seconds(seconds, product)))
             if clock.worst(seconds) > SLOW_SECONDS:  # a device is slow with the dtype
                 break
+        samples[str(dtype).removeprefix("torch.")] = rates(times)
     return samples
+
+
+def rates(times: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the least rate, that of all work together, which is their median, and the most.
+
+    Args:
+        times: amounts of work, and the seconds of each.
+    """
+    each = [work / seconds for work, seconds in times]
+    work, seconds = map(sum, zip(*times, strict=True))
+    return [min(each), work / seconds, max(each)]
 
 
 def own_seconds(seconds: float, launch: float) -> float:

@@ -106,6 +106,30 @@ def test_calls_are_timed():
     )
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.003, 0.03])
+def test_a_throttled_device_is_as_slow_as_its_work_over_time(monkeypatch, pause):
+    """A device that pauses after every ten calls takes its pauses too; the control: the median of batches misses them,
+    as it is a batch with none of a throttle's few long pauses."""
+    now, calls = [0.0], [0]
+
+    def call() -> None:
+        calls[0] += 1
+        now[0] += 0.001 + pause * (calls[0] % 10 == 0)
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    clock = Clock(None, torch.device("cpu"), 0.2)
+    assert clock.alone(call) == pytest.approx(0.001 + pause / 10, rel=0.01)
+    short = replace(clock, budget=0.03)
+    assert (short.time(call) < 0.9 * short.alone(call)) == bool(pause)
+
+
+def test_a_rate_is_all_work_over_its_time():
+    """The median of what is shown; the control: that of the rates of three sizes is another, by the small ones."""
+    found = measuring.rates([(1.0, 1.0), (2.0, 1.0), (97.0, 10.0)])
+    assert found == [1.0, 100.0 / 12.0, 9.7] and with_medians({"float32": found}, ROUND).peak("float32") == found[1]
+    assert found[1] != 2.0 and len(measuring.rates([(1.0, 2.0)])) == 3
+
+
 def on_a_rank(rank: int, world: int, group: Any, nodes: int) -> Cluster:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     measuring.COLD_BYTES = 2**20

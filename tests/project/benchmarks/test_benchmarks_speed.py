@@ -207,12 +207,39 @@ def test_a_process_runs_for_its_cycle_alone():
 
 
 def test_the_least_time_by_hand():
-    """Six CPU seconds less those of collectives over the speed of all, and the collectives once."""
-    even, uneven, collectives = (4.0, 3.0), (3.0, 3.0), (0.5, 0.0)
-    times = {"even": even, "uneven": uneven, "collectives": collectives}
-    use = {"shares": {"uneven": [[2, 1], [0.66, 0.34]]}, "times": times}
-    ranks = [{"cycle": c, "ratio": [2, 1], "speed": c, "uses": {"training": use, "token": use}} for c in (1.0, 0.5)]
+    """Of a rank that does half in two seconds of a whole core, and one that does half in three of half a core: one over
+    a quarter and a twelfth, and the collectives once. With the CPU seconds of the ranks changed it is another."""
+    times = [{"even": (6.0, 2.5), "uneven": (4.0, 3.0), "collectives": (0.5, 0.5)}]
+    times.append({"even": (6.0, 3.0), "uneven": (3.0, 3.0), "collectives": (0.4, 0.0)})
+    shares = {"even": [[], [0.5, 0.5]], "uneven": [[3, 1], [0.75, 0.25]]}
+    ranks: list[Any] = []
+    for cycle, own in zip((1.0, 0.5), times, strict=True):
+        use = {"shares": shares, "times": own, "predicted_s": [5.0, 4.0]}
+        ranks.append(
+            {
+                "cycle": cycle,
+                "ratio": [3, 1],
+                "speed": cycle,
+                "products": 3 * cycle,
+                "uses": dict.fromkeys(unequal.WITHIN, use),
+            }
+        )
     row = unequal.together((2, 1), ranks)
-    assert row["uses"]["token"]["least_s"] == pytest.approx(6.0 / 1.5 + 0.5) and row["uses"]["token"]["gain"] == 4 / 3
+    assert row["uses"]["token"]["least_s"] == pytest.approx(3.0 + 0.5) and row["uses"]["token"]["gain"] == 1.5
+    ranks[0]["speed"], ranks[1]["speed"] = 0.5, 1.0
+    assert unequal.together((2, 1), ranks)["uses"]["token"]["least_s"] == pytest.approx(1 / (0.125 + 1 / 6) + 0.5)
     results = {"made": {"command": "x"}, "cores": 2, "load_before": 0.1, "ratios": {"2:1": row}}
-    assert "| 2:1 | 2:1 | token | 0.66 0.34 | 4.000 | 3.000 | 4.500 | 0.67 | 1.15 | 1.33 |" in unequal.page(results)
+    cells = "| 2:1 | 2:1 | 3:1 | token | 3:1 | 0.75 0.25 | 6.000 | 4.000 | 3.500 | 1.14 | 1.15 | 1.50 | 1.25 |"
+    assert cells in unequal.page(results)
+
+
+def test_the_order_of_gains():
+    """Pairs of one use alone, and of what was predicted."""
+    gains = [
+        ("token", 1.5, 1.4),
+        ("token", 1.2, 1.3),
+        ("token", 1.1, 1.35),
+        ("token", 1.0, float("nan")),
+        ("x", 9.0, 0.1),
+    ]
+    assert unequal.agreement(gains) == "2 of 3"

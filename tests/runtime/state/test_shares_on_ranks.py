@@ -1,7 +1,9 @@
-"""Ranks of unlike shares: steps of training, `generate()` with its caches, and checkpoints to and from even degrees."""
+"""Ranks of unlike shares: steps of training, `generate()` with its caches, checkpoints to and from even degrees, and
+the bytes that ranks of unlike memory allocate."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,49 @@ def test_on_ranks(pool: Pool, tmp_path: Path):
             assert all(found["generate"][way] for way in ("greedy", "beams", "static", "own"))
             assert abs(found["held"] - shares[rank] / sum(shares)) < 0.1
         assert pool.run(otherwise, str(tmp_path), world, world=5 - world) == [0] * (5 - world)
+
+
+def layers() -> tuple[Any, dict[str, Any]]:
+    """A model of which next to all is weights, and what it is captured with."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 768), torch.nn.GELU(), torch.nn.Linear(768, 64))
+    return model, {"example_inputs": torch.randn(2, 64), "optimizer": "adamw", "check_capture": False}
+
+
+def unlike_memory(*sizes: float) -> autotp.Cluster:
+    """Machines that differ in nothing but the bytes that they hold."""
+    local = autotp.Cluster.preset("local")
+    return autotp.Cluster(ranks=[replace(local, memory_size=size, name=f"{size:.0f} B") for size in sizes])
+
+
+def allocated(rank: int, world: int, group: Any, sizes: tuple[float, ...]) -> tuple[list[int], str]:
+    """Bytes of the memory in which weights, gradients and states lie after a step: by the shares that are found, and by
+    even ones on machines without limits; and what is said of even ones on these machines."""
+    counts, said = [], ""
+    for cluster, shares in ((unlike_memory(*sizes), None), (unlike_memory(*sizes), (1, 1)), ("local", None)):
+        model, options = layers()
+        try:
+            sharded: Any = autotp.compile(model, mesh=mesh_of(group), cluster=cluster, shares=shares, **options)
+        except autotp.AutoTPError as error:
+            said = str(error)
+            continue
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+        sharded(options["example_inputs"]).square().mean().backward()
+        optimizer.step()
+        held = [x for p in sharded.parameters() for x in (p, p.grad, *optimizer.state[p].values())]
+        memory = [getattr(x, "_local_tensor", x).untyped_storage() for x in held]
+        counts.append(sum({x.data_ptr(): x.nbytes() for x in memory}.values()))
+    return counts, said
+
+
+def test_what_fits_only_unevenly_is_held_within_each_rank_s_memory(pool: Pool):
+    """By the storages of all tensors; evenly it is refused with the reason, and would be more than there is."""
+    model, options = layers()
+    plan = autotp.plan(model, 2, cluster=unlike_memory(1e12, 2e12), **options)
+    assert plan.share_choice is not None and not plan.shares
+    most = max(plan.share_choice.memory)
+    sizes = 1.6 * most, 0.6 * most
+    for rank, ((uneven, even), said) in enumerate(pool.run(allocated, sizes, world=2)):
+        assert 0.7 * sizes[rank] < uneven < sizes[rank]
+        assert "shares=(1, 1) do not fit into the ranks of" in said and "rank 1 holds" in said
+        assert rank == 0 or even > sizes[1]
