@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +27,22 @@ PARTS = 32  # that dimensions whose lengths are symbols are dealt in
 MOST = 128  # units of a family; of a dimension with more tiles several are a unit
 
 
+class Padded(NamedTuple):
+    """A collective of parts of a family, which all are sent as long as the first rank's.
+
+    Attributes:
+        family: its name. primitive: of the collective. bytes: where a rank has all.
+    """
+
+    family: str
+    primitive: str
+    bytes: float
+
+
+Item = fx.Node | Padded | None  # an operator or a weight, a collective, or bare seconds
+Stretch = tuple[tuple[Item, float], ...]  # what a rank does in a row, and the part of its seconds
+
+
 class Family(NamedTuple):
     """Values that are dealt alike.
 
@@ -43,6 +60,10 @@ class Family(NamedTuple):
     def shares(self, prices: Prices) -> list[float]:
         """Units of each rank now, and parts of some."""
         return [self.units * self.layout.part(rank, prices.tp, prices.hint) for rank in range(prices.tp)]
+
+    def elements(self, units: Sequence[float]) -> tuple[int, ...]:
+        """What each rank has of the length; of symbols, units."""
+        return tuple([round(n * max(self.length / self.units, 1)) for n in units])
 
 
 def units_of(length: int) -> int:
@@ -63,7 +84,9 @@ class Stretches:
         self.planned, self.sharded, self.prices = planned, sharded, prices
         self.places: dict[Any, fx.Node] = {}  # (value, layout) -> a node that makes it, or reads it, so
         self.families = self._coupled()
-        self.family_of = {n: name for name, each in self.families.items() for n in each.nodes}
+        self.family_of: dict[fx.Node | None, str] = {
+            n: name for name, each in self.families.items() for n in each.nodes
+        }
         self.now = {name: each.shares(prices) for name, each in self.families.items()}
 
     def _coupled(self) -> dict[str, Family]:
@@ -109,56 +132,53 @@ class Stretches:
         """The problem of the shares of these placements.
 
         Args:
-            memory: bytes that each rank holds as it is dealt now. cache_bytes: of a whole cache. limits: of each rank.
+            memory: bytes that each rank holds as it is dealt now. cache_bytes: of a unit of a cache.
+            limits: of each rank.
         """
-        sends = {name: np.zeros(each.units + 1) for name, each in self.families.items()}
-        stretches, fixed = self._walk(sends)
-        tp = self.prices.tp
+        stretches, tp = self._walk(), self.prices.tp
         tables = {name: np.zeros((len(stretches), tp, each.units + 1)) for name, each in self.families.items()}
         whole = np.zeros((len(stretches), tp))
-        for s, nodes in enumerate(stretches):
-            for node, weight in nodes:
-                name = self.family_of.get(node) if node is not None else None
-                if node is None:
+        for s, items in enumerate(stretches):
+            for item, weight in items:
+                name = item.family if isinstance(item, Padded) else self.family_of.get(item)
+                if item is None:
                     whole[s] += weight
                 elif name is None:
-                    whole[s] += weight * self.seconds(node, (None,))[:, 0]
+                    whole[s] += weight * self.seconds(item, (None,))[:, 0]
                 else:
                     count = self.families[name].units
-                    tables[name][s] += weight * self.seconds(node, tuple(n / count for n in range(count + 1)))
+                    tables[name][s] += weight * self.seconds(item, tuple(n / count for n in range(count + 1)))
         sizes = self._bytes(cache_bytes)
         base = np.array(memory) - sum(size * np.array(self.now[name]) for name, size in sizes.items())
-        least, counts = {name: each.least for name, each in self.families.items()}, np.array([*stretches.values()])
-        return ShareProblem(least, tables, whole, counts, base, np.array(limits, float), sizes, sends, fixed)
+        least = {name: each.least for name, each in self.families.items()}
+        return ShareProblem(least, tables, whole, np.array([*stretches.values()]), base, np.array(limits, float), sizes)
 
-    def _walk(self, sends: dict[str, np.ndarray]) -> tuple[dict[tuple[tuple[fx.Node | None, float], ...], int], float]:
-        """List what is done between two collectives, forward and backward, and how often a step has it.
-
-        Returns: nodes with the part of their seconds, or none with bare seconds; and the seconds of collectives that no
-            share changes. Those of the others are added to `sends`.
-        """
-        training, fixed = self.prices.objective.training, 0.0
-        stretches: dict[Any, int] = {}
+    def _walk(self) -> dict[Stretch, int]:
+        """List the collectives of a step, and what is done between two of them, forward and backward, and how often a
+        step has it."""
+        training = self.prices.objective.training
+        sent: list[tuple[Item, float]] = []
+        counts = Counter[Stretch]()
         works = [*Works(self.planned, self.prices).walk(self.sharded)]
         for way in (0, 1) if training else (0,):
-            here: list[tuple[fx.Node | None, float]] = []
+            here: list[tuple[Item, float]] = []
             for node, origin, work in works:
                 seconds, call = work.directions[way]
                 if call is None and seconds:
-                    first = None if work.change else self.planned.same[origin]
-                    here.append((first, seconds if work.change else seconds / work.seconds))
+                    own = (None, seconds) if work.change else (self.planned.same[origin], seconds / work.seconds)
+                    here.append(own)
                 elif call is not None and node is not None:
-                    fixed += self._send(node, way, seconds, sends)
-                    stretches[tuple(here)] = stretches.get(tuple(here), 0) + 1
+                    sent.append(self._send(node, way, seconds))
+                    counts[tuple(here)] += 1
                     here = []
-            stretches[tuple(here)] = stretches.get(tuple(here), 0) + 1
+            counts[tuple(here)] += 1
         if training:  # the optimizer's step, which begins when all gradients are there
             leaves = [n for n, x in self.prices.leaves.items() if x.kind.trained]
-            stretches[tuple((self.planned.same[n], 1.0) for n in leaves)] = 1
-        return stretches, fixed
+            counts[tuple((self.planned.same[n], 1.0) for n in leaves)] = 1
+        return {tuple(sent): 1, **counts}
 
-    def _send(self, node: fx.Node, way: int, seconds: float, sends: dict[str, np.ndarray]) -> float:
-        """Add a collective of parts to those of their family; or return its seconds, where it has none."""
+    def _send(self, node: fx.Node, way: int, seconds: float) -> tuple[Item, float]:
+        """A collective of parts of a family, or the seconds of one that has none."""
         a, b = conversion_of(node)
         src, dst = (b.dual, a.dual) if way else (a, b)
         origin, i = self.sharded.origin[node]
@@ -168,22 +188,23 @@ class Stretches:
         nodes = [self.places.get((self.planned.same[origin], i, x)) for x in (side, side and side.dual)]
         name = next((self.family_of[n] for n in nodes if n in self.family_of), None)
         if side is None or name is None or ranks < self.prices.tp:
-            return seconds
-        count = self.families[name].units
-        padded = (nbytes * self.prices.tp * n / count for n in range(count + 1))
-        sends[name] += [call_seconds(primitive, x, self.prices.tp, self.prices.cluster) for x in padded]
-        return 0.0
+            return None, seconds
+        return Padded(name, primitive, nbytes * ranks), 1.0
 
     @cache  # noqa: B019  as long as this object
-    def seconds(self, node: fx.Node, parts: tuple[float | None, ...]) -> np.ndarray:
-        """Seconds of an operator, or of the update of a weight, [ranks, parts].
+    def seconds(self, item: fx.Node | Padded, parts: tuple[float | None, ...]) -> np.ndarray:
+        """Seconds of an operator, of the update of a weight, or of a collective, [ranks, parts].
 
         Args:
             parts: that a rank may have of all that is dealt; None: as it is.
         """
-        rows = []
-        for rank in range(self.prices.tp):
-            rows.append([self.prices.seconds(self._cost(node, self.prices.on(rank, part))) for part in parts])
+        tp, rows = self.prices.tp, []
+        for rank in range(tp):
+            if isinstance(item, Padded):
+                sizes = [item.bytes * (part or 0.0) * (rank == 0) for part in parts]
+                rows.append([call_seconds(item.primitive, size, tp, self.prices.cluster) for size in sizes])
+            else:
+                rows.append([self.prices.seconds(self._cost(item, self.prices.on(rank, part))) for part in parts])
         return np.array(rows)
 
     def _cost(self, node: fx.Node, prices: Prices) -> Cost:
@@ -202,7 +223,7 @@ class Stretches:
                 most, least = (self._cost(first, self.prices.on(0, part))["budget_bytes"] for part in (1.0, 0.0))
                 sizes[name] += (most - least) / self.families[name].units
         if (name := self.cached) is not None:
-            sizes[name] += cache_bytes / self.families[name].units
+            sizes[name] += cache_bytes
         return sizes
 
     @property

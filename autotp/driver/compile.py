@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autotp.capture.capture import aliases, capture, skeleton
 from autotp.capture.capture_errors import refuse_unsaid
@@ -26,7 +26,6 @@ from autotp.capture.stand_in import trial_of
 from autotp.comm.ranks import Ranks, agree, machine, of_first, together, versions
 from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
-from autotp.cost.solver.problem import Problem
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, first_part, without_cache
 from autotp.ir.graph import Capture, draws
@@ -54,7 +53,7 @@ from autotp.runtime.programs import Source
 from .begun_cache import BegunCache, begun_cache
 from .options import Options, warn_of_cache
 from .schedule import ready, schedule
-from .shares import find_shares, refuse_full, unlike
+from .shares import Staged, find_shares, refuse_full, unlike
 
 GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
@@ -333,17 +332,6 @@ def capture_model(
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A plan with what it was made from."""
-
-    plan: Plan
-    planned: Planned
-    sharded: Sharded
-    builder: Builder
-    problem: tuple[Problem, list[fx.Node]]
 
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:

@@ -17,7 +17,7 @@ from autotp.cost.units import Call, Unit, UnitCost, UnitCosts
 from autotp.passes.stages.balance import divide, in_flight, units_of
 from autotp.plans.describe.describe import gathered_again
 
-from .compile import Staged
+from .shares import Staged
 from .staging import weigh
 
 Array = np.ndarray

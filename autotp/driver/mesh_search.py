@@ -23,9 +23,10 @@ from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.plan import Plan
 from autotp.text import counts, divisors, listed
 
-from .compile import Staged, plan_stages
+from .compile import plan_stages
 from .mesh_prices import Priced, Pricer, terms_of
 from .options import Options
+from .shares import Staged
 from .staging import machines_of
 
 Captured = Callable[..., tuple[Capture, list[str]]]  # by tp, axes beside it, and whether it is held against the model

@@ -27,9 +27,8 @@ from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.plan import Plan
+from autotp.plans.share_choice import read_shares
 from autotp.text import BESIDE, BITS, counts, divisors, read_bytes
-
-from .shares import read_shares
 
 F = TypeVar("F", bound=Callable[..., Any])
 

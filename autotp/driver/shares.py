@@ -1,86 +1,59 @@
-"""Shares of unlike ranks: as public functions are given them, checked at the door; or found, placements and units by
-turns until they agree, with the even split beside them."""
+"""Shares of unlike ranks that are found: placements and units by turns until they agree, the even split beside them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+
+from torch import fx
 
 from autotp.cost.cache import Cache
 from autotp.cost.memory import measure
+from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.shares import Dealt, solve_shares
 from autotp.cost.stretches import Stretches
-from autotp.errors import InputError, PlanError
+from autotp.errors import PlanError
+from autotp.ir.program import Planned, Sharded
 from autotp.ir.sizes import apportion
+from autotp.passes.shard.planner import Builder
 from autotp.plans.plan import Plan
-from autotp.plans.share_choice import Dealing, ShareChoice
+from autotp.plans.share_choice import Dealing, ShareChoice, least
 from autotp.text import amount
+
+from .options import Options
 
 TURNS = 3  # placements that units are found for, after those of the even split
 NAMES = 4  # modules that a family is named by
 UNITS = 64  # that work is dealt in where nothing is known but memory
-MAX_SHARE = 1_000_000
 
 
-AUTO = "auto"
+@dataclass(frozen=True)
+class Staged:
+    """A plan with what it was made from."""
 
-
-def read_shares(shares: Any, tp: int, groups: Sequence[int] = ()) -> tuple[tuple[int, ...], bool]:
-    """Read how much of the work each rank is to do, checked; () where all do equally much; and whether it is to be
-    found for unlike ranks.
-
-    Args:
-        shares: what a public function was given, such as (2, 1); None or "auto" to find them. tp: ranks.
-        groups: of a product as tp, whose ranks have copies.
-
-    Raises:
-        InputError: they are no whole numbers, not one for each rank, all 0, or rise.
-    """
-    if shares is None or shares == AUTO and not groups:
-        return (), True
-    numbers = [*shares] if isinstance(shares, Sequence) and not isinstance(shares, str) else []
-    if shares == AUTO:
-        raise InputError("shares='auto' and a product as tp: unlike ranks hold no copies. Leave out one.")
-    if not numbers or not all(type(n) is int and 0 <= n <= MAX_SHARE for n in numbers) or not any(numbers):
-        raise InputError(
-            f"shares={shares!r}: give a whole number for each rank, one of them above 0, such as shares=(2, 1) for a "
-            'rank that does twice what the other does, or "auto" to have them found.'
-        )
-    if len(numbers) != tp:
-        raise InputError(
-            f"shares={shares!r} are of {len(numbers)} ranks: give tp={len(numbers)} with them, as a number."
-        )
-    if numbers != sorted(numbers, reverse=True):
-        raise InputError(
-            f"shares={shares!r} rise from a rank to the next, and torch's Shard gives none more than the first. Put "
-            "the devices in the order of their shares, the largest first, as CUDA_VISIBLE_DEVICES can."
-        )
-    if groups:
-        raise InputError(f"shares={shares!r} and a product as tp: unlike ranks hold no copies. Leave out one.")
-    return _least(numbers), False
-
-
-# ---- found ----------------------------------------------------------------------------------------------------------
+    plan: Plan
+    planned: Planned
+    sharded: Sharded
+    builder: Builder
+    problem: tuple[Problem, list[fx.Node]]
 
 
 class Trial:
     """A plan by some shares, and what each rank does and holds by it."""
 
-    def __init__(self, staged: Any, options: Any, memory: float | None) -> None:
-        self.staged, self.options, builder = staged, options, staged.builder
-        self.stretches = Stretches(staged.planned, staged.sharded, builder.prices)
-        sizes = [builder.prices.cluster.rank(rank).memory_size for rank in range(options.tp)]
-        most = math.inf if memory is None else memory
-        self.limits = tuple([min(most, size) for size in sizes])
+    def __init__(self, staged: Staged, options: Options, memory: float | None) -> None:
+        self.staged, self.options, prices = staged, options, staged.builder.prices
+        self.stretches = Stretches(staged.planned, staged.sharded, prices)
+        machines = [prices.cluster.rank(rank) for rank in range(options.tp)]
+        self.limits = tuple([min(math.inf if memory is None else memory, x.memory_size) for x in machines])
         name, most = self.stretches.cached, staged.plan.memory.cache
         now = self.stretches.now[name] if name else [1.0] * options.tp  # what is whole on all is so of a cache
-        of = staged.planned, staged.sharded, builder.objective, builder.prices.hints
-        self.memory = tuple([measure(*of, Cache(most * own / max(now)), rank).peak for rank, own in enumerate(now)])
-        cached = most / max(now) * self.stretches.families[name].units if name else 0.0
-        self.problem = self.stretches.problem(self.memory, cached, self.limits)
+        caches = [Cache(most * own / max(now)) for own in now]
+        of = staged.planned, staged.sharded, staged.builder.objective, prices.hints
+        self.memory = tuple([measure(*of, own, rank).peak for rank, own in enumerate(caches)])
+        self.problem = self.stretches.problem(self.memory, most / max(now), self.limits)
         self.seconds = self.problem.seconds(self.stretches.now)
         self.over = sum(max(own - limit, 0.0) for own, limit in zip(self.memory, self.limits, strict=True))
 
@@ -89,38 +62,36 @@ class Trial:
         """The units with which these placements take least; None where none fit."""
         return solve_shares(self.problem)
 
-    def better(self) -> Any:
+    def better(self) -> Options:
         """Options with the units of these placements, what they have not as it was, and all else as their bytes are."""
         if self.best is None:  # as memory goes, for then it is what is short
-            ratio = apportion(UNITS, tuple(int(UNITS * x / min(self.limits)) for x in self.limits))
-            return replace(self.options, shares=_least(ratio), units=())
-        units, families = dict(self.options.units), self.stretches.families
-        for name, own in self.best.units.items():
-            units[families[name].length] = tuple(n * max(families[name].length // families[name].units, 1) for n in own)
-        if all(len({*own}) == 1 for own in units.values()):
+            own, units = [*self.limits], self.options.units
+        else:
+            own = [*self.problem.bytes_held(self.best.units) - self.problem.base_bytes]
+            families = self.stretches.families
+            found = {families[name].length: families[name].elements(n) for name, n in self.best.units.items()}
+            units = tuple(sorted((dict(self.options.units) | found).items()))
+        if self.best is not None and all(len({*n}) == 1 for _, n in units):
             return replace(self.options, shares=(), units=())
-        own = self.problem.bytes_held(self.best.units) - self.problem.base_bytes
-        ratio = apportion(UNITS, tuple(round(x / max(own) * UNITS**2) for x in own))
-        return replace(self.options, shares=_least(ratio), units=tuple(sorted(units.items())))
+        ratio = apportion(UNITS, tuple([round(x / max(own) * UNITS**2) for x in own]))
+        return replace(self.options, shares=least(ratio), units=units)
 
-    def record(self, even: Trial | None) -> Any:
+    def record(self, even: Trial | None) -> Staged:
         """The staged plan, with what was found; without an `even` of shares that were given."""
-        dealt = []
-        for name, family in self.stretches.families.items():
-            leaves = [x for x in self.staged.planned.program.leaves if x.kind.weight]
-            own = [x.name for x in leaves if self.staged.planned.same[x.node] in family.nodes]
+        planned, now, families, dealt = self.staged.planned, self.stretches.now, self.stretches.families, []
+        for name, family in families.items():
+            own = [x.name for x in planned.program.leaves if x.kind.weight and planned.same[x.node] in family.nodes]
             names = [*dict.fromkeys(x.removesuffix(".weight").rpartition(".")[2] for x in own)]
-            units = [round(x * max(family.length / family.units, 1)) for x in self.stretches.now[name]]
             more = ", ..." * (len(names) > NAMES)
-            dealt.append(Dealing(family.length, tuple(units), ", ".join(names[:NAMES]) + more))
-        equal = {name: [(len(x) - 1) / self.options.tp] for name, x in self.problem.sends.items()}
+            dealt.append(Dealing(family.length, family.elements(now[name]), ", ".join(names[:NAMES]) + more))
+        equal = {name: [family.units / len(self.memory)] * len(self.memory) for name, family in families.items()}
         choice = ShareChoice(
-            dealt=tuple(dealt),
-            seconds=self.seconds,
-            even=even.seconds if even is not None else 0.0,
+            tuple(dealt),
+            self.seconds,
+            even=0.0 if even is None else even.seconds,
             even_fits=even is None or not even.over,
-            bound=min(self.best.bound, self.seconds) if even is not None and self.best is not None else 0.0,
-            padding=self.problem.sending(self.stretches.now) - self.problem.sending(equal),
+            bound=0.0 if even is None or self.best is None else min(self.best.bound, self.seconds),
+            padding=float(self.problem.slowest(now)[0] - self.problem.slowest(equal)[0]),  # of collectives
             memory=self.memory,
             limits=self.limits,
             asked=even is None,
@@ -128,18 +99,12 @@ class Trial:
         return replace(self.staged, plan=replace(self.staged.plan, share_choice=choice))
 
 
-def _least(ratio: Sequence[int]) -> tuple[int, ...]:
-    """A ratio in its least numbers; () where it is even."""
-    least = tuple([n // math.gcd(*ratio) for n in ratio])
-    return least if len({*least}) > 1 else ()
-
-
-def unlike(options: Any) -> bool:
+def unlike(options: Options) -> bool:
     """Say whether the ranks are unlike, so that what each does and holds counts by itself."""
     return options.tp > 1 and bool(options.cluster.over(options.tp).ranks)
 
 
-def find_shares(solve: Callable[[Any], Any], options: Any) -> Any:
+def find_shares(solve: Callable[[Options], Staged], options: Options) -> Staged:
     """The plan by the shares with which the slowest rank is done first, of those that fit into every rank's memory.
 
     Placements are solved for the even split; for these the units of each family that take least; with them the
@@ -151,20 +116,15 @@ def find_shares(solve: Callable[[Any], Any], options: Any) -> Any:
     """
     if not options.search:
         return Trial(solve(options), options, options.memory).record(None)
-    trials = [*_trials(solve, replace(options, memory=None), options.memory)]
-    return min(trials, key=lambda trial: (trial.over, trial.seconds)).record(trials[0])
-
-
-def _trials(solve: Callable[[Any], Any], options: Any, memory: float | None) -> Iterator[Trial]:
-    """Iterate over plans by shares, the even one first."""
-    visits: set[Any] = set()
-    while (options.shares, options.units) not in visits and len(visits) <= TURNS:
-        visits.add((options.shares, options.units))
-        yield (trial := Trial(solve(options), options, memory))
-        now = {n: tuple(own) for n, own in trial.stretches.now.items()}
-        if trial.best is not None and trial.best.units == now:
-            return
-        options = trial.better()
+    trials: dict[object, Trial] = {}
+    own = replace(options, memory=None)
+    while (own.shares, own.units) not in trials and len(trials) <= TURNS:
+        trial = trials[own.shares, own.units] = Trial(solve(own), own, options.memory)
+        if trial.best is not None and all([*n] == trial.stretches.now[name] for name, n in trial.best.units.items()):
+            break
+        own = trial.better()
+    even, *_ = trials.values()
+    return min(trials.values(), key=lambda trial: (trial.over, trial.seconds)).record(even)
 
 
 def refuse_full(plan: Plan) -> Plan:

@@ -20,7 +20,7 @@ from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 
-from .compile import Staged, capture_model, plan_stages
+from .compile import capture_model, plan_stages
 from .options import (
     Options,
     Product,
@@ -31,6 +31,7 @@ from .options import (
     required_inputs,
     with_keywords,
 )  # fmt: skip
+from .shares import Staged
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 

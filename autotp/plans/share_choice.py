@@ -1,8 +1,16 @@
-"""Shares of unlike ranks, as the solver chose them: units by family, the slowest rank's time, memory by rank."""
+"""Shares of unlike ranks: as public functions are given them, checked at the door; and as the solver chose them: units
+by family, the slowest rank's time, memory by rank."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from autotp.errors import InputError
+
+AUTO = "auto"
+MAX_SHARE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -54,3 +62,43 @@ class ShareChoice:
         """Ranks that cannot hold what they are dealt."""
         rooms = zip(self.memory, self.limits, strict=True)
         return tuple([i for i, (own, most) in enumerate(rooms) if own > most])
+
+
+def read_shares(shares: object, tp: int, groups: Sequence[int] = ()) -> tuple[tuple[int, ...], bool]:
+    """Read how much of the work each rank is to do, checked; () where all do equally much; and whether it is to be
+    found for unlike ranks.
+
+    Args:
+        shares: what a public function was given, such as (2, 1); None or "auto" to find them. tp: ranks.
+        groups: of a product as tp, whose ranks have copies.
+
+    Raises:
+        InputError: they are no whole numbers, not one for each rank, all 0, or rise.
+    """
+    if shares is None or shares == AUTO and not groups:
+        return (), True
+    numbers = [*shares] if isinstance(shares, Sequence) and not isinstance(shares, str) else []
+    wrong = ""
+    if groups:
+        wrong = " and a product as tp: unlike ranks hold no copies. Leave out one."
+    elif not numbers or not all(type(n) is int and 0 <= n <= MAX_SHARE for n in numbers) or not any(numbers):
+        wrong = (
+            ": give a whole number for each rank, one of them above 0, such as shares=(2, 1) for a rank that does "
+            'twice what the other does, or "auto" to have them found.'
+        )
+    elif len(numbers) != tp:
+        wrong = f" are of {len(numbers)} ranks: give tp={len(numbers)} with them, as a number."
+    elif numbers != sorted(numbers, reverse=True):
+        wrong = (
+            " rise from a rank to the next, and torch's Shard gives none more than the first. Put the devices in the "
+            "order of their shares, the largest first, as CUDA_VISIBLE_DEVICES can."
+        )
+    if wrong:
+        raise InputError(f"shares={shares!r}{wrong}")
+    return least(numbers), False
+
+
+def least(ratio: Sequence[int]) -> tuple[int, ...]:
+    """A ratio in its least numbers; () where it is even."""
+    numbers = tuple([n // math.gcd(*ratio) for n in ratio])
+    return numbers if len({*numbers}) > 1 else ()

@@ -187,26 +187,20 @@ def together(each: list[tuple[Cluster, Samples]], links: Samples) -> tuple[Clust
         each: of a rank what it starts from, and its samples. links: samples of what they send over.
     """
     machines = [with_medians(samples | links, base) for base, samples in each]
-    kinds: list[list[int]] = []
-    for rank, machine in enumerate(machines):
-        kind = next((ranks for ranks in kinds if _alike(machine, machines[ranks[0]])), None)
-        kinds.append([rank]) if kind is None else kind.append(rank)
-    for first, *others in kinds:
-        worst = dict(links)
-        for field in each[first][1]:
-            values = [each[rank][1][field] for rank in (first, first, *others)]  # twice, for it may be alone
-            worst[field] = [*map(max if field in SPENT else min, *values)]
-        for rank in (first, *others):
-            machines[rank], each[rank] = with_medians(worst, each[first][0]), (each[first][0], worst)
-    cluster = Cluster(ranks=machines, name=machines[0].name, source=machines[0].source)
-    return cluster, [each[ranks[0]] for ranks in kinds]
+    kinds = [next(i for i, x in enumerate(machines) if _alike(x, machine)) for machine in machines]  # its first rank
+    worst: dict[int, tuple[Cluster, Samples]] = {}
+    for kind in kinds:
+        own = [samples for (_, samples), k in zip(each, kinds, strict=True) if k == kind]
+        of = {f: [*map(max if f in SPENT else min, zip(*(x[f] for x in own), strict=True))] for f in own[0]}
+        worst[kind] = each[kind][0], links | of
+    machines = [with_medians(worst[kind][1], worst[kind][0]) for kind in kinds]
+    return Cluster(ranks=machines, name=machines[0].name, source=machines[0].source), [*worst.values()]
 
 
 def _alike(a: Cluster, b: Cluster) -> bool:
     """Say whether ranks count as of one kind."""
-    pairs = ((a.peak("float32"), b.peak("float32")), (a.memory_bandwidth, b.memory_bandwidth))
-    figures = (*pairs, (a.memory_size, b.memory_size))
-    return a.device == b.device and all(max(x) < UNLIKE * min(x) for x in figures)
+    figures = [(x.peak("float32"), x.memory_bandwidth, x.memory_size) for x in (a, b)]
+    return a.device == b.device and all(max(x) < UNLIKE * min(x) for x in zip(*figures, strict=True))
 
 
 def with_medians(samples: Samples, base: Cluster) -> Cluster:

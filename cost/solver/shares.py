@@ -4,10 +4,10 @@ Ranks wait for each other at collectives. Between two of them a rank runs its op
 placements a step takes
 
     sum over stretches s of  n[s] max over ranks r of (whole[s, r] + sum over families f of t[f][s, r, u[f, r]])
-    + sum over families f of  sends[f][u[f, 0]]     parts that are padded to the longest, the first rank's
 
 where u[f, r] are the units of family f that rank r has, sum over r of u[f, r] = N[f], u[f, 0] >= u[f, 1] >= ..., for
-torch's `Shard` gives the first ranks most, and held[r] + sum over f of b[f] u[f, r] <= limit[r] bytes. Times are
+torch's `Shard` gives the first ranks most, and held[r] + sum over f of b[f] u[f, r] <= limit[r] bytes. All collectives
+are one stretch, in which others wait for the first rank: parts are padded to the longest, which is its own. Times are
 tables, for columns are computed in whole tiles and rooflines have corners. Column z[f, r, k] says that u[f, r] >= k,
 and a time is the sum of a table's differences; one further column for each stretch is its slowest rank's time.
 """
@@ -43,7 +43,6 @@ class ShareProblem:
         least: units that each rank must have, by family. tables: seconds, [stretches, ranks, units + 1].
         whole: seconds that no share divides, [stretches, ranks]. counts: how often a step has each stretch.
         base_bytes: that each rank holds whatever it is dealt. limits: of each. bytes: of a unit, by family.
-        sends: seconds of collectives by units of the first rank, [units + 1]; `fixed`: of those that no share changes.
     """
 
     least: dict[str, int]
@@ -53,21 +52,19 @@ class ShareProblem:
     base_bytes: np.ndarray
     limits: np.ndarray
     bytes: dict[str, float] = field(default_factory=dict)
-    sends: dict[str, np.ndarray] = field(default_factory=dict)
-    fixed: float = 0.0
 
     def seconds(self, units: Units) -> float:
-        """Seconds of a step by these units; between whole ones a time is on the line through its neighbours'."""
+        """Seconds of a step by these units."""
+        return float(self.counts @ self.slowest(units))
+
+    def slowest(self, units: Units) -> np.ndarray:
+        """Seconds of each stretch by these units; between whole ones a time is on the line through its neighbours'."""
         times = self.whole.copy()
         for name, table in self.tables.items():
             for rank, n in enumerate(units[name]):
                 low = min(int(n), table.shape[2] - 2)
                 times[:, rank] += table[:, rank, low] + (n - low) * (table[:, rank, low + 1] - table[:, rank, low])
-        return float(self.counts @ times.max(axis=1)) + self.fixed + self.sending(units)
-
-    def sending(self, units: Units) -> float:
-        """Seconds of collectives whose parts are padded."""
-        return sum(float(np.interp(units[name][0], range(len(x)), x)) for name, x in self.sends.items())
+        return times.max(axis=1)
 
     def bytes_held(self, units: Units) -> np.ndarray:
         """Bytes that each rank holds."""
@@ -90,9 +87,6 @@ def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | Non
         columns = [program.column(True) for _ in range(ranks * count)]
         at[name] = np.array(columns, int).reshape(ranks, count)
         program.rows += _deal(at[name], problem.least[name])
-        # The first rank has most, so all parts of a collective are sent as long as its own.
-        if name in problem.sends:
-            cost |= _terms(at[name][0], np.diff(problem.sends[name]) / scale)
     # A stretch ends with its slowest rank: a column that is at least the time of each.
     for s, n in enumerate(problem.counts):
         column = program.column(False)
@@ -111,9 +105,8 @@ def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | Non
     if optimum is None:
         return None
     units = {name: tuple(np.rint(optimum.x[own].sum(axis=1)).astype(int).tolist()) for name, own in at.items()}
-    fixed = problem.fixed + sum(float(x[0]) for x in problem.sends.values())
     took = problem.seconds(units)
-    return Dealt(units, took, min(took, float(optimum.bound) * scale + fixed))
+    return Dealt(units, took, min(took, float(optimum.bound) * scale))
 
 
 def _terms(columns: np.ndarray, coefficients: np.ndarray) -> dict[int, float]:

@@ -38,18 +38,17 @@ def drawn(seed: int, limited: bool = False) -> ShareProblem:
         tile = int(draw.integers(1, 4))
         work = np.maximum(-(-np.arange(units + 1) // tile) * tile * draw.uniform(0.1, 1.0), draw.uniform(0.0, 2.0))
         reads = draw.integers(0, 2, (4, 1, 1))  # of a stretch that has nothing of the family none
-        tables[name] = 1e-3 * reads * work / rates[:, None]
+        tables[name] = np.concatenate([np.zeros((1, ranks, units + 1)), 1e-3 * reads * work / rates[:, None]])
+    tables["a"][0, 0] = 1e-4 * np.arange(tables["a"].shape[2])  # what is sent, as long as the first rank's part
     limits = draw.uniform(3.0, 9.0, ranks) * 1e9 if limited else np.full(ranks, np.inf)
     return ShareProblem(
         least={name: int(draw.integers(0, 2)) for name in tables},
         tables=tables,
-        whole=1e-3 * draw.uniform(0.0, 1.0, (4, 1)) / rates,
-        counts=draw.integers(1, 4, 4),
+        whole=1e-3 * draw.uniform(0.0, 1.0, (5, 1)) / rates,
+        counts=draw.integers(1, 4, 5),
         base_bytes=np.full(ranks, 1e9),
         limits=limits,
         bytes={name: float(draw.uniform(0.3, 1.0)) * 1e9 for name in tables},
-        sends={"a": 1e-4 * np.arange(tables["a"].shape[2])},
-        fixed=1e-4,
     )
 
 
