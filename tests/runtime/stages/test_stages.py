@@ -66,7 +66,7 @@ def test_dropout_draws_the_same_masks_in_stages_and_evaluation_none(pool: Pool, 
 class Scored(Tower):
     """A tower that gives its loss, as a search over meshes plans it."""
 
-    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, targets: Any = None) -> Tensor:
         return error(super().forward(input_ids), targets)
 
 
@@ -87,7 +87,7 @@ def by_a_search(rank: int, world: int, group: Any, speeds: tuple[float, ...]) ->
         options: dict[str, Any] = {"example_inputs": slices(batch)[0], "check_capture": False}
         cluster = autotp.Cluster(ranks=[*map(machine, speeds)])
         choice = autotp.plan(model, devices=2, global_batch=len(batch["targets"]), cluster=cluster, **options)
-        assert choice.best.mesh.pp == 2 and choice.plan is not None
+        assert choice.best is not None and choice.best.mesh.pp == 2 and choice.plan is not None
         pipe = autotp.stages(model, 2, plan=choice.plan, **options)
         schedule = pipe.schedule(schedules.Schedule1F1B, MICROBATCHES)
         for do in (lambda: pipe.step(schedule, **batch), lambda: called(pipe, batch), lambda: called(pipe, batch)):
