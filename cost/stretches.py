@@ -62,7 +62,7 @@ class Family(NamedTuple):
         return [self.units * self.layout.part(rank, prices.tp, prices.hint) for rank in range(prices.tp)]
 
     def elements(self, units: Sequence[float]) -> tuple[int, ...]:
-        """What each rank has of the length; of symbols, units."""
+        """Elements of the length that each rank has; of symbols, units."""
         return tuple([round(n * max(self.length / self.units, 1)) for n in units])
 
 
@@ -157,8 +157,7 @@ class Stretches:
         """List the collectives of a step, and what is done between two of them, forward and backward, and how often a
         step has it."""
         training = self.prices.objective.training
-        sent: list[tuple[Item, float]] = []
-        counts = Counter[Stretch]()
+        counts, calls = Counter[Stretch](), list[tuple[Item, float]]()
         works = [*Works(self.planned, self.prices).walk(self.sharded)]
         for way in (0, 1) if training else (0,):
             here: list[tuple[Item, float]] = []
@@ -168,14 +167,14 @@ class Stretches:
                     own = (None, seconds) if work.change else (self.planned.same[origin], seconds / work.seconds)
                     here.append(own)
                 elif call is not None and node is not None:
-                    sent.append(self._send(node, way, seconds))
+                    calls.append(self._send(node, way, seconds))
                     counts[tuple(here)] += 1
                     here = []
             counts[tuple(here)] += 1
         if training:  # the optimizer's step, which begins when all gradients are there
             leaves = [n for n, x in self.prices.leaves.items() if x.kind.trained]
             counts[tuple((self.planned.same[n], 1.0) for n in leaves)] = 1
-        return {tuple(sent): 1, **counts}
+        return {tuple(calls): 1, **counts}
 
     def _send(self, node: fx.Node, way: int, seconds: float) -> tuple[Item, float]:
         """A collective of parts of a family, or the seconds of one that has none."""

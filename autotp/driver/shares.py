@@ -46,8 +46,8 @@ class Trial:
     def __init__(self, staged: Staged, options: Options, memory: float | None) -> None:
         self.staged, self.options, prices = staged, options, staged.builder.prices
         self.stretches = Stretches(staged.planned, staged.sharded, prices)
-        machines = [prices.cluster.rank(rank) for rank in range(options.tp)]
-        self.limits = tuple([min(math.inf if memory is None else memory, x.memory_size) for x in machines])
+        most = math.inf if memory is None else memory
+        self.limits = tuple([min(most, prices.cluster.rank(rank).memory_size) for rank in range(options.tp)])
         name, most = self.stretches.cached, staged.plan.memory.cache
         now = self.stretches.now[name] if name else [1.0] * options.tp  # what is whole on all is so of a cache
         caches = [Cache(most * own / max(now)) for own in now]
@@ -69,8 +69,8 @@ class Trial:
         else:
             own = [*self.problem.bytes_held(self.best.units) - self.problem.base_bytes]
             families = self.stretches.families
-            found = {families[name].length: families[name].elements(n) for name, n in self.best.units.items()}
-            units = tuple(sorted((dict(self.options.units) | found).items()))
+            dealt = {families[name].length: families[name].elements(n) for name, n in self.best.units.items()}
+            units = tuple(sorted((dict(self.options.units) | dealt).items()))
         if self.best is not None and all(len({*n}) == 1 for _, n in units):
             return replace(self.options, shares=(), units=())
         ratio = apportion(UNITS, tuple([round(x / max(own) * UNITS**2) for x in own]))

@@ -187,14 +187,16 @@ def together(each: list[tuple[Cluster, Samples]], links: Samples) -> tuple[Clust
         each: of a rank what it starts from, and its samples. links: samples of what they send over.
     """
     machines = [with_medians(samples | links, base) for base, samples in each]
-    kinds = [next(i for i, x in enumerate(machines) if _alike(x, machine)) for machine in machines]  # its first rank
+    kinds: list[int] = []  # of each rank the first that it is alike
     worst: dict[int, tuple[Cluster, Samples]] = {}
-    for kind in kinds:
-        own = [samples for (_, samples), k in zip(each, kinds, strict=True) if k == kind]
-        of = {f: [*map(max if f in SPENT else min, zip(*(x[f] for x in own), strict=True))] for f in own[0]}
-        worst[kind] = each[kind][0], links | of
-    machines = [with_medians(worst[kind][1], worst[kind][0]) for kind in kinds]
-    return Cluster(ranks=machines, name=machines[0].name, source=machines[0].source), [*worst.values()]
+    for (base, samples), machine in zip(each, machines, strict=True):
+        kinds.append(next(rank for rank, first in enumerate(machines) if _alike(first, machine)))
+        _, own = worst.setdefault(kinds[-1], (base, dict(samples)))
+        for field, values in samples.items():
+            own[field] = [*map(max if field in SPENT else min, values, own[field])]
+    machines = [with_medians(worst[kind][1] | links, worst[kind][0]) for kind in kinds]
+    cluster = Cluster(ranks=machines, name=machines[0].name, source=machines[0].source)
+    return cluster, [(base, samples | links) for base, samples in worst.values()]
 
 
 def _alike(a: Cluster, b: Cluster) -> bool:
