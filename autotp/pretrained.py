@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.capture.selfcheck import MAX_WEIGHT_BYTES
 from autotp.comm.ranks import Ranks, together
 from autotp.ir import files
-from autotp.runtime.checkpoint.adapters import Adapted, add_adapters
+from autotp.runtime.checkpoint.loading import Adapted, add_adapters
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.module import ShardedModule
 

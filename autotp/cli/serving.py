@@ -42,8 +42,8 @@ def serve(
     """
     if missing := [name for name in PARTS if importlib.util.find_spec(name) is None]:
         raise InputError(f"serving needs {', '.join(missing)}: pip install 'autotp[serve]'.")
-    from autotp.serving.launch import serve as launch  # noqa: PLC0415  torch and the server, only where they are used
     from autotp.serving.rank import Options, model_name  # noqa: PLC0415
+    from autotp.serving.rank import serve as launch  # noqa: PLC0415  torch and the server, only where they are used
 
     from .models import read_dtype  # noqa: PLC0415
 

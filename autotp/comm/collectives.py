@@ -25,7 +25,7 @@ from autotp.compat import below_autograd, c10d_ops
 from .lockstep import lost
 
 Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Exchange = Callable[[Primitive, list[Tensor], str, int], list[Tensor]]
+Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
 
 _wait = c10d_ops.wait_tensor.default
 _all_reduce = c10d_ops.all_reduce.default

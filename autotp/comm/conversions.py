@@ -23,7 +23,7 @@ from autotp.ir.specs import INVARIANT, REPLICATED, Runs, Spec, rows_by_rank
 
 from . import collectives
 from .collectives import Exchange, Primitive
-from .virtual import AllHosts, Host
+from .virtual import AllHosts, Host, of_groups
 
 LocalFunction = Callable[[Tensor, Any, Any, int, int], Tensor]  # (x, src, dst, rank, tp), with the methods of the kinds
 
@@ -283,8 +283,12 @@ def _run(
     if kind.uneven:
         ys = collectives.travelled(ys, [rows_by_rank(src, dst, rank, tp)[0] for rank in ranks])
     elif kind.primitive is not None:
-        copies = copies_of(src, dst) if kind.grouped else 0
-        results = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction, copies)
+        sent = [packed(y, wire) for y in ys]
+        if kind.grouped:
+            whole = exchange("all_gather", sent, src.reduction)
+            results = of_groups(kind.primitive, whole, ranks, copies_of(src, dst))
+        else:
+            results = exchange(kind.primitive, sent, src.reduction)
         ys = [unpacked(y, wire, xs[0].dtype) for y in results]
     if kind.primitive is not None and dst.whole:  # what all ranks make alike
         return [kind.post(ys[0], src, dst, ranks[0], tp)] * len(ys)
@@ -367,49 +371,14 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
     return convert
 
 
-# Top-level names, so that generated graph code and pickles can import them.
-f = _function("I", "R")
-f_star = _function("P", "I")
-g = _function("S", "R")
-g_star = _function("P", "S")
-gather = _function("S", "I")
-shard = _function("I", "S")
-reshard = _function("S", "S")
-repartition = _function("S", "S'")
-all_reduce = _function("P", "R")
-as_invariant = _function("R", "I")
-keep_first_i = _function("I", "P")
-keep_first_r = _function("R", "P")
-shard_r = _function("R", "S")
-zero_pad = _function("S", "P")
-travel, travel_back = _function("S", "T"), _function("T", "S")
-group_i = _function("I", "G")
-group_r = _function("R", "G")
-group_p = _function("P", "G")
-group_s = _function("S", "G")
-ungroup_s = _function("G", "S")
-ungroup_i = _function("G", "I")
-ungroup_r = _function("G", "R")
-ungroup_p = _function("G", "P")
-copy_i = _function("I", "C")
-copy_r = _function("R", "C")
-copy_p = _function("P", "C")
-copy_s = _function("S", "C")
-copy_parts = _function("S", "C'")
-uncopy_i = _function("C", "I")
-uncopy_r = _function("C", "R")
-uncopy_s = _function("C", "S")
-part_of_copy = _function("C", "S'")
-add_i = _function("D", "I")
-add_r = _function("D", "R")
-add_p = _function("D", "P")
-add_s = _function("D", "S")
-add_parts = _function("D", "S'")
-summand_i = _function("I", "D")
-summand_p = _function("P", "D")
-summand_s = _function("S", "D")
-summand_of_part = _function("S", "D'")
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: _function(*marks) for marks, kind in KINDS.items()}
+
+
+def __getattr__(name: str) -> Callable[..., Tensor]:
+    """The functions by name at the top level, so that generated graph code and pickles can import them."""
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return FUNCTIONS[name]
 
 
 def f_bucket(
@@ -432,7 +401,7 @@ def f_bucket(
     for dtype in dict.fromkeys([t.dtype for t in tensors if graded and t.requires_grad]):
         at = [i for i, t in enumerate(tensors) if t.requires_grad and t.dtype == dtype]
         flat = torch.cat([tensors[i].flatten() for i in at])
-        flat = f(flat, INVARIANT, REPLICATED, rank=rank, tp=tp, group=group, reduces=reduces)
+        flat = FUNCTIONS["f"](flat, INVARIANT, REPLICATED, rank=rank, tp=tp, group=group, reduces=reduces)
         for i, part in zip(at, flat.split([tensors[i].numel() for i in at]), strict=True):
             out[i] = part.view(tensors[i].shape)
     return tuple(out)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import re
-import struct
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,13 +24,11 @@ from torch.distributed import ProcessGroup
 from autotp import compat
 from autotp.errors import RankError
 
-from .channel import Channel, Link, by_value
-from .sockets import Peers, connected
+from .channel import Channel, Link, Peers, by_value, connected
 from .turn import CAUSE_CHARACTERS, Turn, depart, forked, joined, release
 
 WORD_CHARACTERS = 160  # characters of what a rank is about to do
 MAX_RANKS = 64  # ranks that are all connected to each other
-HEAD, COUNT = struct.Struct("!H"), struct.Struct("!I")
 COMMUNICATION = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|rendezvous|abort", re.IGNORECASE)
 LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 CAUSES = (
@@ -124,24 +122,21 @@ def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True
     if channel is None:
         return [more]
     # The axes go with the words: ranks that meet in groups of other axes would else compare messages of other calls.
-    text = what.encode()[:WORD_CHARACTERS] + b"\0" + channel.axes.encode()
-    mine = HEAD.pack(len(text)) + text + more
+    text = b"\0".join((what.encode()[:WORD_CHARACTERS], channel.axes.encode(), b""))
     with _turn(what, channel) if own else nullcontext():
-        everyone = channel.exchange(what, mine)
-        if everyone.count(mine) == len(everyone):  # as nearly always: then nothing differs
+        everyone = channel.exchange(what, text + more)
+        if everyone.count(text + more) == len(everyone):  # as nearly always: then nothing differs
             return [more] * len(everyone)
         # What ranks are about to do must be one; `more` may differ, and whoever asked compares it.
-        texts = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
-        if any(other != text for other in texts):
+        if not all(message.startswith(text) for message in everyone):
             channel.leave()
-            words = [x.decode(errors="replace").split("\0") for x in texts]
-            of_groups = len({axes for _, axes in words}) > 1
-            if of_groups:
+            words = [message.decode(errors="replace").split("\0")[:2] for message in everyone]
+            if len({axes for _, axes in words}) > 1:
                 differences = by_value([f"{doing} over {axes}" for doing, axes in words])
             else:
                 differences = by_value([doing for doing, _ in words])
             raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
-        return [message[HEAD.size + len(text) :] for message in everyone]
+        return [message[len(text) :] for message in everyone]
 
 
 def _turn(what: str, channel: Channel) -> AbstractContextManager[None]:
@@ -164,16 +159,15 @@ def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
     """
     error, changes = release()
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    everyone = meet(channel, f"end of {what}", COUNT.pack(changes) + text.encode()[:CAUSE_CHARACTERS], own)
+    messages = meet(channel, f"end of {what}", pickle.dumps((changes, text[:CAUSE_CHARACTERS])), own)
     if error is not None:
         raise error
-    texts = [message[COUNT.size :].decode(errors="replace") for message in everyone]
+    counts, texts = zip(*map(pickle.loads, messages), strict=True)
     causes = {rank: f"a hook, by {cause}" for rank, cause in enumerate(texts) if cause}
     if channel is None:
         return
     if causes:
         raise channel.left_error(f"end of {what}", causes)
-    counts = [COUNT.unpack_from(message)[0] for message in everyone]
     if len(set(counts)) > 1:
         differences = by_value(list(map(str, counts)))
         raise RankError(

@@ -405,12 +405,17 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
 
 
+def processor() -> str:
+    """The name of this machine's CPU."""
+    names = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """Facts by which the bits of a kernel may differ beside its operands and versions, for `agree`."""
-    models = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else [platform.processor()]
     return {
         "threads": str(torch.get_num_threads()),
-        "processor": f"{torch.backends.cpu.get_cpu_capability()} {models[0] if models else platform.machine()}",
+        "processor": f"{torch.backends.cpu.get_cpu_capability()} {processor()}",
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "precision of products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),

@@ -158,15 +158,12 @@ class Host:
         part = parts if primitive in SUMS else self.own / self.size
         return part * nbytes * (hosts - 1) / (1 if SENT[primitive] == "all_gather" else hosts)  # type: ignore[index]
 
-    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str, copies: int = 0) -> list[Tensor]:
+    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
         """Return what a primitive gives each virtual rank here.
 
         Args:
             primitive: of the collective. xs: each virtual rank's operand. reduction: "sum" or "max".
-            copies: virtual ranks of a group that gathers, or scatters a sum, for itself; 0 for all.
         """
-        if copies:
-            return _of_groups(primitive, self.exchange("all_gather", xs, reduction), self.here, copies)
         kind, hosts = SENT[primitive], self.size // self.own
         if primitive == "all_reduce" and hosts > 2 and xs[0].nbytes >= LARGE:
             return [self._in_slices(xs, reduction, hosts)] * self.own
@@ -245,10 +242,8 @@ class AllHosts:
         """Each of them."""
         return [Host(first, self.own, self.size) for first in range(0, self.size, self.own)]
 
-    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str, copies: int = 0) -> list[Tensor]:
+    def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
         """Return what a primitive gives every virtual rank; arguments as of `Host.exchange`."""
-        if copies:
-            return _of_groups(primitive, self.exchange("all_gather", xs, reduction), self.here, copies)
         operands = [host.send(primitive, xs[host.first : host.first + self.own], reduction) for host in self.hosts]
         results: list[Tensor] = []
         for host, y in zip(self.hosts, collectives.simulated(SENT[primitive], operands), strict=True):
@@ -256,8 +251,13 @@ class AllHosts:
         return results
 
 
-def _of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence[int], copies: int) -> list[Tensor]:
-    """Return what each of these ranks gets of its group's operands; each of them has all, [tp, ...]."""
+def of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence[int], copies: int) -> list[Tensor]:
+    """Return what each of these ranks gets, where groups of so many gather, or scatter a sum, each for itself.
+
+    Args:
+        primitive: of the collective. everyone: for each of the ranks the operands of all, [tp, ...].
+        ranks: that are here. copies: ranks of a group.
+    """
     out = []
     for rank, operands in zip(ranks, everyone, strict=True):
         first = rank // copies * copies

@@ -87,6 +87,19 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that what runs on a device draws from: the CPU's, and its own."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
+
+
+def draw_from(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Put states of `random_states` back."""
+    torch.set_rng_state(states[0])
+    for state in states[1:] if device.type == "cuda" else ():
+        torch.cuda.set_rng_state(state, device)
+
+
 def transform(values: Sequence[Any]) -> str:
     """The transform of torch.func that is under way, or forward-mode differentiation, as torch names it; "" for none.
 

@@ -60,18 +60,14 @@ class Call:
         if shards.ranks is not None or module._source.tp == 1:
             facts = state.input_text(arguments.whole, arguments.spec, True)
             agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
-        random = [torch.get_rng_state()]
-        random += [torch.cuda.get_rng_state(shards.device)] if shards.device.type == "cuda" else []
-        random = broadcast(shards.ranks, random)  # as the call's own are rank 0's
+        random = broadcast(shards.ranks, compat.random_states(shards.device))  # as the call's own are rank 0's
         buffers = {name: getattr(*holder[0]) for name, holder in shards.holders.items()}
         buffers = dict(zip(buffers, again(buffers.values()), strict=True))
         return cls(again(arguments.flat), arguments.spec, arguments.states, buffers, shards.device, random)
 
     def rewind(self) -> None:
         """Draw again what the call drew."""
-        torch.set_rng_state(self.random[0])
-        for random in self.random[1:]:
-            torch.cuda.set_rng_state(random, self.device)
+        compat.draw_from(self.random, self.device)
 
     def undisturbed(self) -> Any:
         """Return a context after which random numbers go on as they would have."""

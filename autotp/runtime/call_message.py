@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.comm.channel import Channel, by_value
-from autotp.comm.lockstep import CAUSES, end_hooks, meet
-from autotp.comm.ranks import Facts
+from autotp.comm.channel import by_value
+from autotp.comm.lockstep import CAUSES, end_hooks
+from autotp.comm.ranks import Facts, Ranks, from_all
 from autotp.comm.turn import hold
 from autotp.errors import RankError
 from autotp.inputs import Leaves
@@ -115,9 +114,6 @@ def _near(a: Sequence[float], b: Sequence[float]) -> bool:
     )
 
 
-GRADIENTS = struct.Struct(f"!?{SAMPLES}d")
-BODY = struct.Struct(f"!8sQ8sIBIq8sI{SAMPLES}d")
-NEW, HOOKED, WHOLE = 1, 2, 4
 SEQUENCES = (
     "With cp every rank passes the same whole sequences, of which the module takes its part; or each passes what "
     "Inputs.part(its cp rank, cp) returns, as it is: a copy of that is taken for whole."
@@ -130,11 +126,11 @@ class CallMessage(NamedTuple):
     Attributes:
         call: a digest of its kind; sizes: of its shapes; kind: of both, but no sizes save the number of examples.
         trained: which parameters are, as a number.
-        flags: `NEW` where it knows no program, `HOOKED` where hooks of the user may fail amid its collectives, `WHOLE`
-            where it was passed whole sequences, of which it takes its part.
+        new: whether it knows no program. hooked: whether hooks of the user may fail amid its collectives. whole:
+            whether it was passed whole sequences, of which it takes its part.
         writes: to weights since the call before, all weights together.
         seed, state: what its random numbers come from, and that of its generator.
-        exact, near: of the values of the inputs.
+        sample: of the values of the inputs.
         tied: of what several pipeline stages hold (`autotp.runtime.stages.weights`).
     """
 
@@ -142,23 +138,14 @@ class CallMessage(NamedTuple):
     sizes: int
     kind: bytes
     trained: int
-    flags: int
+    new: bool
+    hooked: bool
+    whole: bool
     writes: int
     seed: int
     state: bytes
-    exact: int
-    near: tuple[float, ...]
+    sample: Sample
     tied: bytes = b""
-
-    def packed(self) -> bytes:
-        """Pack it as bytes."""
-        return BODY.pack(*self[:9], *self.near) + self.tied
-
-    @classmethod
-    def read(cls, message: bytes) -> CallMessage:
-        """Read it from bytes."""
-        fields = BODY.unpack_from(message)
-        return cls._make((*fields[:9], fields[9:], message[BODY.size :]))
 
 
 def mode_of(mode: tuple[Any, ...], flat: Leaves) -> Facts:
@@ -231,8 +218,7 @@ def parted(everyone: Sequence[CallMessage], groups: Groups) -> str:
         return "call"
     if len({m.kind for m in everyone}) > 1:
         return "kind"
-    flags = [m.trained for m in everyone]
-    return "trained" if differ(flags, groups.places) else ""
+    return "trained" if differ([m.trained for m in everyone], groups.places) else ""
 
 
 def refuse_samples(samples: Sequence[Sample], head: str, advice: str = CAUSES) -> None:
@@ -276,21 +262,20 @@ def compare(everyone: Sequence[CallMessage], groups: Groups, what: str) -> None:
     Raises:
         RankError: with what differs.
     """
-    if len({message.flags & WHOLE for message in everyone}) > 1:
-        kinds = {WHOLE: "whole sequences", 0: "a part of them"}
-        differences = by_value([kinds[message.flags & WHOLE] for message in everyone])
+    if len({message.whole for message in everyone}) > 1:
+        differences = by_value(["whole sequences" if message.whole else "a part of them" for message in everyone])
         raise RankError(f"The ranks do not agree on the inputs of {what}: {differences}. {SEQUENCES}")
     if differ([message.writes for message in everyone], groups.places):
         texts = [f"weights written {message.writes} times" for message in everyone]
         raise RankError(f"Since the call before {what} the ranks have parted: {by_value(texts)}.\n{CAUSES}")
-    whole = bool(everyone[0].flags & WHOLE)
+    whole = everyone[0].whole
     for each in groups.lanes if whole else groups.slices:
         own = [everyone[r] for r in each]
         refuse_generators([m.state for m in own], what)
         axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
         axes = axes if len(groups.places) == 1 else f"pp and {axes}"
         head = f"The {axes} ranks do not agree on the values of the inputs of {what} {SAMPLED}"
-        refuse_samples([(m.exact, m.near) for m in own], head, f"{advice} {UNCHECKED}")
+        refuse_samples([m.sample for m in own], head, f"{advice} {UNCHECKED}")
 
 
 @dataclass
@@ -298,11 +283,11 @@ class Ticket:
     """One forward, for its backwards; it holds nothing of the module.
 
     Attributes:
-        channel, what, hooked: see `Calls`. groups: of the ranks; None where values are not compared.
+        ranks, what, hooked: see `Calls`. groups: of the ranks; None where values are not compared.
         task: of autograd, the latest backward.
     """
 
-    channel: Channel
+    ranks: Ranks
     what: str
     hooked: bool
     groups: Groups | None
@@ -314,20 +299,13 @@ class Ticket:
             refuse_transforms(grads)
             self.task = task
             what = f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
-            mine = GRADIENTS.pack(self.hooked, *(sampled(grads)[1] if self.groups else NOTHING[1]))
-            messages = meet(self.channel, what, mine)
-            hooks = self.hooked
-            if messages.count(mine) < len(messages):
-                hooks = self._compare(what, [GRADIENTS.unpack(message) for message in messages])
-            if hooks:
+            everyone = from_all(self.ranks, (self.hooked, sampled(grads) if self.groups else NOTHING), what)
+            # Other gradients on the ranks of a slice of the batch are refused.
+            for ranks in self.groups.slices if self.groups is not None else ():
+                samples: list[Sample] = [(0, everyone[r][1][1]) for r in ranks]
+                if not alike(samples):
+                    self.ranks.channel.leave()  # type: ignore[union-attr]
+                    refuse_samples(samples, f"The tp ranks do not agree on the gradients for the {what} {SAMPLED}")
+            if any(hooked for hooked, _ in everyone):
                 hold()
-                compat.after_backward(partial(end_hooks, self.channel, what, own=False))
-
-    def _compare(self, what: str, messages: Sequence[tuple[Any, ...]]) -> bool:
-        """Return whether some rank has hooks; other gradients on the ranks of a slice of the batch are refused."""
-        for ranks in self.groups.slices if self.groups is not None else ():
-            samples = [(0, messages[r][1:]) for r in ranks]
-            if not alike(samples):
-                self.channel.leave()
-                refuse_samples(samples, f"The tp ranks do not agree on the gradients for the {what} {SAMPLED}")
-        return any(hooks for hooks, *_ in messages)
+                compat.after_backward(partial(end_hooks, self.ranks.channel, what, own=False))

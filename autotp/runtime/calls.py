@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import struct
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
-from autotp.comm.ranks import Facts, agree, broadcast, from_all
+from autotp.comm.ranks import Facts, Ranks, agree, broadcast, from_all
 from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError, StateError
 from autotp.inputs import Leaves
@@ -35,12 +35,9 @@ from autotp.runtime.interop.ownership import know_virtual
 
 from . import state
 from .call_message import (
-    HOOKED,
-    NEW,
     NOTHING,
     SAMPLED,
     SEQUENCES,
-    WHOLE,
     CallMessage,
     Groups,
     Ticket,
@@ -81,12 +78,11 @@ class Calls:
     """Counts the calls of one sharded module on this rank.
 
     Attributes:
-        name: of the original's class.
+        original: the class's name. copy: "copy of " where it is one, which ranks may make alone.
         order: the parts of the module; `changes`: what was set on them.
         values: whether values of the inputs are compared.
         hooked: whether a hook of the user's may fail on some rank in the present call; `level`: whether inputs have
             the same sizes on all.
-        copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
         writes_before: how often weights were written, by the call before, or by a load after it.
         before_gathering: `pieces` of the shards as they are before `fully_shard` gathers them, which the rank keeps;
@@ -95,7 +91,7 @@ class Calls:
     """
 
     shards: ShardState
-    name: str
+    original: str
     order: Sequence[Any]
     changes: Changes
     values: bool = True
@@ -127,15 +123,20 @@ class Calls:
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         """Copy for another module, which begins to count."""
         shards, order, changes = deepcopy((self.shards, self.order, self.changes), memo)
-        copy = Calls(shards, self.name, order, changes, self.values, "copy of ")
+        copy = Calls(shards, self.original, order, changes, self.values, "copy of ")
         copy.place = self.place
         return copy
 
+    @cached_property
+    def ranks(self) -> Ranks | None:
+        """Those that keep in step: of all axes, or those of tp where all are too many; None for one rank alone."""
+        ranks = self.shards.ranks
+        return ranks and (ranks.planners if ranks.planners.channel is not None else ranks)
+
     @property
     def channel(self) -> Channel | None:
-        """By which the ranks of all axes keep in step; None for one rank alone."""
-        ranks = self.shards.ranks
-        return (ranks.planners.channel or ranks.channel) if ranks is not None else None
+        """By which these ranks keep in step."""
+        return self.ranks and self.ranks.channel
 
     @property
     def own(self) -> Channel | None:
@@ -149,22 +150,26 @@ class Calls:
         return Groups.of(size, self.shards.tp, axis.cp, axis.dp)
 
     @property
+    def name(self) -> str:
+        """The module in words."""
+        return f"{self.copy}{self.original}"
+
+    @property
     def what(self) -> str:
         """The present call in words."""
-        return f"call {self.number} of {self.copy}{self.name}" + (f" ({self.place})" if self.place > 1 else "")
+        return f"call {self.number} of {self.name}" + (f" ({self.place})" if self.place > 1 else "")
 
     def turn(self, what: str = "") -> AbstractContextManager[None]:
         """A turn of this process, by default for a call; nothing for one rank alone."""
         channels = [channel for channel in (self.channel, self.own) if channel is not None]
-        name = f"{self.copy}{self.name}"
-        what = f"{what} of {name}, after call {self.number}" if what else f"call {self.number + 1} of {name}"
+        what = f"{what} of {self.name}, after call {self.number}" if what else f"call {self.number + 1} of {self.name}"
         return Turn(what, *channels) if channels else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
         """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
         self.count_own()
-        meet(self.channel, f"forward, call {self.number + 1} of {self.copy}{self.name}")
+        meet(self.channel, f"forward, call {self.number + 1} of {self.name}")
         try:
             yield
         except RuntimeError as error:
@@ -195,22 +200,22 @@ class Calls:
         trained, count = self.inventory.trained(), self.count()
         writes = (count - self.writes_before) % COUNT_VALUES
         hooked = any(self.inventory.hooked) if step else self.inventory.hooked[0]
-        flags = NEW * (program is None) + HOOKED * hooked + WHOLE * (call.sequences is not None)
-        exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
+        flags = program is None, hooked, call.sequences is not None
+        sample = sampled(call.sequences or call.inputs) if self.values else NOTHING
         digests = self._digests(kind, call)
         tied = self.tied.values(target, self.values) if self.tied is not None else b""
-        own = CallMessage(*digests, trained, flags, writes, *self._numbers(program), exact, tuple(near), tied)
-        mine = own.packed()
+        own = CallMessage(*digests, trained, *flags, writes, *self._numbers(program), sample, tied)
+        mine = pickle.dumps(own)
         try:
             messages = meet(channel, what if step else f"forward, {what}", mine)
         except RankError:
             self.number -= 1  # it was not begun on any rank
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
-            self.writes_before, self.hooked, self.level = count, bool(flags & HOOKED), True
+            self.writes_before, self.hooked, self.level = count, hooked, True
             return program is None, own.seed if program is not None else None
         # In order of what misleads most: another call has other values too, and other weights give other values.
-        everyone = [CallMessage.read(one) for one in messages]
+        everyone: list[CallMessage] = [*map(pickle.loads, messages)]
         if how := parted(everyone, self.groups):
             self._differ(kind, call, how)
         compare(everyone, self.groups, what)
@@ -219,13 +224,13 @@ class Calls:
         self.writes_before = count
         self.level = len({m.sizes for m in everyone}) == 1
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
-        self.hooked = any(message.flags & HOOKED for message in everyone)
+        self.hooked = any(message.hooked for message in everyone)
         own_lane = next(each for each in self.groups.lanes if channel.rank in each)
         # Micro-batches that are virtual draw from one number, whoever has them.
         beside = everyone
         if not self.shards.hosts:
             beside = [everyone[r] for r in own_lane]
-        new = any(message.flags & NEW for message in beside)
+        new = any(message.new for message in beside)
         return new, beside[0].seed if program is not None else None
 
     def refuse_lengths(self, program: Program) -> None:
@@ -286,7 +291,7 @@ class Calls:
     @contextlib.contextmanager
     def _with_hooks(self) -> Iterator[None]:
         # Of a call of a new kind it is known only now which gather.
-        compare_hooks(self.channel, self.what, self.order, self.groups.places)
+        compare_hooks(self.ranks, self.what, self.order, self.groups.places)
         hold()
         yield
         end_hooks(self.channel, self.what)
@@ -297,13 +302,9 @@ class Calls:
         if not (program.seeds or program.draws):
             return seed
         ranks = self.shards.ranks
-        everyone = meet(
-            ranks and ranks.joint.channel, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator)
-        )
-        pairs = [struct.unpack("!q8s", one) for one in everyone]
-        refuse_generators([pair[1] for pair in pairs], self.what)
-        axis = "dp" if self.shards.hosts else "cp"
-        return int(broadcast(self.shards.along(axis), pairs[0][0]))
+        pairs = from_all(ranks and ranks.joint, (seed, generator), f"random numbers of {self.what}")
+        refuse_generators([state for _, state in pairs], self.what)
+        return broadcast(self.shards.along("dp" if self.shards.hosts else "cp"), pairs[0][0])
 
     def agree(self, what: str, facts: Facts) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.
@@ -317,15 +318,13 @@ class Calls:
         if self.channel is None:
             return
         tied = self.tied.values(None, self.values) if self.tied is not None else b""
-        own = short(facts)
-        doing = f"{what} of {self.copy}{self.name}, after call {self.number}"
-        messages, tp = meet(self.channel, doing, own + tied), self.shards.tp
-        digests = [one[: len(own)] for one in messages]
-        if differ(digests, [range(i, i + tp) for i in range(0, len(digests), tp)]):
+        doing, tp = f"{what} of {self.name}, after call {self.number}", self.shards.tp
+        pairs = from_all(self.ranks, (short(facts), tied), doing)
+        if differ([digest for digest, _ in pairs], [range(i, i + tp) for i in range(0, len(pairs), tp)]):
             agree(self.shards.ranks, f"the options of {what}", facts)
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
         if self.tied is not None:
-            self.tied.compare([one[len(own) :] for one in messages], doing, self.groups.slices)
+            self.tied.compare([theirs for _, theirs in pairs], doing, self.groups.slices)
 
     def any(self, own: bool, what: str) -> bool:
         """Return whether this is so on any rank of the module. A collective call.
@@ -333,9 +332,7 @@ class Calls:
         Args:
             own: whether it is on this one. what: the turn in words.
         """
-        if self.channel is None:
-            return any(from_all(self.shards.planners, own, what))
-        return any(meet(self.channel, f"{what} of {self.copy}{self.name}", b"1" if own else b""))
+        return any(from_all(self.ranks, own, f"{what} of {self.name}"))
 
     def lost(self, error: Exception) -> None:
         """Name the rank that is gone, where an error of the program is one of communication.
@@ -351,7 +348,7 @@ class Calls:
         """Within this context all tp ranks do this; it `reads` weights, written alike. A collective call."""
         with self.turn(what):
             facts = {"writes to weights": str(self.writes())} if reads else {}
-            digests = meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}", short(facts))
+            digests = meet(self.own, f"{what} of {self.name}, after call {self.number}", short(facts))
             if len(set(digests)) > 1:
                 agree(self.shards.ranks, f"the state before {what}", facts)
             try:
@@ -362,8 +359,8 @@ class Calls:
 
     def end(self, outputs: Leaves, inputs: Leaves) -> None:
         """The forward is done; backwards from its outputs are held against the other ranks' too."""
-        channel = self.channel
-        if channel is None:
+        ranks = self.ranks
+        if ranks is None or (channel := ranks.channel) is None:
             return
         channel.leave()
         if not torch.is_grad_enabled():
@@ -371,7 +368,7 @@ class Calls:
         input_ids = {id(x) for x in inputs}
         parts = itertools.chain(*[getattr(x, "micro_batches", ()) for x in outputs])
         graded = [x.grad_fn for x in (*outputs, *parts) if isinstance(x, Tensor) and id(x) not in input_ids]
-        ticket = Ticket(channel, self.what, self.inventory.hooked[1], self.groups if self.values else None)
+        ticket = Ticket(ranks, self.what, self.inventory.hooked[1], self.groups if self.values else None)
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:
                 node.register_prehook(partial(ticket.backward, i))
@@ -401,7 +398,7 @@ class Calls:
             frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
             facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
         if how != "trained":
-            facts |= {"the module that is called": call.entry or self.name, **mode_of(kind.key.mode, flat)}
+            facts |= {"the module that is called": call.entry or self.original, **mode_of(kind.key.mode, flat)}
             facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
             facts |= kind_of(flat) if how == "kind" else {}
         agree(self.shards.planners, f"the inputs of this call ({self.what}), or its mode", facts)

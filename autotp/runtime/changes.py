@@ -119,7 +119,7 @@ class Changes:
     def apply(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Set the same on the modules of a skeleton; `modules` are these and the parts that stand for them."""
         for module, part in modules:
-            watched = part.__dict__.get("_watched")
+            watched = getattr(part, "_watched", None)
             for key in watched.versions if watched is not None else ():
                 name = key.removeprefix(WITHIN)
                 value = part.__dict__.get(name)

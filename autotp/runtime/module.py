@@ -25,9 +25,8 @@ from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.checkpoint.wholes import named_tensors
 from autotp.runtime.generation.arguments import Arguments
-from autotp.runtime.generation.batching import Batching
 from autotp.runtime.generation.carriers import Carriers
-from autotp.runtime.generation.generating import generate, warmup
+from autotp.runtime.generation.generating import Batching, generate, warmup
 from autotp.runtime.interop import methods, ownership
 from autotp.runtime.interop.ownership import COMPILE, JIT, LOADED, TRAINER, Refused, know_stages, refuse_transforms
 from autotp.runtime.interop.profiled import profile
@@ -149,18 +148,16 @@ class ShardedModule(Batching, Part):
         """The program for a call of a kind, what it gave, and what it was given."""
         match = kind.program(call.shapes)
         new, seed = self._calls.begin(kind, call, match and match[0])
-        if new or match is None or self._source.check or call.wrong:
+        searched = new or match is None or self._source.check or call.wrong
+        if searched or match is None:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
-                program, order = program_search.find(self, call)
-            inputs = [call.flat[i] for i in order]
-            self._calls.refuse_lengths(program)
-            outputs = self._first(program, inputs, self._calls.seed(program) if seed is None else seed)
+                match = program_search.find(self, call)
+        (program, order), run = match, self._first if searched else self._run
+        inputs = [call.flat[i] for i in order]
+        self._calls.refuse_lengths(program)
+        outputs = run(program, inputs, self._calls.seed(program) if seed is None else seed)
+        if searched:
             program_search.kind_of(self, call).learn(program, order)  # which may be read otherwise now
-        else:
-            program, order = match
-            inputs = [call.flat[i] for i in order]
-            self._calls.refuse_lengths(program)
-            outputs = self._run(program, inputs, self._calls.seed(program) if seed is None else seed)
         return program, outputs, inputs
 
     def _arguments(self, args: Args, kwargs: Kwargs, entry: str) -> Arguments:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.comm.channel import Channel, by_value
+from autotp.comm.channel import by_value
 from autotp.comm.conversions import function_for
-from autotp.comm.lockstep import CAUSES, meet
-from autotp.comm.ranks import Ranks
+from autotp.comm.lockstep import CAUSES
+from autotp.comm.ranks import Ranks, from_all
 from autotp.comm.turn import call_hook
 from autotp.comm.virtual import Hosts, values_of
 from autotp.errors import RankError, StateError
@@ -35,7 +34,6 @@ from .call_message import differ
 
 # The last one's, of its switch for checkpointing, lets the embedding's output need a gradient, whatever part that is.
 OWN = ("torch.", "autotp.", "transformers.modeling_utils.")
-LENGTH = struct.Struct("!q")
 
 
 @dataclass(frozen=True)
@@ -153,9 +151,7 @@ class Boundary:
                 f"a hook on {self.path}: its values are split in pieces whose sizes change. Hook the module around it."
             )
         length = sum(x.shape[layout.dim] for x in values_of(value, 1))
-        channel = self.ranks.channel if self.ranks is not None else None
-        lengths = meet(channel, f"hook on {self.path}", LENGTH.pack(length))
-        total = sum(LENGTH.unpack(x)[0] for x in lengths)
+        total = sum(from_all(self.ranks, length, f"hook on {self.path}"))
         return ShardSpec(layout.dim, 1, ((total // unit, unit, *deal),))
 
 
@@ -199,11 +195,11 @@ def hooked(*tables: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
 
 
-def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any], places: Sequence[Sequence[int]]) -> None:
+def compare_hooks(ranks: Ranks | None, what: str, modules: Sequence[Any], places: Sequence[Sequence[int]]) -> None:
     """Refuse hooks that are shown values that all ranks gather for them, but are on some ranks only. Collective.
 
     Args:
-        channel: of the ranks; None for one alone. what: the call in words. modules: all of a sharded one.
+        ranks: that keep in step. what: the call in words. modules: all of a sharded one.
         places: ranks that have the same weights, and so gather the same.
 
     Raises:
@@ -213,9 +209,9 @@ def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any], pl
     for module in modules:
         if hooked(module._forward_pre_hooks, module._forward_hooks):
             paths |= {b.path for b in getattr(module, "_boundaries", {}).values() if b.communicates}
-    everyone = meet(channel, f"forward, {what}", ", ".join(sorted(paths)).encode())
+    everyone = from_all(ranks, ", ".join(sorted(paths)) or "none", f"forward, {what}")
     if differ(everyone, places):
-        differences = by_value([paths.decode() or "none" for paths in everyone])
+        differences = by_value(everyone)
         raise RankError(f"In {what} the ranks have parted: hooks that see whole values: {differences}.\n{CAUSES}")
 
 

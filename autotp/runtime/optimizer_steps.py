@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import struct
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,17 +27,16 @@ from torch.optim import Optimizer
 from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, meet
-from autotp.comm.ranks import Facts, agree, together
+from autotp.comm.ranks import Facts, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import RankError, StateError
 from autotp.inputs import Kwargs
 from autotp.runtime.interop.ownership import INSTEAD, begin_step, end_step, of_another_rank, outside_of_steps
 
-from .call_message import NOTHING, SAMPLES, differ, refuse_samples, sampled
+from .call_message import NOTHING, SAMPLES, differ, refuse_samples, sampled, short
 from .calls import Calls
 from .storage import ShardState
 
-BODY = struct.Struct(f"!II{SAMPLES}d")
 UNCHANGED = (
     "Nothing was changed. Usual causes: zero_grad() that is left out, a loss that is scaled, or gradients that are "
     "changed, on one rank only."
@@ -130,18 +128,15 @@ def _of(optimizer: Optimizer, calls: Calls) -> tuple[list[tuple[Tensor, bool]], 
 
 def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, bool]]) -> None:
     """Refuse a step that is another on some ranks. A collective call."""
-    channel = calls.channel
-    assert channel is not None
     # A gradient scaler sees the gradients of one rank's stages; a fused step then does nothing.
     overflow = getattr(optimizer, "found_inf", None)
     doing = "step" if overflow is None or not overflow.item() else "step, of which a scaler has found an overflow,"
-    what = f"{doing} of {type(optimizer).__name__} on {calls.copy}{calls.name}, after call {calls.number}"
+    what = f"{doing} of {type(optimizer).__name__} on {calls.name}, after call {calls.number}"
     options, absent = _options(optimizer), bytes(p.grad is None for p, _ in updated)
     grads = [compat.part_of(p.grad) for p, whole in updated if whole and p.grad is not None]
     grads = grads[:: max(1, len(updated) // MAX_GRADIENTS)]
     near = sampled(grads[:MAX_GRADIENTS])[1] if calls.values else NOTHING[1]
-    mine = BODY.pack(zlib.crc32(repr(options).encode()), zlib.crc32(absent), *near)
-    everyone = [BODY.unpack(one) for one in meet(channel, what, mine)]
+    everyone = from_all(calls.ranks, (short(options), zlib.crc32(absent), near), what)
     tp = calls.shards.tp
     # A stage may have groups of its own.
     if differ([one[0] for one in everyone], calls.groups.places):
@@ -149,7 +144,7 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
         raise RankError(f"The ranks do not agree on the options of the {what}.\n{CAUSES}")
     for i in range(0, len(everyone), tp):
         head = f"The tp ranks do not agree on the gradients of the {what} (which parameters have one, and some values)"
-        refuse_samples([(one[1], one[2:]) for one in everyone[i : i + tp]], head, UNCHANGED)
+        refuse_samples([one[1:] for one in everyone[i : i + tp]], head, UNCHANGED)
 
 
 def _options(optimizer: Optimizer) -> Facts:

@@ -32,6 +32,8 @@ class Part(nn.Module):
     next call a new kind of call (`autotp.runtime.changes`).
     """
 
+    _watched: Watched | None = None
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Without the original's own `__new__`."""
         return object.__new__(cls)
@@ -70,7 +72,7 @@ class Part(nn.Module):
         Without a program it is called by itself, as the original's module is: whole values, on every rank the same.
         """
         if program is None:
-            if self.__dict__["_due"]:
+            if self._due:
                 raise StateError(
                     f"what stands in the place of this {self._original} called it without the keyword arguments that "
                     "it was given itself. Hand on both: def forward(self, *args, **kwargs): return self.layer(*args, "
@@ -83,7 +85,7 @@ class Part(nn.Module):
 
     @torch.compiler.disable  # a function that is compiled around it goes on after it
     def _by_itself(self, args: Args, kwargs: Kwargs) -> Any:
-        watched = self.__dict__["_watched"]
+        watched: Any = self._watched
         if type(watched.module).forward is nn.Module.forward:  # a list of modules: torch's own error
             return nn.Module.forward(self, *args, **kwargs)
         if watched.changes.whole is None:
@@ -98,7 +100,7 @@ class Part(nn.Module):
 
     def register_forward_pre_hook(self, hook: Any, *, prepend: bool = False, with_kwargs: bool = False) -> Any:
         """Register as torch does; the hook sees whole values, as on the original."""
-        watched = self.__dict__.get("_watched")
+        watched = self._watched
         if not is_own(hook):
             hook, with_kwargs = before_forward(hook, with_kwargs), True
         elif watched is not None and watched.changes.whole is not None:
@@ -126,7 +128,7 @@ class Part(nn.Module):
     # ---- attributes, children and parameters -----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        watched = self.__dict__.get("_watched")
+        watched = self._watched
         if watched is not None and name in watched.module.__dict__:
             return watched.read(self, name)
         try:
@@ -144,7 +146,7 @@ class Part(nn.Module):
         if name in SET:
             raise StateError(SET[name])
         Revision.number += 1
-        watched = self.__dict__.get("_watched")
+        watched = self._watched
         if watched is not None:
             watched.set(self, name, value)
         if name in TABLES:
@@ -153,14 +155,14 @@ class Part(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         Revision.number += 1
-        watched = self.__dict__.get("_watched")
+        watched = self._watched
         if watched is not None:
             watched.delete(self, name)
         nn.Module.__delattr__(self, name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add as torch does; another module in the place of one of the original's is refused."""
-        watched = self.__dict__.get("_watched")
+        watched = self._watched
         if watched is not None:
             watched.place(self, name, module)
         nn.Module.add_module(self, name, module)
@@ -250,8 +252,7 @@ def watch(parts: Mapping[str, nn.Module], bare: nn.Module, changes: Changes) -> 
     changes.whole = parts[""]
     for path, module in bare.named_modules(remove_duplicate=False):
         part = parts[path]
-        before = part.__dict__.get("_watched")
-        if isinstance(part, Part) and (before is None or before.changes is not changes):
+        if isinstance(part, Part) and ((before := part._watched) is None or before.changes is not changes):
             watched = part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
             watched.versions |= before.versions if before is not None else {}
             own = set(module.__dict__) - TORCHS
@@ -272,7 +273,7 @@ class Own:
         self.name, self.value = name, value
 
     def __get__(self, part: Any, owner: Any = None) -> Any:
-        watched = None if part is None else part.__dict__.get("_watched")
+        watched = None if part is None else part._watched
         return watched.read(part, self.name) if watched and self.name in watched.module.__dict__ else self.value
 
 

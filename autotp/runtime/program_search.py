@@ -27,7 +27,7 @@ from autotp.ir.carried import classes
 from autotp.ir.graph import CONSTANT, Capture, draws
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.arguments import Arguments
-from autotp.runtime.generation.in_place import write_in_place
+from autotp.runtime.lower.eager import write_in_place
 from autotp.runtime.lower.hosted import host_batch, host_program, host_states
 from autotp.runtime.lower.lower import accumulate_in
 from autotp.text import amount
@@ -69,15 +69,11 @@ def by_itself(self: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
             outputs = self._call(entry, args, kwargs)
         else:
             with data_parallel.recovering(self._shards), self._calls.gathering():
-                outputs = compat.gathered(self, partial(_run_at, self, entry), args, kwargs)
+                outputs = compat.gathered(self, lambda *a, **k: self._call(entry, a, k), args, kwargs)
         # Else an optimizer that is made now would have what blocks have gathered; `generate()` ends with this once.
         if not grad and self._generation is None:
             data_parallel.show_gradients(self._shards)
         return outputs
-
-
-def _run_at(module: Any, entry: str, *args: Any, **kwargs: Any) -> Any:
-    return module._call(entry, args, kwargs)
 
 
 def find(module: Any, call: Arguments) -> Match:
@@ -93,7 +89,7 @@ def find(module: Any, call: Arguments) -> Match:
     match = together(ranks, "reading the inputs", lambda: match_of(module, call))
     # What a rank knows is its own: an attribute that was set to an equal object is another value to it.
     anew = match is None
-    if anew if ranks is None else any(from_all(ranks, anew, "a program for the call")):
+    if any(from_all(ranks, anew, "a program for the call")):
         captured = _capture_once(module, call)
         # Graphs that differ would hang in their collectives, so they are compared before the program exists.
         agree(ranks, "the model for this call", {"graph": captured.digest()})
@@ -307,12 +303,10 @@ def _copy_for(module: Any, call: Arguments) -> tuple[nn.Module, Inputs]:
 @torch.inference_mode(False)
 def _capture(module: Any, call: Arguments, mode: Mode) -> Capture:
     """Capture the original's skeleton for a call."""
-    source, device = module._source, module._shards.device
-    bare, inputs = _copy_for(module, call)
-    request = request_of(module, call)
+    source, (bare, inputs) = module._source, _copy_for(module, call)
+    capture = partial(source.capture, bare, inputs, module._shards.device, mode, request_of(module, call))
     with entering(bare, call.entry), sizes_of_states(module._carriers.sizes):
-        captured = source.capture(bare, inputs, device, mode, request)
+        captured: Capture = capture()
         # Else one program is for all that is trained.
-        if captured.asks_gradients and source.pipeline is None and train_as(bare, module._order):
-            captured = source.capture(bare, inputs, device, mode, request)
-        return captured
+        again = captured.asks_gradients and source.pipeline is None and train_as(bare, module._order)
+        return capture() if again else captured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,28 +57,24 @@ def _place_modules(shards: ShardState, root: nn.Module, model: nn.Module, parts:
 
 def _place_parameters(shards: ShardState, model: nn.Module, placements: Layouts, parts: dict[int, Any]) -> None:
     """Put the pieces of each parameter in the parts that stand for the modules that have it; `parts` grows."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        # The plan has a tied parameter under its first name alone.
-        first = shards.aliases[name]
-        if first in shards.elsewhere:
-            shards.parts[owner].register_parameter(leaf, None)
-            continue
-        owners = shards.axis.owners(first)
-        storage = shards.storages.setdefault(first, shards.storage(parameter.shape, placements.get(first, I), owners))
-        # Tied parameters are cut once, so that they stay one tensor and train together.
-        if id(parameter) not in parts:
-            cut = _cut(shards, storage, parameter)
-            parts[id(parameter)] = [nn.Parameter(t, parameter.requires_grad) for t in cut]
-        # A fused weight has several pieces: DTensor cannot say that q, k and v in it are split each by itself.
-        for n, p in zip(storage.names(leaf), parts[id(parameter)], strict=True):
-            shards.parts[owner].register_parameter(n, p)
-        shards.parts[owner]._storages[leaf] = storage  # type: ignore[index, operator]
-    # `named_parameters` leaves out those that are None, such as the bias of Linear(bias=False), which a forward reads.
     for path, module in model.named_modules(remove_duplicate=False):
+        part: Any = shards.parts[path]
         for leaf, parameter in module._parameters.items():
-            if parameter is None:
-                shards.parts[path].register_parameter(leaf, None)
+            # The plan has a tied parameter under its first name alone.
+            first = shards.aliases.get(f"{path}.{leaf}" if path else leaf, "")
+            # A forward reads those that are None too, such as the bias of Linear(bias=False).
+            if parameter is None or first in shards.elsewhere:
+                part.register_parameter(leaf, None)
+                continue
+            storage = shards.storage(parameter.shape, placements.get(first, I), shards.axis.owners(first))
+            storage = part._storages[leaf] = shards.storages.setdefault(first, storage)
+            # Tied parameters are cut once, so that they stay one tensor and train together.
+            if id(parameter) not in parts:
+                cut = _cut(shards, storage, parameter)
+                parts[id(parameter)] = [nn.Parameter(t, parameter.requires_grad) for t in cut]
+            # A fused weight has several pieces: DTensor cannot say that q, k and v in it are split each by itself.
+            for n, p in zip(storage.names(leaf), parts[id(parameter)], strict=True):
+                part.register_parameter(n, p)
 
 
 def _place_buffers(shards: ShardState, model: nn.Module, placements: Layouts, parts: dict[int, Any]) -> None:
@@ -126,6 +122,12 @@ def pieces(shards: ShardState, name: str) -> list[Any]:
     return [getattr(part, leaf) for leaf in leaves]
 
 
+def held(shards: ShardState) -> Iterator[tuple[str, Storage, list[Any]]]:
+    """Iterate over the parameters: the original's name, how it is held, and the tensors that hold it."""
+    for name, storage in shards.storages.items():
+        yield name, storage, pieces(shards, name)
+
+
 def whole(shards: ShardState, name: str, live: bool = False) -> Tensor:
     """Return the original's parameter or buffer `name`, whole. A collective call.
 
@@ -150,10 +152,7 @@ def full_state(shards: ShardState, live: bool) -> NamedTensors:
         shards: of the module. live: as `whole` has it.
     """
     refuse_meta(shards)
-    wholes: NamedTensors = {}
-    for _, first in named_tensors(shards):
-        if first not in wholes:
-            wholes[first] = whole(shards, first, live)
+    wholes = {first: whole(shards, first, live) for first in first_names(shards)}
     return {name: wholes[first] for name, first in named_tensors(shards)}
 
 
@@ -181,6 +180,11 @@ def named_tensors(shards: ShardState, everywhere: bool = False) -> list[tuple[st
     return [(name, first) for name, first in pairs if everywhere or first not in shards.elsewhere]
 
 
+def first_names(shards: ShardState) -> list[str]:
+    """Return the first names of what this rank's stages hold of the original's state dict: what is tied comes once."""
+    return [*dict.fromkeys(first for _, first in named_tensors(shards))]
+
+
 def write(shards: ShardState, name: str, value: Tensor) -> None:
     """Give a buffer, under all its names, the value that the program computed for it.
 
@@ -195,8 +199,7 @@ def write(shards: ShardState, name: str, value: Tensor) -> None:
 def full_gradients(shards: ShardState, live: bool) -> NamedTensors:
     """Whole gradients; None gradients are left out. `live` as `full_state` has it."""
     out = {}
-    for name, storage in shards.storages.items():
-        parts = pieces(shards, name)
+    for name, storage, parts in held(shards):
         if any(p.grad is not None for p in parts):
             grads = []
             for p in parts:  # a gradient that is not there is zero beside one that is
@@ -216,8 +219,8 @@ def clip(shards: ShardState, max_norm: float) -> Tensor:
     if host is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     squares = dict[bool, list[Any]]()
-    for name, storage in shards.storages.items():
-        grads = [p.grad for p in pieces(shards, name)]
+    for _, storage, parts in held(shards):
+        grads = [p.grad for p in parts]
         if all(g is not None for g in grads):
             values = values_of(Slices(storage, (host,)).read([*map(compat.part_of, grads)]), host.own)
             split = storage.layout.sharded_dim is not None
@@ -248,7 +251,7 @@ def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:
 
 def dtypes(shards: ShardState) -> dict[str, torch.dtype]:
     """Return present dtype of every parameter and buffer, by its original name."""
-    out = {name: pieces(shards, name)[0].dtype for name, _ in shards.storages.items()}
+    out = {name: parts[0].dtype for name, _, parts in held(shards)}
     return out | {name: b.dtype for name, b in shards.root.named_buffers()}
 
 

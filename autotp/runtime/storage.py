@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,16 +64,6 @@ class Box:
 
 class Storage(Pieces):
     """The tensors that hold one parameter, and what is made of them."""
-
-    def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the whole parameter of whole pieces."""
-        if self._plain:
-            return pieces[0]
-        runs = list[tuple[int, int, Tensor]]()  # in the order of segments, and of the ranks in one
-        for t, piece in zip(pieces, self.pieces, strict=True):
-            each = t.unbind(piece.dim) if piece.starts and piece.dim is not None else [t]
-            runs += [(piece.offset, rank, x) for rank, x in enumerate(each)]
-        return self.local([x for *_, x in sorted(runs, key=lambda run: run[:2])]).reshape(self.shape)
 
     def local(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the rank's slice of the parameter, in its own dimensions, from its slices of the pieces."""
@@ -181,12 +172,17 @@ class Storage(Pieces):
         wholes = []
         for p in pieces:
             wholes.append(p.full_tensor() if isinstance(p, DTensor) else p)
-        return self.fuse(wholes)
+        if self._plain:
+            return wholes[0]
+        value = wholes[0].new_empty(self.shape)
+        for box in self.boxes(wholes):
+            value[box.slices] = box.tensor
+        return value
 
     def laid(self, value: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return a whole tensor, or a DTensor of it (collective), as what the pieces hold of it, in their type."""
         if isinstance(value, DTensor):
-            if len(pieces) == 1 and value.shape == pieces[0].shape and same_layout(pieces[0], value):
+            if len(pieces) == 1 and same_layout(pieces[0], value):
                 return [value]
             value = value.full_tensor()
         return self.write([torch.empty_like(piece) for piece in pieces], value)
@@ -248,13 +244,13 @@ def memory_like(like: Tensor, device: torch.device) -> Tensor:
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides of a contiguous tensor of this shape."""
-    sizes = [max(s, 1) for s in shape]  # as torch: a dimension of size 0 counts as one of 1
-    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def same_layout(old: Tensor, new: DTensor) -> bool:
-    """Return whether what is held lies over the ranks as the other does."""
-    return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
+    """Return whether what is held is of the other's shape, and lies over the ranks as that does."""
+    alike = isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
+    return alike and old.shape == new.shape
 
 
 class Unwrap(torch.autograd.Function):
@@ -468,11 +464,8 @@ class ShardState:
 
     def taken_away(self) -> str:
         """Return the name of a parameter that a part does not have any more; "" where all are there."""
-        for name in self.storages:
-            part, leaves = self.place_of(name)
-            if any(piece is None for piece in map(part._parameters.get, leaves)):
-                return name
-        return ""
+        there = Counter(name for name, *_ in self.pieces())
+        return next((name for name, storage in self.storages.items() if there[name] < len(storage.pieces)), "")
 
     def show_own(self) -> None:
         """Give the modules the parameters that this rank keeps, in place of what torch gathered for a forward."""

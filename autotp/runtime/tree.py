@@ -29,8 +29,8 @@ from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.log import log
 from autotp.passes.analysis.flows import flows
-from autotp.runtime.generation.in_place import METHODS, WRITES, worded
 from autotp.runtime.lower import eager
+from autotp.runtime.lower.eager import METHODS, WRITES, worded
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, function_of, pure, renumbered, structure
 
 from .module_hooks import Boundary
@@ -38,6 +38,7 @@ from .part import Part, standing_for
 from .storage import Storage
 from .weight_reads import Place, Read, Slices, places, reader
 
+Fetch = tuple[list[fx.Node], Callable[[], Sequence[Any]]]  # what is read, and by what
 CALL = nn.Module.__call__  # a part's own asks first whether a program calls it
 
 
@@ -165,7 +166,7 @@ class Assembler:
             else:
                 self._write_call(scope, item, gives, graph, env)
         graph.output(_returned(env, gives, result))
-        return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
+        return function_of(graph, scope.path or "root")
 
     def _write_reads(self, scope: Scope, graph: fx.Graph, env: Env) -> None:
         """Write the parameters and buffers of a scope, each kind by one call."""
@@ -192,39 +193,39 @@ class Assembler:
         else:
             env |= _items(graph, value, results)
 
-    def _fetches(self, reads: Sequence[Read]) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
+    def _fetches(self, reads: Sequence[Read]) -> list[Fetch]:
+        """Return what reads these off the tree, for the parameters and for the buffers among them."""
         parameters = [r for r in reads if r.storage is not None]
         buffers = [r for r in reads if r.storage is None]
-        out = []
-        for kind in filter(None, (parameters, buffers)):
-            out.append(([r.node for r in kind], self._fetch(kind)))
+        out: list[Fetch] = [([r.node for r in parameters], self._weights(parameters))] if parameters else []
+        if buffers:
+            each = [self._buffer(r) for r in buffers]
+
+            def read_buffers() -> Sequence[Any]:
+                return [read() for read in each]
+
+            out.append(([r.node for r in buffers], read_buffers))
         return out
 
-    def _fetch(self, reads: Sequence[Read]) -> Callable[[], Any]:
-        """Return a function that reads these off the tree, parameters in one step, each as its local tensor."""
-        parameters: list[Place] = []
-        locals_: list[tuple[Storage, slice]] = []
+    def _weights(self, reads: Sequence[Read]) -> Callable[[], Sequence[Any]]:
+        """Return a function that reads parameters in one step, each as its local tensor."""
+        held: list[Place] = []
+        parts: list[tuple[Storage, slice]] = []
         for read in reads:
-            if read.storage is not None:
-                module, first = self.parts[read.owner], len(parameters)
-                parameters += places(read.storage, module, read.name, self.ranks)
-                locals_.append((read.storage, slice(first, len(parameters))))
-        buffers = [self._buffer(r) for r in reads if r.storage is None]
-        whole = not self.hosts and all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
+            storage: Any = read.storage
+            first = len(held)
+            held += places(storage, self.parts[read.owner], read.name, self.ranks)
+            parts.append((storage, slice(first, len(held))))
+        read_all = reader(held)
+        if not self.hosts and all(storage.as_held for storage, _ in parts):  # each by one tensor, as it is
+            return read_all
+        slices = [(self._slices(storage), at) for storage, at in parts]
 
-        read_all = reader(parameters)
-        slices = [(self._slices(storage), at) for storage, at in locals_]
-
-        def fetch() -> Sequence[Tensor]:
-            if buffers:
-                return [buffer() for buffer in buffers]
+        def read_slices() -> Sequence[Any]:
             local = read_all()
-            if whole:
-                return local
             return [read(local[at]) for read, at in slices]
 
-        fetch.__name__ = "parameters"
-        return fetch
+        return read_slices
 
     def _slices(self, storage: Storage) -> Callable[[Sequence[Tensor]], Any]:
         """Return what makes of the pieces of a parameter what the program takes."""
@@ -270,13 +271,10 @@ class Assembler:
 
     def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return what a call takes from outside, and what of its values is used after it."""
-        inside = dict.fromkeys(child.nodes())
         within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
         own = {r.node for path in within for r in self.units.get(path, ())}
-        operands = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
-        # Also what only later calls read: a value that leaves the scope must be returned by it.
-        results = [n for n in inside if n in gives or not n.users.keys() <= inside.keys()]
-        return list(operands), results
+        operands, results = _crossing(child.nodes(), gives)
+        return [n for n in operands if n not in own], results
 
     def _within(self, scope: Scope) -> set[str]:
         inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
@@ -310,7 +308,7 @@ class Assembler:
             if module is not standing[0]:
                 standing[0] = standing_for(part, module)
             # The part itself, or a wrapper that is called by itself just now: torch's own call, which runs the hooks.
-            if module is part or part.__dict__["_alone"]:
+            if module is part or part._alone:
                 return CALL(part, *args, program=program)
             # A wrapper must hand `program` on; one that drops it would run the part as a call of its own.
             part.__dict__["_due"] = True
@@ -336,7 +334,6 @@ def _returned(env: Mapping[fx.Node, fx.Node], gives: Nodes, result: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-Fetch = tuple[list[fx.Node], Callable[[], Sequence[Tensor]]]
 WRITTEN = frozenset(WRITES.values())
 NOTHING = type(None)
 TRAINED = attrgetter("requires_grad")
@@ -358,7 +355,7 @@ def single(graph: fx.Graph, scope: Any, inputs: Nodes, fetches: Sequence[Fetch],
         _write_operators(whole, graph, env)
     else:
         _write_blocks(whole, list(_parts(scope)), env)
-    whole.output(compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, graph.output_node().args[0]))
+    whole.output(_returned(env, (), graph.output_node().args[0]))
     function = worded(function_of(whole, "program")) if compiler is None else compiler.whole(whole)
     reads = [read for _, read in fetches]
 
@@ -416,11 +413,16 @@ def _parts(scope: Any) -> Iterator[Any]:
 
 def _block(nodes: Nodes) -> tuple[Any, list[fx.Node], list[fx.Node]]:
     """Return what equal blocks share, and what one takes and gives but for states that it writes to."""
-    inside = dict.fromkeys(nodes)
-    takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
-    read = [n for n in nodes if not n.users.keys() <= inside.keys()]  # outside of it
+    takes, read = _crossing(nodes)
     gives = [n for n in read if n.target not in WRITTEN]
     return (renumbered([flow(n) for n in takes]), structure(pure(nodes, takes, gives))), takes, gives
+
+
+def _crossing(nodes: Nodes, gives: Nodes = ()) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return what nodes take from outside of them, and those that are read there, by `gives` or later calls."""
+    inside = dict.fromkeys(nodes)
+    takes = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside)
+    return list(takes), [n for n in nodes if n in gives or not n.users.keys() <= inside.keys()]
 
 
 def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Function:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from autotp.comm.ranks import Ranks, processor
 from autotp.cost import Cluster
 from autotp.errors import InputError
-
-if TYPE_CHECKING:
-    from autotp.comm.ranks import Ranks
 
 
 def described(
@@ -60,11 +56,3 @@ def free_memory() -> int:
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")), 0)
-
-
-def processor() -> str:
-    """The name of this machine's CPU."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    lines = [x for x in text.splitlines() if x.startswith("model name")]
-    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()

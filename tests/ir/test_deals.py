@@ -72,7 +72,7 @@ def test_pieces_hold_what_ranks_own(count: int, shares: tuple[int, ...], unit: i
             assert torch.equal(storage.local(locals_), spec.take(whole, rank, tp))  # type: ignore[attr-defined]
         assert (seen == 1).all()
         assert torch.equal(
-            storage.fuse(storage.write([torch.zeros(p.shape).long() for p in storage.pieces], whole)), whole
+            storage.full(storage.write([torch.zeros(p.shape).long() for p in storage.pieces], whole)), whole
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
 from autotp.errors import AutoTPError
-from autotp.runtime.checkpoint import peers
+from autotp.runtime.checkpoint import archives
 from tests.helpers.models import inputs_of, transformer
 from tests.helpers.states import same
 
@@ -85,14 +85,14 @@ def beside_a_folder(rank: int, world: int, group: Any, name: str, folder: str, s
         target.load_checkpoint(Path(folder) / "dcp", optimizer=by_folder)
         step(target, by_folder, 2, model)
         wanted = {name: value.clone() for name, value in states_of(target, by_folder).items()}
-        real, most = peers._message, 0
+        real, most = archives._round, 0
 
-        def noted(parts: Any, device: Any, real: Any = real) -> Any:
+        def noted(sends: Any, *sides: Any, real: Any = real) -> None:
             nonlocal most
-            most = max(most, sum(x.nbytes for x, _ in parts))
-            return real(parts, device)
+            most = max(most, sum(x.nbytes for x in sends))
+            real(sends, *sides)
 
-        with patch.object(peers, "_message", noted):
+        with patch.object(archives, "_round", noted):
             assert autotp.move(source, target, optimizer=(optimizer, by_move), bucket=BUCKET) == {}
         assert most <= BUCKET
         step(target, by_move, 2, model)
@@ -311,7 +311,7 @@ def test_what_is_refused(pool):
 def cut_off(rank: int, world: int, group: Any) -> tuple[str, bool]:
     """Rank 3 is killed in the second round."""
     source, target = over(small(0), 1, 4), over(small(1), 2, 2)
-    real, rounds = peers._wait, []
+    real, rounds = archives._wait, []
 
     def wait(*args: Any) -> None:
         rounds.append(1)
@@ -320,7 +320,7 @@ def cut_off(rank: int, world: int, group: Any) -> tuple[str, bool]:
         real(*args)
 
     before, text = {name: p.detach().to_local().clone() for name, p in source.named_parameters()}, ""
-    with patch.object(peers, "_wait", wait):
+    with patch.object(archives, "_wait", wait):
         try:
             autotp.move(source, target, bucket=4000)
         except AutoTPError as error:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import AutoTPError
-from autotp.runtime.checkpoint import peers
+from autotp.runtime.checkpoint import archives
 from tests.helpers.models import inputs_of, transformer
 
 
@@ -71,7 +71,7 @@ def refused(rank: int, world: int, group: Any) -> tuple[list[str], bool]:
             sharded.replan(**degrees)
         except AutoTPError as error:
             errors.append(str(error))
-    real, rounds = peers._wait, []
+    real, rounds = archives._wait, []
 
     def wait(*args: Any) -> None:
         rounds.append(1)
@@ -80,7 +80,7 @@ def refused(rank: int, world: int, group: Any) -> tuple[list[str], bool]:
         real(*args)
 
     before = {name: p.detach().to_local().clone() for name, p in sharded.named_parameters()}
-    with patch.object(peers, "_wait", wait):
+    with patch.object(archives, "_wait", wait):
         try:
             sharded.replan(2, dp=2, bucket=20_000)
         except AutoTPError as error:

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotp.errors import RankError
-from autotp.serving import launch
+from autotp.serving import rank
 from autotp.serving.rank import Options
 
 
@@ -31,15 +31,15 @@ def test_the_reason_is_the_ranks_own(message, tmp_path, monkeypatch):
 
         return start
 
-    monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
+    monkeypatch.setattr(rank, "elastic_launch", elastic_launch)
     options = Options([Path("x")], 2, 1, None, "127.0.0.1", 0, "", (), 16, 4, None)
     with pytest.raises(RankError, match="rank 1 of 2 ended with code 1. StateError: no"):
-        launch.serve(options)
+        rank.serve(options)
 
 
 async def passed_on(folder: Path) -> dict[str, Any]:
     """What clients hear of three replicas, of which the last is not there, and what is under way before and after."""
-    front, listening = launch.Front([folder / name for name in "abc"]), socket.create_server(("127.0.0.1", 0))
+    front, listening = rank.Front([folder / name for name in "abc"]), socket.create_server(("127.0.0.1", 0))
     task, found = asyncio.create_task(front.serve(listening)), dict[str, Any]()
     going = asyncio.Event()
 

@@ -31,12 +31,11 @@ from autotp.runtime.storage import Box
 from autotp.text import indented
 
 from . import folders
-from .archives import Archive
+from .archives import Archive, Tensors
 from .digests import Digests, Entry, View, as_bytes, bytes_view, measured, position, write
 
 TABLE = ".metadata"
 MAX_TABLE_BYTES, MAX_NOTES_BYTES = 1 << 30, 100_000_000  # of .metadata, and of our own notes
-Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]  # stored name -> the whole's shape, this rank's boxes
 
 
 class Planner(DefaultSavePlanner):

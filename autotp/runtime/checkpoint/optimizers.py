@@ -17,8 +17,7 @@ from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import indented
 
-from .archives import Archive
-from .dcpfiles import Tensors
+from .archives import Archive, Tensors
 
 PREFIX = "optimizer.state."
 
@@ -32,8 +31,7 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
-    for name, storage in shards.storages.items():
-        parameters = state.pieces(shards, name)
+    for name, storage, parameters in state.held(shards):
         states = [optimizer.state.get(p, {}) for p in parameters]
         if not any(states):
             continue
@@ -97,7 +95,7 @@ def _number(what: str, values: Leaves) -> Any:
 
 def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
     """Return the original's name of every tensor that the optimizer updates."""
-    names: dict[Tensor, str] = {p: name for name, _ in shards.storages.items() for p in state.pieces(shards, name)}
+    names = {p: name for name, _, parameters in state.held(shards) for p in parameters}
     strange = [p for g in optimizer.param_groups for p in g["params"] if p not in names]
     if strange:
         raise StateError(
@@ -149,8 +147,7 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
     """
     boxes: dict[str, list[Box]] = {}
     filled: dict[Tensor, dict[str, Any]] = {}
-    for name, storage in shards.storages.items():
-        parameters = state.pieces(shards, name)
+    for name, storage, parameters in state.held(shards):
         if name not in saved["numbers"]:
             continue
         # A fused weight may lie in several pieces here and in one there: numbers, such as steps, are of all of them.
@@ -217,18 +214,16 @@ def _faults(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: A
             f"{list(map(len, own))} here. Make it with the same groups."
         ]
     faults = []
-    for name, storage in shards.storages.items():
+    for name, storage, (parameter, *_) in state.held(shards):
         # A parameter without a gradient so far has no states, as has one that is frozen.
-        dtype = state.pieces(shards, name)[0].dtype
         for key in saved["elements"].get(name, ()) if name in saved["numbers"] else ():
             stored = f"{PREFIX}{name}.{key}"
             entry = archive.entries.get(stored)
             if entry is None:
                 faults.append(f"missing: {stored}")
-            elif (entry.shape, entry.dtype) != (storage.shape, dtype) and math.prod(storage.shape):
-                faults.append(
-                    f"{stored} is {entry.dtype} {list(entry.shape)}, its parameter {dtype} {list(storage.shape)}"
-                )
+            elif (entry.shape, entry.dtype) != (storage.shape, parameter.dtype) and math.prod(storage.shape):
+                own = f"{parameter.dtype} {list(storage.shape)}"
+                faults.append(f"{stored} is {entry.dtype} {list(entry.shape)}, its parameter {own}")
         for number in saved["numbers"].get(name, {}).values():
             _value(number)  # fails here rather than after the weights are loaded
     return faults

@@ -25,7 +25,8 @@ from autotp.runtime.storage import Box, ShardState
 from autotp.text import read_bytes
 
 from . import folders, optimizers, wholes
-from .dcpfiles import Planner, Tensors, Writer
+from .archives import Tensors
+from .dcpfiles import Planner, Writer
 
 FORMATS = ("dcp", "huggingface")
 NOT_NEEDED = ("state_dict", "is_main_process", "save_function", "safe_serialization")
@@ -55,12 +56,8 @@ def save(
     """
     place = Path(os.path.abspath(path))
     ranks = shards.planners
-
-    def look() -> None:
-        _refuse(format, optimizer, extra, background)
-        _ready(shards, place)
-
-    together(ranks, "looking at the module", look)
+    alone = {"optimizer": optimizer, "extra": extra, "background": background or None}  # of dcp
+    together(ranks, "looking at the module", lambda: _refuse(shards, place, format, alone))
     facts = {"path": str(place), "format": format, "background": str(background), "max_file": str(max_file)}
     agree(ranks, "the options of a save", {**facts, "optimizer": str(optimizer is not None)})
     shards.agree_on_writes("a save")
@@ -68,11 +65,8 @@ def save(
     first = leads(ranks)
     tensors, notes = {}, ""
     if format == "dcp":
-        tensors, own = together(
-            ranks,
-            "reading the state",
-            lambda: collect(shards, optimizer, extra, first_names(shards) if weights else ()),
-        )
+        names = state.first_names(shards) if weights else ()
+        tensors, own = together(ranks, "reading the state", lambda: collect(shards, optimizer, extra, names))
         if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
             own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
         notes = together(ranks, "reading the state", lambda: as_json(own))
@@ -88,17 +82,14 @@ def save(
     return pending.start() if background else pending.result()
 
 
-def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:
+def _refuse(shards: ShardState, place: Path, format: str, alone: Mapping[str, Any]) -> None:
     if format not in FORMATS:
         raise InputError(f"format={format!r}: a checkpoint is saved as one of {', '.join(FORMATS)}.")
-    if format != "dcp" and (optimizer is not None or extra is not None or background):
+    if format != "dcp" and any(x is not None for x in alone.values()):
         raise InputError(
             f"format={format!r} holds the model alone, and is written at once: for optimizer=, extra= and background= "
             "save with format='dcp'."
         )
-
-
-def _ready(shards: ShardState, place: Path) -> None:
     state.refuse_meta(shards)
     if place in _saving:
         raise StateError(f"{place} is still being written in the background: wait for that save's result() first.")
@@ -120,11 +111,6 @@ def collect(
         states, notes["optimizer"] = optimizers.collect(shards, optimizer)
         tensors |= states
     return tensors, notes
-
-
-def first_names(shards: ShardState) -> list[str]:
-    """Return the first names of all that is saved: what is tied comes once."""
-    return [*dict.fromkeys(first for _, first in state.named_tensors(shards))]
 
 
 def _copies(tensors: Tensors) -> Tensors:

@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,8 @@ from autotp.errors import StateError
 from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box, ShardState
 
-from .dcpfiles import Tensors
+from .archives import Peers, Tensors
 from .digests import BLOCK, IN_ORDER, PAGE, PAGES, Entry, as_bytes, as_text, measured, of_pages, words
-from .peers import Peers
 from .tensorfiles import mapped
 
 FOLDER, SHARED = "AUTOTP_MEMORY", "/dev/shm"  # names the folder of shared memory; where that is by default
@@ -72,7 +71,8 @@ class Owner:
                 "is gone itself with its agent: new ranks would not find each other. Start torchrun on every node with "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and --rdzv-backend c10d."
             )
-        shapes = {n: (tuple(x.shape), first) for n, x, first in _tensors(shards)}
+        tensors = {n: x for n, x in shards.bare.state_dict().items() if isinstance(x, Tensor)}
+        shapes = {n: (tuple(x.shape), shards.aliases.get(n, n)) for n, x in tensors.items()}
         return Owner(run, _digest(f"{type(shards.bare).__qualname__} {shapes}"))
 
     @property
@@ -101,12 +101,6 @@ def sealed(text: str) -> str:
 
 def _mine() -> Path:
     return Path(os.environ.get(FOLDER, SHARED)) / f"autotp-{os.getuid()}"
-
-
-def _tensors(shards: ShardState) -> Iterator[tuple[str, Tensor, str]]:
-    for name, x in shards.bare.state_dict().items():
-        if isinstance(x, Tensor):
-            yield name, x, shards.aliases.get(name, name)
 
 
 def _digest(text: str) -> str:
@@ -347,9 +341,9 @@ class KeptStep(Peers):
         super().__init__(ranks, have, every, records[0].notes, path=folder)
 
 
-def _places(records: Iterable[Record]) -> dict[str, tuple[tuple[int, ...], torch.dtype, dict[Block, Any]]]:
+def _places(records: Iterable[Record]) -> dict[str, Any]:
     """Return of each tensor in files the whole's shape, its type, and of each block the record and first byte."""
-    out: dict[str, tuple[tuple[int, ...], torch.dtype, dict[Block, Any]]] = {}
+    out: dict[str, Any] = {}
     for record in records:
         for name, (shape, dtype, _) in record.table.items():
             for block, start in record.blocks(name).items():

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autotp import compat
+from autotp.comm.channel import Peers, connected
 from autotp.comm.ranks import Ranks, agree, from_all, own_place, together
-from autotp.comm.sockets import Peers, connected
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, RankError, StateError
 from autotp.ir.graph import NamedTensors
@@ -29,13 +29,12 @@ from autotp.runtime.storage import Box, ShardState
 from autotp.text import counts
 
 from . import shared_memory
-from .dcpfiles import Tensors
+from .archives import Tensors
 from .loading import load
 from .optimizers import PREFIX
-from .saving import as_json, collect, first_names
+from .saving import as_json, collect
 from .shared_memory import KeptStep, Layout, Owner, Record, Slot
 
-HEAD = struct.Struct("!QQ")  # bytes of the record, and of the file
 SECONDS = 600.0  # that a connection may be silent: as good as never
 _open = set[Path]()  # folders that this process keeps steps in
 
@@ -87,9 +86,8 @@ def resume(shards: ShardState) -> KeptStep | None:
     ranks = shards.planners
     owner = together(ranks, "reading what the run is called", lambda: Owner.of(shards))
     folder = together(ranks, "opening memory of the node", owner.open)
-    places = from_all(ranks, place_of(folder), "the nodes' memory")
+    places, local = nodes(ranks, folder)
     rank = own_place(ranks)
-    local = [other for other, place in enumerate(places) if place == places[rank]]
 
     def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
         return [(record, record.holds()) for record in shared_memory.records_of(owner)[local.index(rank) :: len(local)]]
@@ -137,7 +135,7 @@ class Snapshots:
         self._settled = self.step
         epochs = [int(file.name.split("-")[0]) for file in self._folder.glob("*.data")]
         self._epoch = 1 + max(from_all(self._ranks, max(epochs, default=0), "starts of the run"))
-        self._names = first_names(shards)  # asking the whole skeleton takes as long as copying a small model
+        self._names = state.first_names(shards)  # asking the whole skeleton takes as long as copying a small model
         self._slots, self._copies = dict[Path, Slot](), dict[int, Any]()
         self._pending, self._number = list[Future[Any]](), 0
         self._meet(redundancy)
@@ -152,15 +150,12 @@ class Snapshots:
         load(self._shards, archive, optimizer=self._optimizer, weights=False)
         self.step, self.extra = archive.records[0].step, archive.extra["extra"]
         own = archive.records[self._rank % len(archive.records)].notes["random"]
-        cpu, *cuda = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in own]
-        torch.set_rng_state(cpu)
-        if cuda and self._shards.device.type == "cuda":
-            torch.cuda.set_rng_state(cuda[0], self._shards.device)
+        states = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in own]
+        compat.draw_from(states, self._shards.device)
 
     def _meet(self, redundancy: int) -> None:
         """Find who is on this node, and connect to those that hold second copies."""
-        places = from_all(self._ranks, place_of(self._folder), "the nodes' memory")
-        self._local = [rank for rank, place in enumerate(places) if place == places[self._rank]]
+        places, self._local = nodes(self._ranks, self._folder)
         self._to, self._from, self._peers = -1, list[int](), {}
         if redundancy and self._ranks is not None and len(places) > 1:
             to = neighbours(places)
@@ -230,12 +225,11 @@ class Snapshots:
         if before is None or before[0] != layout.key:  # the same memory is copied at every step
             self._copies[number] = before = layout.key, layout.copies_to(slot), json.dumps(layout.table)
         _, copies, table = before
-        states, ready = [torch.get_rng_state()], None
+        ready = None
         if self._shards.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._shards.device))
             ready = torch.cuda.Event()
             ready.record()
-        notes["random"] = [bytes(x.numpy()).hex() for x in states]
+        notes["random"] = [bytes(x.numpy()).hex() for x in compat.random_states(self._shards.device)]
         head = {
             "run": self._owner.run, "model": self._owner.model, "epoch": self._epoch, "step": self.step,
             "place": self._rank, "settled": self._settled, "size": layout.size, "notes": notes,
@@ -344,11 +338,10 @@ def _beside(do: Callable[[], None]) -> Future[None]:
 @torch.no_grad()
 def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
     """Return what will be kept: weights, and the states of the optimizer, those that its first step makes too."""
-    tensors = collect(shards, optimizer, None, first_names(shards))[0]
+    tensors = collect(shards, optimizer, None, state.first_names(shards))[0]
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     kinds_of = dict[int, dict[str, torch.dtype]]()
-    for name, storage in shards.storages.items():
-        parts = state.pieces(shards, name)
+    for name, storage, parts in state.held(shards):
         if optimizer.state.get(parts[0]) or not all(p in groups and p.requires_grad for p in parts):
             continue
         group, boxes = groups[parts[0]], storage.boxes(parts)
@@ -384,6 +377,12 @@ def place_of(folder: Path) -> tuple[str, int, int]:
     return boot.read_text().strip() if boot.exists() else "", status.st_dev, status.st_ino
 
 
+def nodes(ranks: Ranks | None, folder: Path) -> tuple[list[Hashable], list[int]]:
+    """Return of each rank the memory that its folder lies in, and the ranks whose is this one's. A collective call."""
+    places: list[Hashable] = [*from_all(ranks, place_of(folder), "the nodes' memory")]
+    return places, [rank for rank, place in enumerate(places) if place == places[own_place(ranks)]]
+
+
 def neighbours(places: Sequence[Hashable]) -> list[int]:
     """Return of each rank which one holds its second copy: on the next node where there are several, else the next.
 
@@ -412,26 +411,17 @@ def connect(ranks: Ranks) -> Peers:
 
 def send_file(peer: socket, record: str, slot: memoryview) -> None:
     """Send a file and its record."""
-    text = record.encode()
-    peer.sendall(HEAD.pack(len(text), len(slot)) + text)
+    peer.sendall(f"{len(slot)} {record}\n".encode())
     peer.sendall(slot)
 
 
 def receive_file(peer: socket, open_slot: Callable[[int], Slot]) -> None:
     """Take a file and its record, which is written last, into what `open_slot` gives for so many bytes."""
-    length, size = HEAD.unpack(_take(peer, memoryview(bytearray(HEAD.size))))
-    text = bytes(_take(peer, memoryview(bytearray(length)))).decode()
-    slot = open_slot(size)
-    slot.begin()
-    _take(peer, memoryview(slot.map))
-    slot.commit(text)
-
-
-def _take(peer: socket, into: memoryview) -> memoryview:
-    at = 0
-    while at < len(into):
-        count = peer.recv_into(into[at:])
-        if not count:
-            raise StateError("the rank whose copy this one holds has ended.")
-        at += count
-    return into
+    with peer.makefile("rb") as stream:
+        size, _, record = stream.readline().decode().partition(" ")
+        if record.endswith("\n"):  # else it came to its end
+            slot = open_slot(int(size))
+            slot.begin()
+            if stream.readinto(slot.map) == len(slot.map):
+                return slot.commit(record.removesuffix("\n"))
+    raise StateError("the rank whose copy this one holds has ended.")

@@ -28,8 +28,7 @@ from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 
 from . import folders
-from .archives import reverted
-from .peers import Peers
+from .archives import Peers, reverted
 from .tensorfiles import INDEX, record
 
 NAMES = ("huggingface", "original")
@@ -44,7 +43,7 @@ class Wholes:
 
     def __init__(self, shards: ShardState, ranks: Ranks | None) -> None:
         self.shards = shards
-        firsts = dict.fromkeys(first for _, first in state.named_tensors(shards))
+        firsts = state.first_names(shards)
         tensors = {first: (shards.storage_of(first).shape, state.boxes(shards, first)) for first in firsts}
         self.peers = Peers.of(ranks, tensors, {})
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 import math
-import struct
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -30,10 +29,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from autotp import compat
 from autotp.capture.capture import skeleton
-from autotp.comm.lockstep import meet
 from autotp.comm.ranks import broadcast, from_all, own_place
 from autotp.errors import AutoTPError, InputError, StateError
-from autotp.runtime.checkpoint.adapters import activate
+from autotp.runtime.checkpoint.loading import activate
 from autotp.runtime.program_search import program_of
 from autotp.runtime.state import dtypes
 
@@ -57,7 +55,6 @@ UNKEPT = (
     "{model} keeps keys and values of {count} of its {layers} layers in a cache: continuous batching has pages for "
     "nothing else. Take sharded.generate(...)."
 )
-STATE = struct.Struct("!QBB")
 SCHEDULERS = SCHEDULER_MAPPING | {"fair": Fair}
 UNREAD = 4096  # results on ranks but the first, where nobody may read them
 DIMENSIONS = 4  # of a layer's keys
@@ -105,13 +102,13 @@ class Followers(DistributedHelper):
         Args:
             payload_size: requests that rank 0 has. stop_status, pause_requested: wishes, as the engine has them.
         """
-        mine = STATE.pack(payload_size, stop_status, pause_requested)
+        mine = payload_size, stop_status, pause_requested
         last: Any = self.manager.batch_processor.inputs_and_outputs  # type: ignore[union-attr]
         words = self.calls.words(last.output_ids[0, : last.num_request_in_batch])
-        every = meet(self.ranks and self.ranks.channel, "next batch of requests", mine + words)
+        every = from_all(self.ranks, (mine, words), "next batch of requests")
         # What is changed in a pause is held against the other ranks in full.
-        self.calls.agreed = bool(words) and every.count(mine + words) == len(every) and not pause_requested
-        return tuple(map(max, zip(*map(STATE.unpack_from, every), strict=True)))  # type: ignore[return-value]
+        self.calls.agreed = bool(words) and every.count((mine, words)) == len(every) and not pause_requested
+        return tuple(map(max, zip(*[state for state, _ in every], strict=True)))  # type: ignore[return-value]
 
     def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
         """Return rank 0's requests, or its seed, on every rank."""

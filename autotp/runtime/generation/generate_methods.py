@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp import compat
 from autotp.comm.ranks import Ranks, broadcast
 from autotp.ir.graph import Function
 
@@ -49,7 +50,7 @@ UNCOMPILED: dict[str, Function] = {
 
 
 def _whole(part: Any) -> Any:
-    return part.__dict__["_watched"].changes.whole
+    return part._watched.changes.whole
 
 
 def calling(bare: nn.Module, call: Function) -> Any:
@@ -85,20 +86,13 @@ def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
     if ranks is None or (ranks.tp == 1 and cp is None) or ranks.group_name in _drawing:
         yield
         return
-    cuda = device.type == "cuda"
-    own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
+    own = compat.random_states(device)
     common: Any = broadcast(cp, broadcast(ranks, own))  # the tp groups of a slice of the batch compute the same
     _drawing.append(ranks.group_name)
     try:
-        _draw_from(common, device)
+        compat.draw_from(common, device)
         yield
     finally:
         _drawing.remove(ranks.group_name)
         if (ranks.rank or (cp is not None and cp.rank)) and not _drawing:
-            _draw_from(own, device)
-
-
-def _draw_from(state: Any, device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+            compat.draw_from(own, device)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from autotp import compat
+from autotp.runtime.call_message import short
 from autotp.runtime.module_hooks import hooked
 from autotp.runtime.program_search import kind_of
 
-STANDING = struct.Struct("!II8s")  # as a message has these
 MAX_KINDS = 64
 
 
@@ -56,7 +54,7 @@ class Repeated:
         self.last = last = self.kinds.get(self._now())
         if last is None or hooks or module._calls.writes():
             return b""
-        return STANDING.pack(inventory.trained(), zlib.crc32(repr(tokens.tolist()).encode()), last.kind.digest)
+        return short((inventory.trained(), tokens.tolist(), last.kind.digest))
 
     def __call__(self, kwargs: dict[str, Any], new: Sequence[Tensor]) -> Tensor:
         """Return the logits of a forward.

@@ -74,7 +74,7 @@ def in_place_of(original: type[nn.Module]) -> dict[str, Any]:
 
 def _on_original(name: str) -> Function:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.__dict__["_watched"].module, name)(*args, **kwargs)
+        return getattr(self._watched.module, name)(*args, **kwargs)
 
     return run
 
@@ -159,15 +159,17 @@ def whole_weights(part: nn.Module) -> Iterator[None]:
     tables = [(owner, owner._parameters) for owner in owners]
     wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
     for owner, table in tables:
-        for _, storage, pieces in _holdings(owner, table):
+        owner._parameters = dict(table)
+        for leaf, storage, pieces in _holdings(owner, table):
             if id(pieces[0]) not in wholes:
                 value = storage.full([p.detach() for p in pieces]).clone()
                 wholes[id(pieces[0])] = nn.Parameter(value, pieces[0].requires_grad)
-        owner._parameters = table | {leaf: wholes[id(pieces[0])] for leaf, _, pieces in _holdings(owner, table)}
+            owner._parameters[leaf] = wholes[id(pieces[0])]
     try:
         yield
         for owner, table in tables:
-            _keep(owner, table)
+            for leaf, storage, pieces in _holdings(owner, table):
+                storage.write(pieces, owner._parameters[leaf].detach())
     finally:
         for owner, table in tables:
             owner._parameters = table
@@ -177,9 +179,3 @@ def _holdings(owner: Any, table: Mapping[str, Any]) -> Iterator[tuple[str, Stora
     """Iterate over a module's parameters by the original's name: how each is held, and the pieces that `table` has."""
     for leaf, storage in owner._storages.items():
         yield leaf, storage, [table[name] for name in storage.names(leaf)]
-
-
-def _keep(owner: Any, table: Mapping[str, Any]) -> None:
-    """Write what a module's whole parameters are now to the pieces that `table` has."""
-    for leaf, storage, pieces in _holdings(owner, table):
-        storage.write(pieces, owner._parameters[leaf].detach())

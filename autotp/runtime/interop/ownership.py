@@ -182,20 +182,19 @@ def refuse_transforms(values: Leaves) -> None:
         raise StateError(TRACE)
 
 
-_of_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_of_virtual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_unclipped: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # module -> why
 _drawing: list[bool] = []  # draws under way for all stages together
 
 
 def know_virtual(module: nn.Module) -> None:
     """From now on torch's `clip_grad_norm_` is refused for this module, whose ranks run several virtual ones."""
-    _of_virtual.add(module)
+    _unclipped[module] = NORMS
 
 
 def know_stages(module: nn.Module) -> None:
     """From now on torch's `clip_grad_norm_`, and draws of single weights, are refused for this module, a stage's of
     several."""
-    _of_stages.add(module)
+    _unclipped[module] = CLIPPING
 
 
 @contextlib.contextmanager
@@ -214,11 +213,10 @@ def refuse_drawing(tensor: DTensor) -> None:
     Raises:
         StateError: it says how to draw those of all stages.
     """
-    if _of_stages and not _drawing:
-        storage = compat.local_of(tensor).untyped_storage()._cdata
-        for p in (p for module in _of_stages for p in nn.Module.parameters(module)):
-            if compat.part_of(p).untyped_storage()._cdata == storage:
-                raise StateError(DRAWING)
+    of_stages = [module for module, why in _unclipped.items() if why == CLIPPING and not _drawing]
+    for p in (p for module in of_stages for p in nn.Module.parameters(module)):
+        if compat.part_of(p).untyped_storage()._cdata == compat.local_of(tensor).untyped_storage()._cdata:
+            raise StateError(DRAWING)
 
 
 def refuse_clipping(norms: Sequence[Any]) -> None:
@@ -229,7 +227,7 @@ def refuse_clipping(norms: Sequence[Any]) -> None:
     """
     if stepping() or not all(ours(norm) and not norm.ndim for norm in norms):
         return
-    for modules, text in ((_of_stages, CLIPPING), (_of_virtual, NORMS)):
-        parameters = [p for module in modules for p in nn.Module.parameters(module)]
-        if any(isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh for p in parameters):
-            raise StateError(text)
+    for module, why in _unclipped.items():
+        for p in nn.Module.parameters(module):
+            if isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh:
+                raise StateError(why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -17,7 +16,7 @@ from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 
 from autotp import compat
-from autotp.comm.lockstep import meet
+from autotp.comm.ranks import from_all
 from autotp.cost.collective_costs import COLLECTIVES
 from autotp.errors import InputError
 from autotp.inputs import normalise
@@ -133,8 +132,7 @@ def profile(self: Any, batch: Any) -> Profile:
                         )
                     graded[0].sum().backward()
                     marks.switch("backward", "")
-    wire = json.dumps(_seconds(trace.events() or [])).encode()
-    ranks = [json.loads(other) for other in meet(self._calls.channel, "profile", wire)]
+    ranks = from_all(self._calls.ranks, _seconds(trace.events() or []), "profile")
     rows = {}
     for name in dict.fromkeys(chain.from_iterable(ranks)):  # stages have blocks and collectives of their own
         rows[name] = tuple(other.get(name, 0.0) for other in ranks)

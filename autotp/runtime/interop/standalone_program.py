@@ -128,14 +128,10 @@ def _write(module: Any, match: Match, call: Arguments, training: bool, group: st
     flat = writer.module([names[i][0] for i in order], group, module._plan.memory.peak)
     if training:
         return flat
-    args, kwargs, free = list[Tensor](), dict[str, Tensor](), dict[str, dict[int, Any]]()
-    for i in sorted(order):
-        name, by_place = names[i]
-        if by_place:
-            args.append(call.flat[i])
-        else:
-            kwargs[name] = call.flat[i]
+    args = [call.flat[i] for i in sorted(order) if names[i][1]]
+    kwargs = {names[i][0]: call.flat[i] for i in sorted(order) if not names[i][1]}
     # Of dimensions whose size is a symbol of the plan's any size is taken.
+    free = {}
     for i, leaf in zip(order, program.capture.tensor_inputs, strict=True):
         shape = leaf.node.meta["val"].shape
         free[names[i][0]] = {d: Dim.AUTO for d, n in enumerate(shape) if isinstance(n, torch.SymInt)}
@@ -145,15 +141,11 @@ def _write(module: Any, match: Match, call: Arguments, training: bool, group: st
 def _names(spec: Any, positional: Sequence[str]) -> list[tuple[str, bool]]:
     """Return the name of every leaf of a call's arguments, in order, and whether it was given by position."""
     args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
-    more = (f"argument_{i}" for i in range(len(positional), len(args)))
-    positional_values = [(name, value, True) for name, value in zip([*positional, *more], args, strict=False)]
+    more = [f"argument_{i}" for i in range(len(positional), len(args))]
     out = []
-    for name, value, by_place in [*positional_values, *((k, v, False) for k, v in kwargs.items())]:
-        leaves = compat.tree_leaves(value)
-        if leaves == [value]:
-            out.append((name, by_place))
-            continue
-        out += [(f"{name}_{i}", by_place) for i in range(len(leaves))]
+    for i, (name, value) in enumerate([*zip([*positional, *more], args, strict=False), *kwargs.items()]):
+        leaves, by_place = compat.tree_leaves(value), i < len(args)
+        out += [(name if leaves == [value] else f"{name}_{j}", by_place) for j in range(len(leaves))]
     return out
 
 
@@ -176,7 +168,7 @@ class _Writer:
 
     def __init__(self, source: Any, shards: ShardState, program: Program, training: bool) -> None:
         self.source, self.shards, self.program, self.training = source, shards, program, training
-        self.root, self.graph = nn.Module(), fx.Graph(tracer_cls=Reader)
+        self.tensors, self.graph = dict[str, Tensor](), fx.Graph(tracer_cls=Reader)
         self.env: Env = {}
 
     def module(self, names: Sequence[str], group: str, rank_bytes: float) -> fx.GraphModule:
@@ -190,7 +182,7 @@ class _Writer:
                 new = self.env[node] = copy_node(node, self.graph, self.env.__getitem__)
                 new.target = new.target if self.training else TORCHS.get(new.target, new.target)
         self._outputs(compat.tree_leaves(flat.output_node().args[0]))
-        return fx.GraphModule(self.root, self.graph, "RankProgram")
+        return fx.GraphModule(self.tensors, self.graph, "RankProgram")
 
     def _leaves(self, nodes: Nodes, names: Sequence[str]) -> None:
         """Write what the program takes: the call's tensors as placeholders, weights as attributes."""
@@ -212,21 +204,16 @@ class _Writer:
     def _weight(self, leaf: Leaf) -> fx.Node:
         """An attribute of the original's name, which holds this rank's part."""
         first = self.shards.aliases.get(leaf.name, leaf.name)
-        *path, name = leaf.name.split(".")
-        owner = self.root
-        for step in path:
-            if step not in owner._modules:
-                owner.add_module(step, nn.Module())
-            owner = owner.get_submodule(step)
         if leaf.kind is CONSTANT:
-            owner.register_buffer(name, self.program.capture.constants[leaf.name])
+            tensor = self.program.capture.constants[leaf.name]
         elif leaf.kind.trained:
             parts = state.pieces(self.shards, first)
             local = [compat.part_of(p.detach()) for p in parts]
             weight = self.shards.storages[first].mine(local, self.shards.ranks).detach()
-            owner.register_parameter(name, nn.Parameter(weight, self.training and parts[0].requires_grad))
+            tensor = nn.Parameter(weight, self.training and parts[0].requires_grad)
         else:
-            owner.register_buffer(name, compat.part_of(state.pieces(self.shards, first)[0]))
+            tensor = compat.part_of(state.pieces(self.shards, first)[0])
+        self.tensors[leaf.name] = tensor
         return self.graph.get_attr(leaf.name)
 
     def _outputs(self, values: Leaves) -> None:

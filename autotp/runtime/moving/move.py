@@ -26,11 +26,9 @@ from autotp.ir.layouts import Layout, Partition, Shard
 from autotp.plans.pieces import BUCKET, Block
 from autotp.runtime import state
 from autotp.runtime.checkpoint import optimizers
-from autotp.runtime.checkpoint.archives import match, under_own_names
-from autotp.runtime.checkpoint.dcpfiles import Tensors
+from autotp.runtime.checkpoint.archives import Peers, Tensors, match, under_own_names
 from autotp.runtime.checkpoint.loading import boxes_of, settle
-from autotp.runtime.checkpoint.peers import Peers
-from autotp.runtime.checkpoint.saving import collect, first_names
+from autotp.runtime.checkpoint.saving import collect
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.storage import Box, ShardState
 
@@ -157,7 +155,8 @@ class Sides:
         shards = self.source._shards
         state.refuse_meta(shards)
         optimizer = self.optimizers[0] if "optimizer" in self.what else None
-        tensors, notes = collect(shards, optimizer, None, first_names(shards) if "weights" in self.what else ())
+        names = state.first_names(shards) if "weights" in self.what else ()
+        tensors, notes = collect(shards, optimizer, None, names)
         states = States()
         if "cache" in self.what:
             own, states = caches_of(self.source, self.cache)

@@ -7,8 +7,7 @@ with every call's message, for a tied weight parts where one stage is updated ot
 from __future__ import annotations
 
 import functools
-import struct
-import zlib
+import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +27,7 @@ from autotp.comm.lockstep import CAUSES
 from autotp.errors import RankError, StateError
 from autotp.runtime import data_parallel, state
 from autotp.runtime.call_message import (
-    NOTHING,
     SAMPLED,
-    SAMPLES,
     UNCHECKED,
     differ,
     few,
@@ -156,10 +153,9 @@ class Sums:
         # Sent rank to rank: a collective of the whole pipeline would need as much memory on ranks that hold none of it.
         own, me = compat.part_of(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
         parts = {rank: torch.empty_like(own) for rank in holders if rank != me} | {me: own}
-        ranks = dist.get_process_group_ranks(self.pipeline)
         others = [rank for rank in holders if rank != me]
-        sends = [dist.P2POp(dist.isend, own, ranks[rank], self.pipeline) for rank in others]
-        takes = [dist.P2POp(dist.irecv, parts[rank], ranks[rank], self.pipeline) for rank in others]
+        sends = [dist.P2POp(dist.isend, own, group=self.pipeline, group_peer=rank) for rank in others]
+        takes = [dist.P2POp(dist.irecv, parts[rank], group=self.pipeline, group_peer=rank) for rank in others]
         for work in dist.batch_isend_irecv([*sends, *takes]):
             work.wait()
         # From the first holder to the last, on each: floating sums in another order would part in their last bits.
@@ -193,7 +189,6 @@ class Sums:
         return norm
 
 
-TARGET, NUMBER = struct.Struct(f"!?I{SAMPLES}d"), struct.Struct("!I")
 MAX_TIED = 64  # tied weights of which values are compared: a message has a largest length
 UPDATED_APART = (
     "Usual causes: another learning rate on one stage; weights that are initialised or written on one stage. Load a "
@@ -217,13 +212,12 @@ class Tied:
     def values(self, target: Any, values: bool) -> bytes:
         """A few values of each, as bytes, and of the target that a step is given; nothing but its absence where
         `values` are not compared."""
-        is_there = values and isinstance(target, Tensor)
-        exact, near = sampled([target]) if is_there else NOTHING
-        numbers = []
+        sample = sampled([target]) if values and isinstance(target, Tensor) else None
+        texts = []
         for name in islice(self.holders, MAX_TIED) if values else ():
             pieces = state.pieces(self.shards, name) if name in self.shards.storages else []
-            numbers.append(zlib.crc32("".join(few(compat.part_of(p)) for p in pieces).encode()))
-        return TARGET.pack(is_there, exact, *near) + b"".join(map(NUMBER.pack, numbers))
+            texts.append("".join(few(compat.part_of(p)) for p in pieces))
+        return pickle.dumps((sample, texts))
 
     def compare(self, everyone: Sequence[bytes], what: str, slices: Sequence[Sequence[int]]) -> None:
         """Refuse tied weights, and targets, that differ.
@@ -235,19 +229,15 @@ class Tied:
         Raises:
             RankError: with what differs.
         """
-        numbers = [[*NUMBER.iter_unpack(one[TARGET.size :])] for one in everyone]
+        samples, of_ranks = zip(*map(pickle.loads, everyone), strict=True)
         # A tied weight is split alike on every stage that holds it: ranks of one seat have the same part of it.
-        for i, (name, places) in enumerate(islice(self.holders.items(), min(map(len, numbers)))):
+        for name, places, *texts in zip(self.holders, self.holders.values(), *of_ranks, strict=False):
             ranks = [r for r in range(len(everyone)) if r // self.size in places]
-            own = [numbers[r][i][0] for r in ranks]
-            if differ(own, [range(seat, len(own), self.size) for seat in range(self.size)]):
-                texts = ["-"] * len(everyone)
-                for r, number in zip(ranks, own, strict=True):
-                    texts[r] = f"{number:08x}"
+            if differ(texts, [ranks[seat :: self.size] for seat in range(self.size)]):
+                differences = by_value([text if r in ranks else "-" for r, text in enumerate(texts)])
                 head = f"At {what}, the stages that share {name} have other values of it (a few were compared)"
-                raise RankError(f"{head}: {by_value(texts)}.\n{UPDATED_APART}")
-        targets = [TARGET.unpack_from(one) for one in everyone]
+                raise RankError(f"{head}: {differences}.\n{UPDATED_APART}")
         for own in slices:
-            ranks = [r for r in own if targets[r][0]]
             head = f"The ranks do not agree on the values of the target of {what} {SAMPLED}"
-            refuse_samples([(targets[r][1], targets[r][2:]) for r in ranks], head, f"{CAUSES} {UNCHECKED}")
+            given = [samples[r] for r in own if samples[r] is not None]
+            refuse_samples(given, head, f"{CAUSES} {UNCHECKED}")

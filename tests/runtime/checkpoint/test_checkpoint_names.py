@@ -46,7 +46,7 @@ def test_with_and_without_the_base_models_prefix(tmp_path):
     assert all(n.startswith("pooler.") for n in base.load_checkpoint(tmp_path / "head", strict=False).missing_keys)
     found = base.full_state_dict() if not any(p.is_meta for p in base.parameters()) else dict(base.named_parameters())
     name = "embeddings.word_embeddings.weight"
-    assert torch.equal(base._shards.storages[name].fuse([found[name].detach()]), head.bert.state_dict()[name])
+    assert torch.equal(base._shards.storages[name].full([found[name].detach()]), head.bert.state_dict()[name])
 
 
 def test_what_is_written_is_what_transformers_writes(tmp_path):

@@ -16,7 +16,7 @@ from autotp.inputs import Inputs
 from autotp.ir.carried import describe
 from autotp.ir.graph import SizeBounds
 from autotp.runtime.generation.carriers import Carriers
-from autotp.runtime.generation.in_place import WRITES, write_in_place
+from autotp.runtime.lower.eager import WRITES, write_in_place
 from autotp.runtime.programs import Program
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import InputError
 from autotp.kernels.attention import attend
-from autotp.runtime.generation.in_place import WRITES
+from autotp.runtime.lower.eager import WRITES
 from autotp.runtime.lower.regional import Compiler, renumbered
 
 aten = torch.ops.aten

@@ -46,7 +46,7 @@ def test_pieces_are_plain_chunks_and_come_back(what, shape, dim, segments, repea
     storage = storage_of(shape, dim, segments, repeat, tp)
     full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     pieces = storage.shard(full, None, full.device)
-    assert torch.equal(storage.fuse(pieces), full)
+    assert torch.equal(storage.full(pieces), full)
     assert len(storage.names("w")) == len(pieces) and (len(pieces) <= held or tp == 4)
     assert storage.as_held or "plain" not in what and "uneven" not in what  # else by a tensor of other dimensions
     spans = storage.layout.partition  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def test_pieces_are_plain_chunks_and_come_back(what, shape, dim, segments, repea
 def test_a_whole_parameter_is_one_piece():
     storage, full = Storage((3, 4), I, 4), torch.randn(3, 4)
     assert storage.names("w") == ["w"] and not storage.split
-    assert storage.fuse([full]) is full and storage.local([full]) is full
+    assert storage.full([full]) is full and storage.local([full]) is full
 
 
 def test_strides_are_those_of_a_contiguous_tensor():
