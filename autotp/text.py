@@ -25,6 +25,11 @@ def counts(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
+def told(error: BaseException) -> str:
+    """An error in words: its class, and what it says."""
+    return f"{type(error).__name__}: {error}"
+
+
 def amount(nbytes: float) -> str:
     """Bytes with a binary unit."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

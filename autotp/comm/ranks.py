@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
-from autotp.text import BESIDE, divisors
+from autotp.text import BESIDE, divisors, told
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
 
 T = TypeVar("T")
-Facts = dict[str, str]  # names and texts that ranks compare
+Facts = dict[str, Any]  # names and values that ranks compare, in words that are the same in every process
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_LINES = 20  # of differences in a message
 CPU_INFO = Path("/proc/cpuinfo")
@@ -280,19 +280,19 @@ def no_ranks_error(tp: int, degrees: Mapping[str, int] | None = None) -> RankErr
     )
 
 
-def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
+def agree(ranks: Ranks | None, what: str, mine: Mapping[str, Any]) -> None:
     """Raise the same error on every rank unless every rank passes the same mapping. A collective call.
 
     Args:
         ranks: None in one plain process: nothing to compare.
         what: what is compared, such as "the plan", for the message.
-        mine: this rank's names and their digests or text.
+        mine: this rank's names and their digests, texts, or what `str` says of them.
     Raises:
         RankError: for each name that differs, which ranks have which value.
     """
     if ranks is None:
         return
-    everyone = from_all(ranks, dict(mine), f"comparison of {what}")
+    everyone = from_all(ranks, {name: str(x) for name, x in mine.items()}, f"comparison of {what}")
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     differing = [
         f"  {name}: {by_value(values)}"
@@ -325,7 +325,7 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     try:
         result = fn()
     except Exception as error:
-        from_all(ranks, f"{type(error).__name__}: {error}", what)
+        from_all(ranks, told(error), what)
         raise
     messages = from_all(ranks, None, what)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
@@ -400,9 +400,9 @@ def _telling(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def versions() -> dict[str, str]:
+def versions() -> Facts:
     """The versions that must be equal on every rank, for `agree`."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
+    return {"python": platform.python_version(), "torch": torch.__version__, "autotp": __version__}
 
 
 def processor() -> str:
@@ -411,14 +411,14 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def machine(device: torch.device) -> Facts:
     """Facts by which the bits of a kernel may differ beside its operands and versions, for `agree`."""
     return {
-        "threads": str(torch.get_num_threads()),
+        "threads": torch.get_num_threads(),
         "processor": f"{torch.backends.cpu.get_cpu_capability()} {processor()}",
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "precision of products": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         **{name: os.environ.get(name, "unset") for name in KERNELS},
     }
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from autotp.text import told
+
 from .channel import LEAVES, Channel
 
 CAUSE_CHARACTERS = 400  # characters of a cause that other ranks are told
@@ -62,7 +64,7 @@ class Turn(ContextDecorator):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None and _now.depth == 1:
-                depart(f"{self.what}, by {type(error).__name__}: {error}")
+                depart(f"{self.what}, by {told(error)}")
         finally:
             _now.depth -= 1
             if not _now.depth:

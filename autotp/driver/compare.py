@@ -230,7 +230,7 @@ class _Comparison:
         agree(
             self.ranks,
             "the sizes of slices of the batch, which compare= joins (pad them alike)",
-            {"sizes": str(shapes)},
+            {"sizes": shapes},
         )
         tensors = [x.node for x in self.capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
         for at, node in zip(self.order, tensors, strict=True):

@@ -131,7 +131,7 @@ class Compilation:
         """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
         together(self.every, "fitting the plan to the model", lambda: _fits(self.model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-        facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(self.model, None)}
+        facts = {**versions(), "plan": digest, "wanted": self.request, **_parameters(self.model, None)}
         if self.hosts:
             facts |= machine(_device(self.ranks))
         agree(self.every, "the plan", facts)

@@ -154,9 +154,9 @@ def mode_of(mode: tuple[Any, ...], flat: Leaves) -> Facts:
     Args:
         mode: which modules train, the default dtypes, autocast. flat: the inputs.
     """
-    training, facts = mode[0], {"dtypes": str(mode[1]), "autocast": str(mode[-1] or "off")}
+    training, facts = mode[0], {"dtypes": mode[1], "autocast": mode[-1] or "off"}
     facts["gradients"] = "on" if torch.is_grad_enabled() else "off"
-    facts["training"] = str(training if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules")
+    facts["training"] = training if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules"
     for i, v in enumerate(flat):
         if isinstance(v, Tensor) and v.requires_grad:
             facts[f"gradient of input {i}"] = "wanted"

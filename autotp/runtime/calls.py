@@ -280,7 +280,7 @@ class Calls:
     def conversion(self, to: str) -> Iterator[None]:
         """Around a conversion of all weights to a type and device, and from weights that were written as often."""
         with self.turn("conversion"):
-            self.agree("a conversion", {"to": to, "writes to weights": str(self.writes())})
+            self.agree("a conversion", {"to": to, "writes to weights": self.writes()})
             yield
             self.settle()
 
@@ -347,7 +347,7 @@ class Calls:
     def together(self, what: str, reads: bool = False) -> Iterator[None]:
         """Within this context all tp ranks do this; it `reads` weights, written alike. A collective call."""
         with self.turn(what):
-            facts = {"writes to weights": str(self.writes())} if reads else {}
+            facts = {"writes to weights": self.writes()} if reads else {}
             digests = meet(self.own, f"{what} of {self.name}, after call {self.number}", short(facts))
             if len(set(digests)) > 1:
                 agree(self.shards.ranks, f"the state before {what}", facts)

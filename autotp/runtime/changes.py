@@ -111,7 +111,7 @@ class Changes:
 
     def facts(self) -> Facts:
         """Return the same in words, for the ranks to compare."""
-        texts = {f"hooks of {path}": str(hooks) for path, hooks in self.hooks.items()}
+        texts: Facts = {f"hooks of {path}": hooks for path, hooks in self.hooks.items()}
         for w in self.parts:
             texts |= {f"attribute {w.path}.{name}".replace(" .", " "): text for name, text in w.versions.items()}
         return texts

@@ -485,7 +485,7 @@ class ShardState:
             RankError: with how often each rank has written them.
         """
         if self.counter is not None:
-            self.counter.agree(what, {"writes to weights": str(self.counter.writes())})
+            self.counter.agree(what, {"writes to weights": self.counter.writes()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """Modules and their tensors are copied; the ranks and what is known of the original are shared."""

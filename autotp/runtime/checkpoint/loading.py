@@ -22,7 +22,7 @@ from autotp.ir.files import PathLike, opened, read_json
 from autotp.runtime import state
 from autotp.runtime.call_message import few, short
 from autotp.runtime.storage import Box, ShardState, same_layout
-from autotp.text import indented
+from autotp.text import indented, told
 
 from . import dcpfiles, folders, optimizers
 from .archives import Archive, NameMatch, Renamed, TensorArchive, match, under_own_names
@@ -82,7 +82,7 @@ def load(
     tensors = stored.tensors if isinstance(stored, TensorArchive) else {}
     # Two folders of one model have the same names and shapes: they differ by what they are called, or by their notes.
     facts = {"name": "" if tensors else Path(archive.path).name, "notes": str(archive.extra.get("extra", {}))[:NOTES]}
-    facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": str(optimizer is not None)}
+    facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": optimizer is not None}
     facts |= {n: few(t) for n, t in tensors.items()}
     kinds = [(name, e.shape, str(e.dtype)) for name, e in sorted(stored.entries.items())]
     agree(ranks, "the checkpoint", {"names, shapes and types": short(kinds).hex(), **facts})
@@ -146,7 +146,7 @@ def _pickled(files: Sequence[Path], trusted: bool) -> TensorArchive:
         try:
             state_dict = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # whatever a damaged file makes of itself
-            raise StateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+            raise StateError(f"{file} cannot be read: {told(error)}") from error
         if not isinstance(state_dict, Mapping):
             raise StateError(f"{file} holds a {type(state_dict).__name__} and no state dict.")
         tensors |= state_dict

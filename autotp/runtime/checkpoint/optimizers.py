@@ -15,7 +15,7 @@ from autotp.errors import StateError
 from autotp.inputs import Leaves
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
-from autotp.text import indented
+from autotp.text import indented, told
 
 from .archives import Archive, Tensors
 
@@ -194,7 +194,7 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
         faults = _faults(shards, optimizer, archive, saved)
     except (AttributeError, KeyError, TypeError) as error:
         raise StateError(
-            f"what {archive.path} says of its optimizer was changed or damaged: {type(error).__name__}: {error}. Load "
+            f"what {archive.path} says of its optimizer was changed or damaged: {told(error)}. Load "
             "without optimizer=, or save again."
         ) from error
     if faults:

@@ -58,8 +58,8 @@ def save(
     ranks = shards.planners
     alone = {"optimizer": optimizer, "extra": extra, "background": background or None}  # of dcp
     together(ranks, "looking at the module", lambda: _refuse(shards, place, format, alone))
-    facts = {"path": str(place), "format": format, "background": str(background), "max_file": str(max_file)}
-    agree(ranks, "the options of a save", {**facts, "optimizer": str(optimizer is not None)})
+    facts = {"path": place, "format": format, "background": background, "max_file": max_file}
+    agree(ranks, "the options of a save", {**facts, "optimizer": optimizer is not None})
     shards.agree_on_writes("a save")
     shards.show_own()
     first = leads(ranks)

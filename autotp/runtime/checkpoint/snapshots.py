@@ -126,7 +126,7 @@ class Snapshots:
         self._shards, self._optimizer, self._every, self._give = shards, optimizer, every, extra
         self._ranks, self._rank = shards.planners, own_place(shards.planners)
         together(self._ranks, "reading the options", lambda: _refuse(shards, every, redundancy))
-        agree(self._ranks, "what is kept", {"every": str(every), "redundancy": str(redundancy)})
+        agree(self._ranks, "what is kept", {"every": every, "redundancy": redundancy})
         self._owner = together(self._ranks, "opening memory of the node", lambda: _opened(shards))
         self._folder = self._owner.folder
         self.step, self.extra = 0, dict[str, Any]()

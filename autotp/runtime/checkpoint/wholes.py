@@ -95,7 +95,7 @@ def named_tensors(module: Any, names: str = "huggingface", bucket: int = BUCKET)
     ranks = shards.planners
     with module._calls.turn("named_tensors()"):
         together(ranks, "looking at the module", lambda: _check(shards, names))
-        agree(ranks, "the options of named_tensors()", {"names": names, "bucket": str(bucket)})
+        agree(ranks, "the options of named_tensors()", {"names": names, "bucket": bucket})
         shards.agree_on_writes("named_tensors()")
         shards.show_own()
         wholes = Wholes(shards, ranks)

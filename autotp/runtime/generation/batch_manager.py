@@ -295,7 +295,7 @@ def manager_of(
     """
     generation = copy.deepcopy(generation if generation is not None else module.generation_config)
     options = copy.deepcopy(options) if options is not None else ContinuousBatchingConfig()
-    texts = {"generation_config": str(generation.to_dict()), "continuous_batching_config": str(options)}
+    texts = {"generation_config": generation.to_dict(), "continuous_batching_config": options}
     module._calls.agree("init_continuous_batching()", texts)
     for name in CHOSEN if choices else ():
         setattr(generation, name, None)

@@ -239,7 +239,7 @@ class Batching:
         from .batch_manager import results_of  # noqa: PLC0415  transformers' engine, only where it is asked for
 
         prompts = [list(map(int, x)) for x in inputs]
-        texts = {"prompts": str(prompts)} | {f"argument {n}": str(x) for n, x in kwargs.items()}
+        texts = {"prompts": prompts} | {f"argument {n}": x for n, x in kwargs.items()}
         module._calls.agree("generate_batch()", texts)
         return results_of(module, prompts, kwargs)
 

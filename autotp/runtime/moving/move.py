@@ -77,7 +77,7 @@ def move(
         modules = _module(source), _module(target)
         ranks = _ranks(group, modules)
         together(ranks, "reading the options", lambda: _check(what, modules))
-        agree(ranks, "the options of a move", {"what": ", ".join(what), "bucket": str(bucket)})
+        agree(ranks, "the options of a move", {"what": ", ".join(what), "bucket": bucket})
         _meet_sides(ranks, [module and module._shards for module in modules])
         with torch.no_grad():
             return carry(ranks, Sides(*modules, what, optimizer or (None, None), cache or {}), bucket)

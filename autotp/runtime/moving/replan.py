@@ -60,8 +60,8 @@ def replan(
     with module._calls.turn("replan()"):
         ranks = shards.planners
         together(ranks, "reading the degrees", lambda: _check(module, tp, dp, optimizer))
-        facts = {"tp": str(tp), "dp": f"{dp}, fully_shard={fully_shard}", "optimizer": str(optimizer is not None)}
-        module._calls.agree("replan()", {**facts, "bucket": str(bucket)})
+        facts = {"tp": tp, "dp": f"{dp}, fully_shard={fully_shard}", "optimizer": optimizer is not None}
+        module._calls.agree("replan()", {**facts, "bucket": bucket})
         shards.show_own()
         original = _original(shards)
         axes = Axes(dp=dp, fully_shard=fully_shard and dp > 1, ep=dp if module.plan.batch.ep > 1 else 1)
