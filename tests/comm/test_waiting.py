@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.comm import channel, lockstep, sockets
+from autotp.comm import channel, lockstep
 from autotp.comm.channel import WAIT
 from autotp.errors import RankError
 from tests.helpers.compare import mesh_of
@@ -93,10 +93,10 @@ def test_a_pause_of_a_minute_is_no_error(pool):
 
 def unconnected(rank: int, world: int, group: Any, ranks: int) -> str:
     """What a rank says at its first turn where so many of them can listen nowhere."""
-    listening = sockets._listening
+    listening = channel._listening
     with (
         patch.dict(lockstep._open, clear=True),  # as if the group had no channel yet
-        patch.object(sockets, "_listening", lambda *given: None if rank < ranks else listening(*given)),
+        patch.object(channel, "_listening", lambda *given: None if rank < ranks else listening(*given)),
     ):
         try:
             lockstep.meet(lockstep.channel_of(group, rank, world, torch.device("cpu")), "step")
