@@ -25,7 +25,7 @@ def counts(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An error in words: its class, and what it says."""
     return f"{type(error).__name__}: {error}"
 

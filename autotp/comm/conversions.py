@@ -283,12 +283,12 @@ def _run(
     if kind.uneven:
         ys = collectives.travelled(ys, [rows_by_rank(src, dst, rank, tp)[0] for rank in ranks])
     elif kind.primitive is not None:
-        sent = [packed(y, wire) for y in ys]
+        wires = [packed(y, wire) for y in ys]
         if kind.grouped:
-            whole = exchange("all_gather", sent, src.reduction)
+            whole = exchange("all_gather", wires, src.reduction)
             results = of_groups(kind.primitive, whole, ranks, copies_of(src, dst))
         else:
-            results = exchange(kind.primitive, sent, src.reduction)
+            results = exchange(kind.primitive, wires, src.reduction)
         ys = [unpacked(y, wire, xs[0].dtype) for y in results]
     if kind.primitive is not None and dst.whole:  # what all ranks make alike
         return [kind.post(ys[0], src, dst, ranks[0], tp)] * len(ys)

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from autotp import compat
 from autotp.errors import RankError
-from autotp.text import told
+from autotp.text import message_of
 
 from .channel import Channel, Link, Peers, by_value, connected
 from .turn import CAUSE_CHARACTERS, Turn, depart, forked, joined, release
@@ -159,7 +159,7 @@ def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
         RankError: on the others; on all, where hooks have changed values on some ranks only.
     """
     error, changes = release()
-    text = "" if error is None else told(error)
+    text = "" if error is None else message_of(error)
     messages = meet(channel, f"end of {what}", pickle.dumps((changes, text[:CAUSE_CHARACTERS])), own)
     if error is not None:
         raise error
@@ -210,7 +210,7 @@ def lost(error: Exception, group: str) -> None:
         raise channel.error(what, absent, "ended") from error
     # Whoever was in the collective sees it fail too, and leaves: one that is silent was late, and ended it for all.
     departures = {*absent, *(rank for rank, link in channel.links.items() if link.departure == link.turn)}
-    depart(f"the {what}, by {told(error)}", channel)
+    depart(f"the {what}, by {message_of(error)}", channel)
     silent = channel.silent({*channel.links} - departures)
     if absent and not silent:
         raise channel.error(what, absent, "ended") from error

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
-from autotp.text import BESIDE, divisors, told
+from autotp.text import BESIDE, divisors, message_of
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
@@ -325,7 +325,7 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     try:
         result = fn()
     except Exception as error:
-        from_all(ranks, told(error), what)
+        from_all(ranks, message_of(error), what)
         raise
     messages = from_all(ranks, None, what)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}

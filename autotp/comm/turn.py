@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.text import told
+from autotp.text import message_of
 
 from .channel import LEAVES, Channel
 
@@ -64,7 +64,7 @@ class Turn(ContextDecorator):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None and _now.depth == 1:
-                depart(f"{self.what}, by {told(error)}")
+                depart(f"{self.what}, by {message_of(error)}")
         finally:
             _now.depth -= 1
             if not _now.depth:

@@ -216,7 +216,8 @@ def parted(everyone: Sequence[CallMessage], groups: Groups) -> str:
         return "call"
     if len({m.kind for m in everyone}) > 1:
         return "kind"
-    return "trained" if differ([m.trained for m in everyone], groups.places) else ""
+    trained = [m.trained for m in everyone]
+    return "trained" if differ(trained, groups.places) else ""
 
 
 def refuse_samples(samples: Sequence[Sample], head: str, advice: str = CAUSES) -> None:
@@ -261,7 +262,8 @@ def compare(everyone: Sequence[CallMessage], groups: Groups, what: str) -> None:
         RankError: with what differs.
     """
     if len({message.whole for message in everyone}) > 1:
-        differences = by_value(["whole sequences" if message.whole else "a part of them" for message in everyone])
+        kinds = {True: "whole sequences", False: "a part of them"}
+        differences = by_value([kinds[message.whole] for message in everyone])
         raise RankError(f"The ranks do not agree on the inputs of {what}: {differences}. {SEQUENCES}")
     if differ([message.writes for message in everyone], groups.places):
         texts = [f"weights written {message.writes} times" for message in everyone]

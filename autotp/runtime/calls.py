@@ -129,7 +129,7 @@ class Calls:
 
     @cached_property
     def ranks(self) -> Ranks | None:
-        """Those that keep in step: of all axes, or those of tp where all are too many; None for one rank alone."""
+        """Ranks that keep in step: of all axes, or those of tp where all are too many; None for one rank alone."""
         ranks = self.shards.ranks
         return ranks and (ranks.planners if ranks.planners.channel is not None else ranks)
 
@@ -320,7 +320,8 @@ class Calls:
         tied = self.tied.values(None, self.values) if self.tied is not None else b""
         doing, tp = f"{what} of {self.name}, after call {self.number}", self.shards.tp
         pairs = from_all(self.ranks, (short(facts), tied), doing)
-        if differ([digest for digest, _ in pairs], [range(i, i + tp) for i in range(0, len(pairs), tp)]):
+        slices = [range(i, i + tp) for i in range(0, len(pairs), tp)]
+        if differ([digest for digest, _ in pairs], slices):
             agree(self.shards.ranks, f"the options of {what}", facts)
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
         if self.tied is not None:

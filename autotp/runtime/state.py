@@ -122,7 +122,7 @@ def pieces(shards: ShardState, name: str) -> list[Any]:
     return [getattr(part, leaf) for leaf in leaves]
 
 
-def held(shards: ShardState) -> Iterator[tuple[str, Storage, list[Any]]]:
+def parameters_of(shards: ShardState) -> Iterator[tuple[str, Storage, list[Any]]]:
     """Iterate over the parameters: the original's name, how it is held, and the tensors that hold it."""
     for name, storage in shards.storages.items():
         yield name, storage, pieces(shards, name)
@@ -199,7 +199,7 @@ def write(shards: ShardState, name: str, value: Tensor) -> None:
 def full_gradients(shards: ShardState, live: bool) -> NamedTensors:
     """Whole gradients; None gradients are left out. `live` as `full_state` has it."""
     out = {}
-    for name, storage, parts in held(shards):
+    for name, storage, parts in parameters_of(shards):
         if any(p.grad is not None for p in parts):
             grads = []
             for p in parts:  # a gradient that is not there is zero beside one that is
@@ -219,7 +219,7 @@ def clip(shards: ShardState, max_norm: float) -> Tensor:
     if host is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     squares = dict[bool, list[Any]]()
-    for _, storage, parts in held(shards):
+    for _, storage, parts in parameters_of(shards):
         grads = [p.grad for p in parts]
         if all(g is not None for g in grads):
             values = values_of(Slices(storage, (host,)).read([*map(compat.part_of, grads)]), host.own)
@@ -251,7 +251,7 @@ def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:
 
 def dtypes(shards: ShardState) -> dict[str, torch.dtype]:
     """Return present dtype of every parameter and buffer, by its original name."""
-    out = {name: parts[0].dtype for name, _, parts in held(shards)}
+    out = {name: parts[0].dtype for name, _, parts in parameters_of(shards)}
     return out | {name: b.dtype for name, b in shards.root.named_buffers()}
 
 

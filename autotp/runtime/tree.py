@@ -197,7 +197,9 @@ class Assembler:
         """Return what reads these off the tree, for the parameters and for the buffers among them."""
         parameters = [r for r in reads if r.storage is not None]
         buffers = [r for r in reads if r.storage is None]
-        out: list[Fetch] = [([r.node for r in parameters], self._weights(parameters))] if parameters else []
+        out: list[Fetch] = []
+        if parameters:
+            out.append(([r.node for r in parameters], self._weights(parameters)))
         if buffers:
             each = [self._buffer(r) for r in buffers]
 
@@ -209,14 +211,14 @@ class Assembler:
 
     def _weights(self, reads: Sequence[Read]) -> Callable[[], Sequence[Any]]:
         """Return a function that reads parameters in one step, each as its local tensor."""
-        held: list[Place] = []
+        sources: list[Place] = []
         parts: list[tuple[Storage, slice]] = []
         for read in reads:
             storage: Any = read.storage
-            first = len(held)
-            held += places(storage, self.parts[read.owner], read.name, self.ranks)
-            parts.append((storage, slice(first, len(held))))
-        read_all = reader(held)
+            first = len(sources)
+            sources += places(storage, self.parts[read.owner], read.name, self.ranks)
+            parts.append((storage, slice(first, len(sources))))
+        read_all = reader(sources)
         if not self.hosts and all(storage.as_held for storage, _ in parts):  # each by one tensor, as it is
             return read_all
         slices = [(self._slices(storage), at) for storage, at in parts]

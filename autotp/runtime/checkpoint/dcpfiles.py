@@ -28,7 +28,7 @@ from autotp.errors import StateError
 from autotp.ir.files import MAX_NUMBER, opened, read_json
 from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box
-from autotp.text import indented, told
+from autotp.text import indented, message_of
 
 from . import folders
 from .archives import Archive, Tensors
@@ -201,7 +201,7 @@ class Reader(FileSystemReader):
         except StateError:
             raise
         except Exception as error:  # whatever a damaged pickle makes of itself
-            raise StateError(f"{file} cannot be read: {told(error)}. Is it cut off?") from error
+            raise StateError(f"{file} cannot be read: {message_of(error)}. Is it cut off?") from error
         if not isinstance(records, Metadata):
             raise StateError(f"{file} holds a {type(records).__name__} and no DCP metadata.")
         return records

@@ -22,7 +22,7 @@ from autotp.ir.files import PathLike, opened, read_json
 from autotp.runtime import state
 from autotp.runtime.call_message import few, short
 from autotp.runtime.storage import Box, ShardState, same_layout
-from autotp.text import indented, told
+from autotp.text import indented, message_of
 
 from . import dcpfiles, folders, optimizers
 from .archives import Archive, NameMatch, Renamed, TensorArchive, match, under_own_names
@@ -146,7 +146,7 @@ def _pickled(files: Sequence[Path], trusted: bool) -> TensorArchive:
         try:
             state_dict = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # whatever a damaged file makes of itself
-            raise StateError(f"{file} cannot be read: {told(error)}") from error
+            raise StateError(f"{file} cannot be read: {message_of(error)}") from error
         if not isinstance(state_dict, Mapping):
             raise StateError(f"{file} holds a {type(state_dict).__name__} and no state dict.")
         tensors |= state_dict

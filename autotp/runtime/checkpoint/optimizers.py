@@ -15,7 +15,7 @@ from autotp.errors import StateError
 from autotp.inputs import Leaves
 from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
-from autotp.text import indented, told
+from autotp.text import indented, message_of
 
 from .archives import Archive, Tensors
 
@@ -31,7 +31,7 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
-    for name, storage, parameters in state.held(shards):
+    for name, storage, parameters in state.parameters_of(shards):
         states = [optimizer.state.get(p, {}) for p in parameters]
         if not any(states):
             continue
@@ -95,7 +95,7 @@ def _number(what: str, values: Leaves) -> Any:
 
 def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
     """Return the original's name of every tensor that the optimizer updates."""
-    names = {p: name for name, _, parameters in state.held(shards) for p in parameters}
+    names = {p: name for name, _, parameters in state.parameters_of(shards) for p in parameters}
     strange = [p for g in optimizer.param_groups for p in g["params"] if p not in names]
     if strange:
         raise StateError(
@@ -147,7 +147,7 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
     """
     boxes: dict[str, list[Box]] = {}
     filled: dict[Tensor, dict[str, Any]] = {}
-    for name, storage, parameters in state.held(shards):
+    for name, storage, parameters in state.parameters_of(shards):
         if name not in saved["numbers"]:
             continue
         # A fused weight may lie in several pieces here and in one there: numbers, such as steps, are of all of them.
@@ -194,7 +194,7 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
         faults = _faults(shards, optimizer, archive, saved)
     except (AttributeError, KeyError, TypeError) as error:
         raise StateError(
-            f"what {archive.path} says of its optimizer was changed or damaged: {told(error)}. Load "
+            f"what {archive.path} says of its optimizer was changed or damaged: {message_of(error)}. Load "
             "without optimizer=, or save again."
         ) from error
     if faults:
@@ -214,7 +214,7 @@ def _faults(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: A
             f"{list(map(len, own))} here. Make it with the same groups."
         ]
     faults = []
-    for name, storage, (parameter, *_) in state.held(shards):
+    for name, storage, (parameter, *_) in state.parameters_of(shards):
         # A parameter without a gradient so far has no states, as has one that is frozen.
         for key in saved["elements"].get(name, ()) if name in saved["numbers"] else ():
             stored = f"{PREFIX}{name}.{key}"

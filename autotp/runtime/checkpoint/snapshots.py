@@ -341,7 +341,7 @@ def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
     tensors = collect(shards, optimizer, None, state.first_names(shards))[0]
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     kinds_of = dict[int, dict[str, torch.dtype]]()
-    for name, storage, parts in state.held(shards):
+    for name, storage, parts in state.parameters_of(shards):
         if optimizer.state.get(parts[0]) or not all(p in groups and p.requires_grad for p in parts):
             continue
         group, boxes = groups[parts[0]], storage.boxes(parts)

@@ -160,7 +160,9 @@ def warmup(
     """
     before = module._programs_made.total
     # Read before the ranks are compared, and refused after: a rank that asks for something else is named as such.
-    examples = [call if isinstance(call, str) else normalise(call) for call in calls]
+    examples = []
+    for call in calls:
+        examples.append(call if isinstance(call, str) else normalise(call))
     with module._calls.turn("warmup()"):
         words = {f"call {i}": _words(x) for i, x in enumerate(examples)}
         module._calls.agree("warmup()", words | {"prompt": f"{batch} x {length}"})

@@ -21,8 +21,9 @@ from torch.fx.node import map_arg
 from autotp.ir.graph import Function, Nodes, copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
-from autotp.runtime.lower.eager import WRITES, worded
 from autotp.runtime.revision import Revision
+
+from .eager import WRITES, worded
 
 HOOKS_OF = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

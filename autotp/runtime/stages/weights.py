@@ -234,10 +234,11 @@ class Tied:
         for name, places, *texts in zip(self.holders, self.holders.values(), *of_ranks, strict=False):
             ranks = [r for r in range(len(everyone)) if r // self.size in places]
             if differ(texts, [ranks[seat :: self.size] for seat in range(self.size)]):
-                differences = by_value([text if r in ranks else "-" for r, text in enumerate(texts)])
+                for r in {*range(len(everyone))} - {*ranks}:
+                    texts[r] = "-"
                 head = f"At {what}, the stages that share {name} have other values of it (a few were compared)"
-                raise RankError(f"{head}: {differences}.\n{UPDATED_APART}")
+                raise RankError(f"{head}: {by_value(texts)}.\n{UPDATED_APART}")
         for own in slices:
             head = f"The ranks do not agree on the values of the target of {what} {SAMPLED}"
-            given = [samples[r] for r in own if samples[r] is not None]
-            refuse_samples(given, head, f"{CAUSES} {UNCHECKED}")
+            targets = [samples[r] for r in own if samples[r] is not None]
+            refuse_samples(targets, head, f"{CAUSES} {UNCHECKED}")
