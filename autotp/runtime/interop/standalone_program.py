@@ -145,8 +145,10 @@ def _names(spec: Any, positional: Sequence[str]) -> list[tuple[str, bool]]:
     out = []
     for i, (name, value) in enumerate([*zip([*positional, *more], args, strict=False), *kwargs.items()]):
         leaves, by_place = compat.tree_leaves(value), i < len(args)
-        names = [name] if leaves == [value] else [f"{name}_{j}" for j in range(len(leaves))]
-        out += [(each, by_place) for each in names]
+        if leaves == [value]:
+            out.append((name, by_place))
+        else:
+            out += [(f"{name}_{j}", by_place) for j in range(len(leaves))]
     return out
 
 
