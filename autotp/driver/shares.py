@@ -27,6 +27,10 @@ from .options import Options
 TURNS = 3  # placements that units are found for, after those of the even split
 NAMES = 4  # modules that a family is named by
 UNITS = 64  # that work is dealt in where nothing is known but memory
+RISING = (
+    "the ranks do {} in the same time, and none is dealt more than the one before it: put the devices in the order of "
+    "their speed, the fastest first, as CUDA_VISIBLE_DEVICES can"
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,10 @@ class Trial:
             limits=self.limits,
             asked=even is None,
         )
-        return replace(self.staged, plan=replace(self.staged.plan, share_choice=choice))
+        plan, ratio = self.staged.plan, self.staged.builder.prices.cluster.ratio()
+        if even is not None and list(ratio) != sorted(ratio, reverse=True):
+            plan = replace(plan, notes=(*plan.notes, RISING.format(":".join(map(str, ratio)))))
+        return replace(self.staged, plan=replace(plan, share_choice=choice))
 
 
 def unlike(options: Options) -> bool:

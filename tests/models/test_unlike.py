@@ -115,6 +115,18 @@ def test_the_even_split_is_kept_where_padding_eats_the_gain():
     assert "so the even split is kept" in " ".join(str(plan).split())
 
 
+def test_a_slower_device_before_a_faster_one_is_told_of():
+    """What torch's Shard cannot say: the even split is kept, and the plan says in which order they would gain; the
+    other way round, or of shares that are given, there is nothing to say."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)), torch.randn(512, 64)
+    told = []
+    for speeds, given in ((1, 2), None), ((2, 1), None), ((1, 2), (1, 1)):
+        plan = autotp.plan(model, 2, example_inputs=x, cluster=cluster(*speeds), shares=given, check_capture=False)
+        assert plan.share_choice is not None and bool(plan.shares) == (speeds == (2, 1))
+        told.append([note for note in plan.notes if "1:2 in the same time" in note and "the fastest first" in note])
+    assert [*map(len, told)] == [1, 0, 0]
+
+
 def test_machines_the_other_way_round_are_noticed(monkeypatch: pytest.MonkeyPatch):
     """The control: with each rank priced on the other's machine the fast one is not dealt more."""
     model, ranks = transformer("llama", **WIDE), cluster(2, 1)
