@@ -284,6 +284,8 @@ def dropped(rank: int, world: int, group: Any) -> Tensor:
     ids = torch.randint(4, 30, (2, 12))
     sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, example_inputs={"input_ids": ids})
     assert not any("mixes examples" in note for note in sharded.plan.notes)
+    layer = sharded.esm.encoder.layer[0]
+    assert [type(each).__name__ for each in (sharded, layer)] == ["EsmForMaskedLM", "EsmLayer"]  # Trainer asks for it
     return sharded(ids).logits.detach()
 
 
