@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
@@ -20,6 +19,7 @@ from autotp.comm.lockstep import meet_everywhere
 from autotp.compat import tree_leaves
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
+from autotp.runtime.checkpoint.optimizers import updated_by
 from autotp.runtime.interop.ownership import LOADED
 from autotp.runtime.module import ShardedModule
 
@@ -165,7 +165,7 @@ class GroupAccelerator(Accelerator):
         models, optimizers = self._models, self._optimizers
         self._sharded = [m for m in models if isinstance(m, ShardedModule)]
         ids = {id(p) for m in self._sharded for p in m.parameters()}
-        self._over_them = [o for o in optimizers if not ids.isdisjoint(map(id, _parameters(o)))]
+        self._over_them = [o for o in optimizers if not ids.isdisjoint(map(id, updated_by(o)))]
         self._models = [m for m in models if not isinstance(m, ShardedModule)]
         self._optimizers = [o for o in optimizers if o not in self._over_them]
         try:
@@ -178,7 +178,7 @@ class GroupAccelerator(Accelerator):
         for i, model in enumerate(self._sharded):
             yield model, Path(folder) / f"sharded_model_{i}", None
         for i, optimizer in enumerate(self._over_them):
-            first = id(next(iter(_parameters(optimizer))))
+            first = id(next(iter(updated_by(optimizer))))
             owner = next(m for m in self._sharded if first in map(id, m.parameters()))
             yield owner, Path(folder) / f"sharded_optimizer_{i}", getattr(optimizer, "optimizer", optimizer)
 
@@ -294,10 +294,6 @@ class ShardedParallelism(Parallelism):
         super().__init__(model)
         if self.data_parallel_size > 1:
             raise InputError(DP.format(self.data_parallel_size))
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Every forward and every backward begins with a turn in which ranks say what they
 With a forward go the shapes and the mode, which parameters are trained, how often weights were written since the
 forward before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all.
 With dp all ranks of both axes take that turn together (`call_message.py`). Batches of an engine, whose sizes follow
-from what ranks compared before them, have no turn of their own (`generation/repeated.py`).
+from what ranks compared before them, have no turn of their own (`generation/batch_manager.py`).
 """
 
 from __future__ import annotations

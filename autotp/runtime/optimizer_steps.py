@@ -31,6 +31,7 @@ from autotp.comm.ranks import Facts, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import RankError, StateError
 from autotp.inputs import Kwargs
+from autotp.runtime.checkpoint.optimizers import updated_by
 from autotp.runtime.interop.ownership import INSTEAD, begin_step, end_step, of_another_rank, outside_of_steps
 
 from .call_message import NOTHING, SAMPLES, differ, refuse_samples, sampled, short
@@ -118,7 +119,7 @@ def _of(optimizer: Optimizer, calls: Calls) -> tuple[list[tuple[Tensor, bool]], 
     kind_before, updated = entries.get(id(calls), ((), []))
     if kind_before == kind:
         return updated, False
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    ids = set(map(id, updated_by(optimizer)))
     have = {id(p): (p, whole) for _, p, whole in (*calls.before_gathering, *calls.shards.pieces())}
     updated = [x for i, x in have.items() if i in ids]
     if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
@@ -266,7 +267,7 @@ def _switches(optimizer: Optimizer, name: str) -> str:
 
 def _in_pieces(optimizer: Optimizer, shards: ShardState) -> str:
     """A parameter of the optimizer's that is held in several pieces; "" where there is none."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, updated_by(optimizer)))
     for name in shards.storages:
         part, leaves = shards.place_of(name)
         if len(leaves) > 1 and any(id(part._parameters.get(leaf)) in own for leaf in leaves):

@@ -60,10 +60,10 @@ def _place_parameters(shards: ShardState, model: nn.Module, placements: Layouts,
     for path, module in model.named_modules(remove_duplicate=False):
         part: Any = shards.parts[path]
         for leaf, parameter in module._parameters.items():
-            # The plan has a tied parameter under its first name alone.
-            first = shards.aliases.get(f"{path}.{leaf}" if path else leaf, "")
-            # A forward reads those that are None too, such as the bias of Linear(bias=False).
-            if parameter is None or first in shards.elsewhere:
+            name = f"{path}.{leaf}" if path else leaf
+            # A forward reads those that are None too, such as the bias of Linear(bias=False). The plan has a tied
+            # parameter under its first name alone.
+            if parameter is None or (first := shards.aliases[name]) in shards.elsewhere:
                 part.register_parameter(leaf, None)
                 continue
             storage = shards.storage(parameter.shape, placements.get(first, I), shards.axis.owners(first))

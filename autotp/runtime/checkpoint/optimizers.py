@@ -22,6 +22,11 @@ from .archives import Archive, Tensors
 PREFIX = "optimizer.state."
 
 
+def updated_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, group after group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
     """Return what an optimizer holds.
 
@@ -96,7 +101,7 @@ def _number(what: str, values: Leaves) -> Any:
 def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
     """Return the original's name of every tensor that the optimizer updates."""
     names = {p: name for name, _, parameters in state.parameters_of(shards) for p in parameters}
-    strange = [p for g in optimizer.param_groups for p in g["params"] if p not in names]
+    strange = [p for p in updated_by(optimizer) if p not in names]
     if strange:
         raise StateError(
             f"the optimizer updates {len(strange)} tensors that are not this module's parameters, the first of shape "
@@ -160,7 +165,7 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
             for p, t in zip(parameters, new, strict=True):
                 filled[p][key] = t
     # torch's state dict names parameters by their place in the optimizer's own order, which is not that of the file.
-    order = [p for group in optimizer.param_groups for p in group["params"]]
+    order = updated_by(optimizer)
     groups, at = [], 0
     for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
         n = len(group["params"])

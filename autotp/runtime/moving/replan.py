@@ -23,6 +23,7 @@ from autotp.plans.estimates import Axes
 from autotp.plans.pieces import BUCKET
 from autotp.runtime import data_parallel, optimizer_steps, state
 from autotp.runtime.checkpoint.loading import memory_of
+from autotp.runtime.checkpoint.optimizers import updated_by
 from autotp.runtime.part import whole_class
 from autotp.runtime.storage import ShardState, memory_like
 from autotp.text import counts
@@ -93,7 +94,7 @@ def _check(module: Any, tp: int, dp: int, optimizer: Optimizer | None) -> None:
         raise InputError(f"tp={tp} x dp={dp} are not the {have} ranks that the module lies over.")
     if optimizer is not None:
         own = {id(p) for _, p, _ in shards.pieces()}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) not in own for p in updated_by(optimizer)):
             raise StateError("the optimizer updates tensors that are not this module's parameters.")
 
 
