@@ -36,6 +36,16 @@ class Inputs:
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", kwargs)
 
+    @property
+    def leaves(self) -> list[Any]:
+        """The arguments, those in containers one by one."""
+        return compat.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among these."""
+        return [x for x in self.leaves if isinstance(x, Tensor)]
+
     def part(self, rank: int, ranks: int, device: torch.device | str | None = None) -> Inputs:
         """The part of every sequence that one context-parallel rank computes: a chunk from the front, one from the end.
 
@@ -57,20 +67,19 @@ class Inputs:
                 f"multiple of {2 * ranks}. Pad sequences, and mask what is padding."
             )
 
-        def own(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != length:
-                return x.to(device) if isinstance(x, Tensor) else x
+        def own(x: Tensor) -> Tensor:
+            if x.ndim < 2 or x.shape[1] != length:
+                return x.to(device)
             pieces = x.chunk(2 * ranks, 1)
             part = torch.cat((pieces[rank], pieces[-1 - rank]), 1).to(device)
             setattr(part, MARK, (rank, ranks))
             return part
 
-        args, kwargs = compat.tree_map(own, (self.args, dict(self.kwargs)))
-        return Inputs(*args, **kwargs)
+        return mapped(self, own)
 
     def _rows(self) -> list[Tensor]:
         """All tensors of two or more dimensions."""
-        return [x for x in compat.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.ndim > 1]
+        return [x for x in self.tensors if x.ndim > 1]
 
     def own_part(self, rank: int, ranks: int) -> tuple[Inputs, bool]:
         """The part of a call that a context-parallel rank computes, and whether it was given whole sequences.
@@ -98,6 +107,12 @@ class Inputs:
                 "of the call, and pass what it returns as it is (a copy of a part, as to a device, has no mark)."
             )
         return self, False
+
+
+def mapped(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return the inputs with what this makes of each tensor among them."""
+    args, kwargs = compat.tree_map_only(Tensor, change, (inputs.args, inputs.kwargs))
+    return Inputs(*args, **kwargs)
 
 
 def examples_of(tree: Any) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import CaptureError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, mapped
 from autotp.ir.carried import Carried, states_of
 from autotp.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Capture, Leaf, LeafKind
 from autotp.ir.op import expression
@@ -109,14 +109,12 @@ def capture(
 def _twice(inputs: Inputs) -> Inputs:
     """The inputs, their one sequence twice where they have only one: of a size of 1 torch makes a constant."""
 
-    def batched(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.ndim > 1 and x.numel() > 0
+    def batched(x: Tensor) -> bool:
+        return x.ndim > 1 and x.numel() > 0
 
-    arguments = (inputs.args, dict(inputs.kwargs))
-    if {x.shape[0] for x in filter(batched, compat.tree_leaves(arguments))} != {1}:
+    if {x.shape[0] for x in filter(batched, inputs.tensors)} != {1}:
         return inputs
-    args, kwargs = compat.tree_map(lambda x: torch.cat([x.detach()] * 2) if batched(x) else x, arguments)
-    return Inputs(*args, **kwargs)
+    return mapped(inputs, lambda x: torch.cat([x.detach()] * 2) if batched(x) else x)
 
 
 def _of_any_size(
@@ -131,7 +129,7 @@ def _of_any_size(
         if program is None:
             return None
         allow_ones(program, attempt.branches)
-        wrong = program.accepts(compat.tree_leaves((inputs.args, dict(inputs.kwargs))))
+        wrong = program.accepts(inputs.leaves)
         if wrong is None:
             return program
     except Exception as error:  # whatever a user's forward and torch's tracer may raise
@@ -178,10 +176,8 @@ def _attempt(
     bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], states: Collection[str]
 ) -> Attempt:
     """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
-    arguments = (inputs.args, dict(inputs.kwargs))
-    args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), arguments)
-    grad_mode = GradModeAnswers(state[2] if state else GRAD)
-    return Attempt(bare, args, kwargs, repeats=Repeats(bare), grad_mode=grad_mode, states=frozenset(states))
+    own, grad_mode = mapped(inputs, lambda t: _example(t, device)), GradModeAnswers(state[2] if state else GRAD)
+    return Attempt(bare, own.args, own.kwargs, repeats=Repeats(bare), grad_mode=grad_mode, states=frozenset(states))
 
 
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
@@ -225,7 +221,7 @@ def _read(program: torch.export.ExportedProgram, training: bool, writes: Mapping
 def _leaves(program: torch.export.ExportedProgram) -> list[Leaf]:
     """The placeholders with what each holds; of the inputs, which are states by the description that came with them."""
     kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     leaves = []
     for spec in program.graph_signature.input_specs:
         name = getattr(spec.arg, "name", "")

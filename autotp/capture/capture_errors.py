@@ -285,7 +285,7 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
                 f"{name or 'the model'} has a backward hook, which a captured graph does not call. Register it on the "
                 "sharded module, after compile."
             )
-    for i, x in enumerate(compat.tree_leaves((inputs.args, inputs.kwargs))):
+    for i, x in enumerate(inputs.leaves):
         # Rows of 3 and of 5 tokens have no one size that could be dealt out.
         if isinstance(x, Tensor) and x.is_nested:
             raise CaptureError(f"input {i} is a nested tensor. Pass a padded one, and a mask of what counts.")

@@ -118,7 +118,7 @@ class RepeatBlocks(Pass[Exported]):
 def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
     """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
     bare, program = exported.bare, exported.program
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     ids = {n: id(t) for n, t in [*bare.named_parameters(), *bare.named_buffers()]}
     specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
     holders = {ids[target]: nodes[name] for name, target, _ in specs if target in ids}
@@ -280,7 +280,9 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
     # A region under no_grad loses its frame below; what detaches it must then stand in the graph, behind every value
     # that has a gradient.
     leaves = {s.arg.name for s in specs if s.kind.name == "PARAMETER"}
-    leaves |= {n.name for n in program.graph.nodes if n.op == "placeholder" and _wants_gradient(n.meta.get("val"))}
+    leaves |= {
+        n.name for n in program.graph.find_nodes(op="placeholder") if getattr(n.meta.get("val"), "requires_grad", False)
+    }
     odd = detach_regions(program.graph, leaves)
     if odd is not None:
         raise CaptureError(f"a write that has no gradient changes a value that has one ({line_of(odd)})")
@@ -307,7 +309,7 @@ def _apart(program: ExportedProgram) -> dict[str, Any]:
 
     Returns: the other names -> what they held.
     """
-    places = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    places = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     first: dict[int, fx.Node] = {}
     shared: dict[str, Any] = {}
     for spec in program.graph_signature.input_specs:
@@ -323,10 +325,6 @@ def _apart(program: ExportedProgram) -> dict[str, Any]:
         shared[name], fresh = value, torch.empty_like(value)
         table[name] = nn.Parameter(fresh, value.requires_grad) if isinstance(value, nn.Parameter) else fresh
     return shared
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _other(name: str) -> str:

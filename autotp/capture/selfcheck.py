@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import CaptureError, InputError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import BUFFER, CONSTANT, TABLE, Capture
 from autotp.proof.differences import Rounding, differences, largest, loss, rounding_of
 from autotp.proof.run import run
@@ -62,10 +62,7 @@ class Trial:
         if size >= MAX_WEIGHT_BYTES and not check:
             why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; check_capture=True compares all the same"
             return cls(model, inputs, device, why)
-        tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
-        empty = ["weights"] if on_meta(model) else []
-        if any(t.is_meta for t in tensors):
-            empty.append("inputs")
+        empty = ["weights"] * on_meta(model) + ["inputs"] * any(t.is_meta for t in inputs.tensors)
         ground = f"random {' and '.join(empty)}, for there are none on the meta device" if empty else ""
         return cls(model, inputs, device, ground=ground)
 
@@ -102,8 +99,7 @@ class Trial:
             real = made_real(tensor, self.device) if tensor.is_meta else tensor.detach()
             return change(real.detach()).to(self.device, copy=True).requires_grad_(tensor.requires_grad)
 
-        args, kwargs = compat.tree_map_only(Tensor, own, (self.inputs.args, dict(self.inputs.kwargs)))
-        return Inputs(*args, **kwargs)
+        return mapped(self.inputs, own)
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
         """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
@@ -128,7 +124,7 @@ class Trial:
         Raises:
             CaptureError: it is more than rounding allows.
         """
-        fits = [x for x in self.short if program.accepts(compat.tree_leaves((x.args, x.kwargs))) is None]
+        fits = [x for x in self.short if program.accepts(x.leaves) is None]
         self.inputs, self.short = (fits[0] if fits else self.inputs), ()
         theirs = self.original
         if theirs is None:
@@ -198,7 +194,7 @@ class Trial:
         tensor_of: dict[str, Any] = {**program.constants, **plain_values}
         tensor_of |= dict(self.copied.named_buffers(remove_duplicate=False))
         tensor_of |= dict(self.copied.named_parameters(remove_duplicate=False))
-        flat = iter(compat.tree_leaves((inputs.args, inputs.kwargs)))
+        flat = iter(inputs.leaves)
         leaf_values: dict[fx.Node, list[Any]] = {}
         for leaf in program.leaves:
             value = next(flat) if leaf.kind.passed else tensor_of[leaf.name]
@@ -283,8 +279,7 @@ def _compare(ours: Results, theirs: Results, allowed: float) -> float:
 
 
 def _leaves_by_name(inputs: Inputs) -> dict[str, Tensor]:
-    tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
-    return {f"input {i}": v.detach() for i, v in enumerate(tensors)}
+    return {f"input {i}": v.detach() for i, v in enumerate(inputs.tensors)}
 
 
 def finite(values: Iterable[Any]) -> bool:

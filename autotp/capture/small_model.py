@@ -270,7 +270,7 @@ class _Reader:
         self.leaves = {leaf.node: leaf for leaf in program.leaves}
         self.read: dict[fx.Node, _Operator] = {}
         self.takers: dict[Any, list[str | int]] = defaultdict(list)  # value -> the buffers and inputs that take it
-        results = compat.tree_leaves(program.graph.output_node().args)
+        results = program.results
         for i, taker in program.mutations.items():
             self.takers[results[i]].append(taker)
 

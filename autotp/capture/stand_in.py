@@ -11,10 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from autotp import compat
 from autotp.cost.machines import this_machine
 from autotp.errors import AutoTPError, CaptureError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import Capture
 
 from .copies import copied
@@ -132,9 +131,7 @@ def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
         return tensor if part.shape == tensor.shape else part.detach().clone().requires_grad_(tensor.requires_grad)
 
     for dims in (2, 1, 0):
-        arguments = (inputs.args, dict(inputs.kwargs))
-        args, kwargs = compat.tree_map_only(Tensor, functools.partial(own, dims=dims), arguments)
-        yield Inputs(*args, **kwargs)
+        yield mapped(inputs, functools.partial(own, dims=dims))
 
 
 @dataclass

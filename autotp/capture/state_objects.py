@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, mapped
 from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
 from autotp.log import log
 
@@ -107,10 +107,10 @@ def on_fakes(bare: nn.Module, inputs: Inputs, device: torch.device) -> Sequence[
     def fake(tensor: Tensor) -> Tensor:
         return compat.fake(mode, tensor.detach(), tensor.dtype, device)
 
-    args, kwargs = compat.tree_map_only(Tensor, fake, (inputs.args, dict(inputs.kwargs)))
+    fakes = mapped(inputs, fake)
     try:
         with restored(bare), carrying(bare), mode, torch.no_grad():
-            return bare(*args, **kwargs).after
+            return bare(*fakes.args, **fakes.kwargs).after
     except Exception as error:  # whatever a user's forward may raise, such as a branch on values
         log.debug("a call on fake tensors: %s", error)
         return None

@@ -6,16 +6,14 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autotp import compat
 from autotp.errors import InputError
-from autotp.inputs import Inputs, for_model, normalise
+from autotp.inputs import Inputs, for_model, mapped, normalise
 from autotp.pretrained import first_line, from_config
 
 from .flags import ModelOptions, config_path, known_shapes
@@ -95,7 +93,7 @@ def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
         raise InputError(f"{text} gives {kind}: it must give an nn.Module, or (module, example_inputs).")
     if dtype is None:
         return model, example
-    inputs = None if example is None else _mapped(normalise(example), lambda x: _cast(x, dtype))
+    inputs = None if example is None else mapped(normalise(example), lambda x: _cast(x, dtype))
     return model.to(dtype), inputs
 
 
@@ -115,7 +113,7 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
     Raises:
         InputError: no tensor has such a dimension.
     """
-    tensors = [x for x in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(x, Tensor) and x.ndim]
+    tensors = [x for x in inputs.tensors if x.ndim]
     # The first tensor tells the batch, and the first with two or three dimensions the length: ids of a decoder beside
     # those of an encoder keep their ratio.
     rows = tensors[0].shape[0] if tensors else None
@@ -125,15 +123,15 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
     if seq is not None and not lengths:
         raise InputError("--seq: the example inputs hold no sequence (a tensor of 2 or 3 dimensions). Leave it out.")
 
-    def resize(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.ndim:
+    def resize(x: Tensor) -> Tensor:
+        if not x.ndim:
             return x
         # Features of another length, such as those of an image, are no part of the sequence; ids always are.
         if seq is not None and _has_length(x) and (x.shape[1] == lengths[0] or not x.is_floating_point()):
             x = _tiled(x, 1, max(1, x.shape[1] * seq // lengths[0]))
         return _tiled(x, 0, batch) if batch is not None and x.shape[0] == rows else x
 
-    return _mapped(inputs, resize)
+    return mapped(inputs, resize)
 
 
 def _has_length(x: Tensor) -> bool:
@@ -146,12 +144,6 @@ def _tiled(x: Tensor, dim: int, size: int) -> Tensor:
     times = [1] * x.ndim
     times[dim] = copies
     return x.repeat(*times).narrow(dim, 0, size)
-
-
-def _mapped(inputs: Inputs, fn: Callable[[Any], Any]) -> Inputs:
-    leaves, spec = compat.tree_flatten((inputs.args, inputs.kwargs))
-    args, kwargs = compat.tree_unflatten([fn(x) for x in leaves], spec)
-    return Inputs(*args, **kwargs)
 
 
 def read_dtype(text: str | None) -> torch.dtype | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from autotp import compat
 
 from .marks import mark, write
 from .op import Op, aten, expression, sizes
-from .scopes import Blocks, module_path
+from .scopes import Blocks, module_name
 from .sizes import Size, substitute
 
 Function = Callable[..., Any]  # what a graph calls, or is
@@ -260,6 +261,16 @@ class Capture:
         return [leaf for leaf in self.leaves if leaf.kind.passed]
 
     @property
+    def names(self) -> dict[fx.Node, str]:
+        """Names of the leaves, by their placeholders."""
+        return {leaf.node: leaf.name for leaf in self.leaves}
+
+    @property
+    def results(self) -> list[Any]:
+        """All that the graph gives, one by one: nodes, and what is none."""
+        return compat.tree_leaves(self.graph.output_node().args)
+
+    @property
     def tensor_inputs(self) -> list[Leaf]:
         """Inputs and states that are tensors, which the program of a rank takes."""
         return [leaf for leaf in self.inputs if leaf.is_tensor]
@@ -371,11 +382,11 @@ def _unlike(name: str, expected: Any, value: Any, asks: bool) -> str | None:
     return None
 
 
-def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
+def caller(node: fx.Node) -> Callable[..., fx.Node]:
     """Writes calls at the graph's insertion point, in the module of this node, with their fake values."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = graph.call_function(function, args, kwargs)
+        new = node.graph.call_function(function, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
         write(new, no_grad=mark(node).no_grad)
         values, keywords = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -386,6 +397,13 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
         return new
 
     return call
+
+
+@contextmanager
+def before(node: fx.Node) -> Iterator[Callable[..., fx.Node]]:
+    """Context that gives the `caller` of a node, and in which what is written stands before it."""
+    with node.graph.inserting_before(node):
+        yield caller(node)
 
 
 def differentiable(program: Capture) -> set[fx.Node]:
@@ -418,17 +436,28 @@ def tensors_in(val: Any) -> list[Tensor]:
     return [v for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
 
 
+def tensor_at(value: Any) -> Tensor:
+    """The tensor of a `Value`."""
+    node, index = value
+    return tensors(node)[index]
+
+
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
     """The shape of a node's first tensor value."""
     values = tensors(node)
     return sizes(values[0]) if values else ()
 
 
+def replace_node(node: fx.Node, result: Any) -> None:
+    """Put this in the place of a node's value, and erase the node."""
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
 def replace_results(node: fx.Node, results: Sequence[Any]) -> None:
     """Put these in the place of a call's results, which readers take by their position, and erase the call."""
     for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        node.graph.erase_node(user)
+        replace_node(user, results[user.args[1]])  # type: ignore[index]
     node.graph.erase_node(node)
 
 
@@ -474,8 +503,7 @@ def outputs_of(program: Capture) -> list[fx.Node]:
 
 def placed_outputs(program: Capture) -> list[tuple[int, fx.Node]]:
     """The graph's tensor outputs, each with its position among all outputs."""
-    leaves = enumerate(compat.tree_leaves(program.graph.output_node().args))
-    return [(i, x) for i, x in leaves if isinstance(x, fx.Node) and tensors(x)]
+    return [(i, x) for i, x in enumerate(program.results) if isinstance(x, fx.Node) and tensors(x)]
 
 
 def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:
@@ -495,5 +523,4 @@ def where(node: fx.Node) -> str:
     """An operator with its module."""
     if node.op != "call_function":
         return node.name
-    path = module_path(node)
-    return f"{short_name(node.target)} in {path[-1] if path else 'the model'}"
+    return f"{short_name(node.target)} in {module_name(node) or 'the model'}"

@@ -83,7 +83,7 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
     states = {leaf.name for leaf in program.inputs if leaf.kind is STATE}
     # Outputs as positions in the program, which gives the values of buffers too: `follow` then finds what it would
     # find in a call's outputs.
-    positions = iter(i for i in range(_count(program)) if i not in program.mutations)
+    positions = iter(i for i in range(len(program.results)) if i not in program.mutations)
     outputs = compat.tree_unflatten([next(positions) for _ in range(program.out_spec.num_leaves)], program.out_spec)
     for path, name in names:
         positions_of = dict(_leaves(name, follow(outputs, path)))
@@ -126,7 +126,3 @@ def follow(outputs: Any, path: Path) -> Any:
 
 def _text(path: Path) -> str:
     return repr(path[0] if len(path) == 1 else path)
-
-
-def _count(program: Capture) -> int:
-    return len(compat.tree_leaves(program.graph.output_node().args[0]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +66,15 @@ def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
     return tuple(p for p in paths if p and (regions or "#" not in p))
 
 
-def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+def module_name(node: fx.Node) -> str:
+    """The innermost module whose forward made this node; empty where none did."""
+    return ("", *module_path(node))[-1]
+
+
+def innermost(paths: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
     """The innermost module, or checkpointed region, that all these paths share."""
-    shared = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return tuple(shared)
+    levels = zip(*paths, strict=False)
+    return tuple(level[0] for level in takewhile(lambda level: level.count(level[0]) == len(level), levels))
 
 
 def block_of(name: str) -> str:

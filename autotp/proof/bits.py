@@ -12,10 +12,9 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm.virtual import Deterministic, every
-from autotp.ir.graph import Capture, Leaf, short_name
+from autotp.ir.graph import Capture, Leaf
 from autotp.ir.layouts import I
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
 from autotp.ir.specs import INVARIANT, REPLICATED
 from autotp.passes.shard.deal import Dealt
 from autotp.text import divisors
@@ -59,9 +58,7 @@ def _compared(planned: Planned, call: CallLayouts) -> Report:
             odd = next((rank for rank, (x, y) in enumerate(zip(xs, ys, strict=True)) if not same(x, y)), None)
             if odd is not None:
                 detail = f"virtual rank {odd} has other bits at {_text(sizes, mesh)} than at {_text(sizes, most)}"
-                path = module_path(node)
-                place = node.name, short_name(node.target), path[-1] if path else ""
-                difference = Difference(direction, *place, float("inf"), detail)
+                difference = Difference.at(node, direction, float("inf"), detail)
                 return replace(report, values=compared, difference=difference)
     return replace(report, values=compared, forward_only=failed)
 

@@ -23,7 +23,7 @@ from autotp.ir.layouts import Layout, R
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_name
 from autotp.passes.shard.batch_axis import scale_gradient
 from autotp.plans.export.styles import AXIS, spmd_types
 
@@ -67,9 +67,9 @@ class RefusedError(Exception):
 
 def _refusal(sharded: Sharded, error: RefusedError) -> Difference:
     node = error.node
-    path = module_path(sharded.origin[node][0] if node in sharded.origin else node)
+    module = module_name(sharded.origin.get(node, (node, 0))[0])
     op = short_name(node.target) if node.op == "call_function" else node.op
-    return Difference(error.kind, node.name, op, path[-1] if path else "", math.inf, error.detail)
+    return Difference(error.kind, node.name, op, module, math.inf, error.detail)
 
 
 @contextmanager

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, resolve, short_name
+from autotp.ir.graph import Capture, resolve
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
 from autotp.ir.specs import SUMMANDS, Spec
 from autotp.passes.shard.deal import Dealt
 
@@ -150,7 +149,7 @@ class _Proof:
 
     def _written_scale(self, position: int) -> float:
         """Return the largest of what an output is made of that a buffer or input becomes."""
-        node = compat.tree_leaves(self.whole.graph.output_node().args[0])[position]
+        node = self.whole.results[position]
         is_mutation = isinstance(node, fx.Node) and position in self.whole.mutations
         return self.call.made_of(self.expected, node) if is_mutation else 0.0
 
@@ -308,5 +307,4 @@ class _Proof:
         nodes = [n for n, (o, _) in self.sharded.origin.items() if o is origin]
         conversions = [n.name for n in nodes if mark(n).conversion is not None]
         detail += f" (conversions of this value: {', '.join(conversions)})" if conversions else ""
-        path = module_path(origin)
-        return Difference(direction, origin.name, short_name(origin.target), path[-1] if path else "", error, detail)
+        return Difference.at(origin, direction, error, detail)

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx
+
+from autotp.ir.graph import short_name
+from autotp.ir.scopes import module_name
 from autotp.plans.plan import Plan
 
 TOLERANCE = 1e-9  # both sides run in float64
@@ -29,6 +33,11 @@ class Difference:
     module: str
     error: float
     detail: str
+
+    @classmethod
+    def at(cls, node: fx.Node, kind: str, error: float, detail: str) -> Difference:
+        """Name a node of the captured graph; `kind`: the direction."""
+        return cls(kind, node.name, short_name(node.target), module_name(node), error, detail)
 
     def __str__(self) -> str:
         operator = f" = {self.op} in {self.module or 'the model'}" if self.op else ""

@@ -192,7 +192,7 @@ class Values:
         """
         state = {**program.constants, **weights_of(model)}
         inputs = without_cache(model, inputs)[0]
-        flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
+        flat = iter(inputs.leaves)
         leaves: dict[fx.Node, list[Any]] = {}
         for x in program.leaves:
             if x.kind is SEEDS:

@@ -17,7 +17,7 @@ from autotp.ir.graph import short_name
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Shape
 from autotp.ir.program import GraphPart, HeadDims, Heads
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import innermost, module_path
 from autotp.text import counted
 
 from .dataflow import LOOKUPS, Dataflow, names
@@ -282,10 +282,4 @@ def _times(shape: Shape, dims: tuple[int, ...] | None = None) -> Size:
 
 def _module(nodes: list[fx.Node]) -> str:
     """The innermost module that holds all the nodes."""
-    paths = [module_path(n) for n in nodes]
-    shared = ""
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared = level[0]
-    return shared
+    return ("", *innermost(map(module_path, nodes)))[-1]

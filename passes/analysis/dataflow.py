@@ -44,7 +44,7 @@ class Dataflow:
         self.ops: dict[fx.Node, Op] = {}
         self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
         self.own = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
-        self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
+        self.names = self.program.names
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
         self.products: list[tuple[fx.Node, list[frozenset[Root]]]] = []

@@ -43,8 +43,7 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
         grads: nodes whose values carry gradients.
         marks: node -> what sets it apart from its equals.
     """
-    names = {x.node: x.name for x in program.leaves}
-    names |= {x.node: NUMBER.sub("", x.name) for x in program.leaves if x.kind is CONSTANT}
+    names = program.names | {x.node: NUMBER.sub("", x.name) for x in program.leaves if x.kind is CONSTANT}
     marked = marks or {}
 
     @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, caller, copy_graph, differentiable, replace_results
+from autotp.ir.graph import Capture, before, copy_graph, differentiable, replace_node, replace_results
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.kernels.functions import apply, functions_as
@@ -34,8 +35,7 @@ class MergeTied(Pass[Capture]):
         for leaf in program.leaves:
             owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind.saved else None
             if owner is not None and owner in first:
-                leaf.node.replace_all_uses_with(first[owner])
-                program.graph.erase_node(leaf.node)
+                replace_node(leaf.node, first[owner])
                 continue
             if owner is not None:
                 first[owner], leaf.name = leaf.node, owner
@@ -120,8 +120,7 @@ class DropIdentities(Pass[Capture]):
             a, b = n.args[0].meta["val"], n.meta["val"]
             strided = n.kwargs.get("memory_format") is not None
             if a.dtype == b.dtype and a.device == b.device and sizes(a) == sizes(b) and not strided:
-                n.replace_all_uses_with(n.args[0])
-                program.graph.erase_node(n)
+                replace_node(n, n.args[0])
                 count += 1
         return Changes(count, "operators that give their operand are left out")
 
@@ -136,11 +135,11 @@ class TileSlices(Pass[Capture]):
         for n in program.graph.nodes:
             if n.target is aten.slice.Tensor and Op.of(n).args["step"] == 1:
                 groups[n.args[0], Op.of(n).dim()].append(n)  # type: ignore[index]
-        tiled = sum(self._tile(program.graph, dim, cuts) for (_, dim), cuts in groups.items())
+        tiled = sum(self._tile(dim, cuts) for (_, dim), cuts in groups.items())
         return Changes(tiled, "dimensions in slices are split at once")
 
-    def _tile(self, graph: fx.Graph, dim: int, cuts: list[fx.Node]) -> bool:
-        source: fx.Node = cuts[0].args[0]  # type: ignore[assignment]
+    def _tile(self, dim: int, cuts: list[fx.Node]) -> bool:
+        graph, source = cuts[0].graph, cuts[0].all_input_nodes[0]
         total = expression(source.meta["val"].shape[dim])
         spans = {n: _span(n, dim, total) for n in cuts}
         points = sorted({s for s in spans.values() if s is not None})
@@ -163,8 +162,7 @@ class TileSlices(Pass[Capture]):
                 with graph.inserting_after(whole):
                     pieces[span] = graph.call_function(operator.getitem, (whole, points.index(span)))
                 pieces[span].meta = dict(n.meta)
-            n.replace_all_uses_with(pieces[span])
-            graph.erase_node(n)
+            replace_node(n, pieces[span])
         whole.meta = {**cuts[0].meta, "val": [pieces[p].meta["val"] for p in points]}
         whole.meta["nn_module_stack"] = source.meta.get("nn_module_stack") or whole.meta.get("nn_module_stack")
         return True
@@ -190,8 +188,7 @@ class RebindSizes(Pass[Capture]):
                 continue
             size = expression(n.meta["val"])
             if isinstance(size, int):
-                n.replace_all_uses_with(size)  # type: ignore[arg-type]
-                program.graph.erase_node(n)
+                replace_node(n, size)
             elif size in program.symbols:
                 n.args = program.symbols[size]  # type: ignore[index,assignment]
             else:
@@ -249,7 +246,7 @@ def _composites(graph: fx.Graph) -> list[fx.Node]:
 
 def _replace(node: fx.Node, body: fx.Graph) -> None:
     operands = [n for n in node.all_input_nodes if is_tensor(n)]
-    env: dict[fx.Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
     calls = [n for n in body.nodes if n.op == "call_function"]
     with node.graph.inserting_before(node):
         copy_graph(calls, env, node.graph)
@@ -259,8 +256,7 @@ def _replace(node: fx.Node, body: fx.Graph) -> None:
         new.meta["val"] = value
     results = fx.map_arg(body.output_node().args[0], lambda n: env[n])
     if isinstance(node.meta["val"], Tensor):
-        node.replace_all_uses_with(results)  # type: ignore[arg-type]
-        node.graph.erase_node(node)
+        replace_node(node, results)
     else:
         replace_results(node, results)  # type: ignore[arg-type]
 
@@ -337,8 +333,8 @@ class DropExamples(Pass[Capture]):
     def _shaped(self, node: fx.Node) -> bool:
         if node.target not in SHAPED:
             return False
-        (x, like), call = node.args, caller(node.graph, node)
-        with node.graph.inserting_before(node):
+        x, like = node.args
+        with before(node) as call:
             sizes = []
             for dim, size in enumerate(like.meta["val"].shape):  # type: ignore[union-attr]
                 sizes.append(size if isinstance(size, int) else call(compat.sym_size, like, dim))
@@ -370,16 +366,15 @@ class LayOut(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         views = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
-        laid = sum(self._lay_out(program.graph, n) for n in views)
+        laid = sum(map(self._lay_out, views))
         return Changes(laid, "operands are laid out in memory as they were captured")
 
-    def _lay_out(self, graph: fx.Graph, node: fx.Node) -> bool:
+    def _lay_out(self, node: fx.Node) -> bool:
         operand = node.all_input_nodes[0]
         order = dense_order(operand.meta["val"])
         if order is None:
             return False
-        call = caller(graph, node)
-        with graph.inserting_before(node):
+        with before(node) as call:
             laid = call(aten.contiguous.default, call(aten.permute.default, operand, order))
         node.args = (laid, *node.args[1:])
         return True
@@ -421,15 +416,14 @@ class ComplexScatters(Pass[Capture]):
     def run(self, program: Capture) -> Changes:
         scatters = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]
         for node in scatters:
-            with program.graph.inserting_before(node):
-                node.replace_all_uses_with(_on_pairs(node))
-            program.graph.erase_node(node)
+            with before(node) as call:
+                replace_node(node, _on_pairs(node, call))
         return Changes(len(scatters), "parts are put into complex values as real ones")
 
 
-def _on_pairs(node: fx.Node) -> fx.Node:
-    """Write the scatter as one of pairs of real numbers, at the insertion point."""
-    args, call = dict(Op.of(node).args), caller(node.graph, node)
+def _on_pairs(node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
+    """Write the scatter as one of pairs of real numbers, by `call`."""
+    args = dict(Op.of(node).args)
     whole, part, rank = args.pop("self"), args.pop("src"), node.meta["val"].ndim
     args |= {name: args[name] % rank for name in SCATTERS[node.target]}
     if part.meta["val"].dtype != node.meta["val"].dtype:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.ir.graph import tensors
+from autotp.ir.graph import replace_node, tensors
 from autotp.ir.op import Op, aten
 
 # What cuts a part out of a value -> what puts one in.
@@ -69,7 +69,7 @@ def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
 def _lower(graph: fx.Graph, positions: dict[int, str]) -> None:
     """The reverse of `_lift`."""
     output = graph.output_node()
-    leaf_of = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    leaf_of = {n.name: n for n in graph.find_nodes(op="placeholder")}
     values = list(output.args[0])  # type: ignore[arg-type]
     for position in sorted(positions, reverse=True):
         value = values.pop(position)
@@ -142,8 +142,7 @@ def drop_inert(graph: fx.Graph) -> None:
         dropout = n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"])
         converted = getattr(n.target, "overloadpacket", None) is aten.to
         if dropout or (converted and _place(n.meta["val"]) == _place(n.args[0].meta["val"])):
-            n.replace_all_uses_with(n.args[0])
-            graph.erase_node(n)
+            replace_node(n, n.args[0])
 
 
 class _Memory:
@@ -195,8 +194,7 @@ class _Memory:
         self._renew(whole, write, value)
         for old, node in fresh.items():
             old.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[write])
-        write.replace_all_uses_with(new)
-        write.graph.erase_node(write)
+        replace_node(write, new)
         del self.order[write]
         return True
 

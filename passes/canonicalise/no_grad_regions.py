@@ -26,7 +26,7 @@ def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
     Returns: what writes, without a gradient, into a value that carries one and keeps it as it was: no operator says
         this. None where nothing does.
     """
-    flow = _Flow(graph, {n for n in graph.nodes if n.op == "placeholder" and n.name in leaves})
+    flow = _Flow(graph, {n for n in graph.find_nodes(op="placeholder") if n.name in leaves})
     flow.run()
     return next(iter(flow.odd), None)
 

@@ -10,7 +10,7 @@ import operator
 
 from torch import fx
 
-from autotp.ir.graph import BUFFER, Capture, caller
+from autotp.ir.graph import BUFFER, Capture, before, replace_node
 from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
 from autotp.passes.base import Changes, Pass
@@ -33,14 +33,14 @@ class RunningStatistics(Pass[Capture]):
         count = 0
         for node in norms:
             if all(Op.of(node).args[name] in buffers for name in ("running_mean", "running_var")):
-                final |= _functional(program.graph, node, buffers)
+                final |= _functional(node, buffers)
                 count += 1
         takers = set(program.mutations.values())
         program.write_back({name: value for name, value in final.items() if name not in takers})
         return Changes(count, "batch norms have their running statistics as results")
 
 
-def _functional(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node]:
+def _functional(node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node]:
     """The norm with its statistics as results, which later readers of the buffers read.
 
     Args:
@@ -48,19 +48,17 @@ def _functional(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, str]) -> 
 
     Returns: buffer -> the value that it has now.
     """
-    args, call = Op.of(node).args, caller(graph, node)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    with graph.inserting_before(node):
+    args, order = Op.of(node).args, {n: i for i, n in enumerate(node.graph.nodes)}
+    with before(node) as call:
         names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps", "cudnn_enabled")
         norm = call(OPS.batch_norm.default, *(args[name] for name in names))
         result, *statistics = [call(operator.getitem, norm, i) for i in range(3)]
         statistics = [call(aten.detach.default, x) for x in statistics]
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    replace_node(node, result)
     final = {}
     for name, value in zip(("running_mean", "running_var"), statistics, strict=True):
-        before = args[name]
-        before.replace_all_uses_with(value, delete_user_cb=lambda user: order.get(user, -1) > order[node])
-        buffers[value] = buffers[before]
-        final[buffers[before]] = value
+        earlier = args[name]
+        earlier.replace_all_uses_with(value, delete_user_cb=lambda user: order.get(user, -1) > order[node])
+        buffers[value] = buffers[earlier]
+        final[buffers[earlier]] = value
     return final

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.ir.graph import SEEDS, Capture, Leaf, caller, draws
+from autotp.ir.graph import SEEDS, Capture, Leaf, before, draws, replace_node
 from autotp.ir.marks import write
 from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
@@ -70,10 +70,9 @@ class CountedRandom(Pass[Capture]):
                 seed = graph.call_function(aten.select.int, (leaf, 0, i))
             seed.meta["val"] = leaf.meta["val"].new_empty(())
             write(seed, no_grad=False)
-            with graph.inserting_before(node):
-                new = FORMS[packet(node)](_Call(caller(graph, node), symbols, seed), Op.of(node))
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            with before(node) as call:
+                new = FORMS[packet(node)](_Call(call, symbols, seed), Op.of(node))
+            replace_node(node, new)
         if attentions:
             program.notes.append(
                 f"{attentions} attentions drop weights, and are taken apart for that: the weights are kept for the "

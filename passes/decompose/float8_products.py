@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from autotp.ir.graph import BUFFER, Capture, caller
+from autotp.ir.graph import BUFFER, Capture, before, caller, replace_node
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
 from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE, Precision
+from autotp.ir.scopes import innermost
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
 from autotp.passes.base import Changes, Pass
@@ -54,7 +55,7 @@ class Float8Products(Pass[Capture]):
 
 def _products(program: Capture, precision: Precision) -> list[tuple[fx.Node, str]]:
     """The products that are to be in float8, in order, with the names of their weights."""
-    names = {leaf.node: leaf.name for leaf in program.leaves}
+    names = program.names
     onward: set[fx.Node] = set()  # what a later product is made of
     products = []
     for node in reversed(program.graph.nodes):
@@ -128,14 +129,11 @@ class Writer:
 
     def replace(self, node: fx.Node, name: str) -> None:
         """Put a product in float8 in the place of one by the weight of this name."""
-        graph = self.program.graph
         x, weight, *bias = Op.of(node).slots
-        call = caller(graph, node)
-        with graph.inserting_before(node):
+        with before(node) as call:
             y = self.product(call, node, x, weight, name)
             y = call(aten.add.Tensor, y, bias[0]) if bias else y
-        node.replace_all_uses_with(y)
-        graph.erase_node(node)
+        replace_node(node, y)
 
     def amax(self, node: fx.Node, x: fx.Node, dims: list[int], keepdim: bool) -> fx.Node:
         """The largest absolute value over these dimensions, which carries no gradient."""
@@ -158,7 +156,7 @@ class Writer:
     def _shared(self, node: fx.Node, x: fx.Node) -> Any:
         """Writes calls in the innermost module of all products that read `x`."""
         stacks = [p.meta.get("nn_module_stack") or {} for p in self.products if x in p.all_input_nodes[:2]]
-        return _placed(self.program.graph, node, _common(stacks))
+        return _placed(node, innermost(stack.items() for stack in stacks))
 
 
 class Tensorwise(Writer):
@@ -231,7 +229,7 @@ class Delayed(Writer):
         for name, amaxes in self.largest.items():
             own = _beside(name, HISTORY), _beside(name, LATEST)
             with self.program.graph.inserting_before(self.last[name].next):
-                call = caller(self.program.graph, self.last[name])
+                call = caller(self.last[name])
                 values[own[0]] = call(OPS.float8_record.default, *(self.histories[n] for n in own), *amaxes)
             values[own[1]] = self.memo[name, LATEST]
         return values
@@ -252,7 +250,7 @@ class Delayed(Writer):
         if (name, LATEST) not in self.memo:
             graph = self.program.graph
             with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-                call = _placed(graph, node, [])
+                call = _placed(node, ())
                 history, latest = (self.histories[_beside(name, own)] for own in (HISTORY, LATEST))
                 self.memo[name, HISTORY] = call(OPS.float8_before.default, history, latest)
                 self.memo[name, LATEST] = call(aten.zeros_like.default, latest)
@@ -273,9 +271,9 @@ def _beside(weight: str, name: str) -> str:
     return f"{weight.rpartition('.')[0]}.{name}".removeprefix(".")
 
 
-def _placed(graph: fx.Graph, node: fx.Node, levels: Sequence[tuple[Any, Any]]) -> Any:
+def _placed(node: fx.Node, levels: Iterable[Any]) -> Any:
     """Writes calls at the insertion point as `caller` does, in the module that these levels end in."""
-    call = caller(graph, node)
+    call = caller(node)
 
     def placed(function: Any, *args: Any) -> fx.Node:
         new = call(function, *args)
@@ -283,13 +281,3 @@ def _placed(graph: fx.Graph, node: fx.Node, levels: Sequence[tuple[Any, Any]]) -
         return new
 
     return placed
-
-
-def _common(stacks: Iterable[dict[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The levels that all module stacks begin with."""
-    shared = []
-    for level in zip(*(stack.items() for stack in stacks), strict=False):
-        if any(entry != level[0] for entry in level):
-            break
-        shared.append(level[0])
-    return shared

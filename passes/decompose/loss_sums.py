@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.graph import Capture, caller, tensors
+from autotp.ir.graph import Capture, before, replace_node, tensors
 from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
 from autotp.passes.base import Changes, Pass
@@ -46,14 +46,12 @@ class DecomposeLosses(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         program.own_graph()
-        graph = program.graph
-        losses = [n for n in graph.nodes if n.target in CROSS_ENTROPIES]
+        losses = [n for n in program.graph.nodes if n.target in CROSS_ENTROPIES]
         for node in losses:
-            _check_classes(graph, Op.of(node))
+            _check_classes(Op.of(node))
         take_sums_apart(program)
-        for node in list(graph.nodes):
-            if node.target is aten.cross_entropy_loss.default:
-                _classes_apart(graph, Op.of(node))
+        for node in program.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
+            _classes_apart(Op.of(node))
         return Changes(len(losses), "cross entropies are sums over classes and examples")
 
 
@@ -66,7 +64,7 @@ def take_sums_apart(program: Capture) -> None:
         if node.target in CROSS_ENTROPIES:
             op = Op.of(node)
             if op.args["reduction"] != NONE and len(op.ins[0]) > 1:
-                _sum_apart(program.graph, op)
+                _sum_apart(op)
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _is_loss(node: fx.Node) -> bool:
     return [v.ndim for v in tensors(node)] == [0] and tensors(node)[0].is_floating_point()
 
 
-def _check_classes(graph: fx.Graph, op: Op) -> None:
+def _check_classes(op: Op) -> None:
     """The targets are looked at before they are dealt out: what is no class is then refused, and on every rank.
 
     A rank that has not the class could not tell it from one that another rank has.
@@ -141,24 +139,22 @@ def _check_classes(graph: fx.Graph, op: Op) -> None:
     classes: Any = op.ins[0][dim]
     if target.meta["val"].is_floating_point() or target.target is OPS.checked_classes.default:
         return
-    with graph.inserting_before(op.node):
-        call = caller(graph, op.node)
+    with before(op.node) as call:
         classes = classes if isinstance(classes, int) else call(compat.sym_size, op.args["self"], dim)
         checked = call(OPS.checked_classes.default, target, classes, op.args["ignore_index"])
     op.node.replace_input_with(target, checked)
 
 
-def _sum_apart(graph: fx.Graph, op: Op) -> None:
-    node, dtype = op.node, op.node.meta["val"].dtype
-    wide, call = torch.promote_types(dtype, torch.float32), caller(graph, node)
-    with graph.inserting_before(node):
+def _sum_apart(op: Op) -> None:
+    dtype = op.node.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with before(op.node) as call:
         elements = call(op.target, *{**op.args, "reduction": NONE}.values())
         total = call(aten.sum.default, elements, dtype=wide)
         if op.args["reduction"] == MEAN:
             total = call(aten.div.Tensor, total, call(aten.sum.default, _counting(call, op), dtype=wide))
         total = call(aten.to.dtype, total, dtype) if wide != dtype else total
-    node.replace_all_uses_with(total)
-    graph.erase_node(node)
+    replace_node(op.node, total)
 
 
 def _counting(call: EmitCall, op: Op) -> fx.Node:
@@ -177,14 +173,13 @@ def _weights(call: EmitCall, op: Op, counts: fx.Node) -> fx.Node:
     return call(aten.squeeze.dim, call(aten.embedding.default, table, targets), -1)
 
 
-def _classes_apart(graph: fx.Graph, op: Op) -> None:
+def _classes_apart(op: Op) -> None:
     """The loss of each example, by sums over its classes."""
     scores, target, smoothing = op.args["self"], op.args["target"], op.args["label_smoothing"]
     weighted, soft = op.args["weight"] is not None, target.meta["val"].is_floating_point()
     if soft or len(op.ins[0]) != 2 or not isinstance(op.ins[0][1], int) or (weighted and smoothing):
         return
-    call = caller(graph, op.node)
-    with graph.inserting_before(op.node):
+    with before(op.node) as call:
         # The largest score keeps the exponentials finite and cancels in the loss, so it needs no gradient.
         most = call(aten.amax.default, call(aten.detach.default, scores), [1])
         sums = call(OPS.class_sums.default, scores, most, target, smoothing > 0)
@@ -201,5 +196,4 @@ def _classes_apart(graph: fx.Graph, op: Op) -> None:
         # Last, so that what is ignored is zero whatever came of its scores, and has no gradient.
         loss = call(aten.where.ScalarOther, counts, loss, 0.0)
         loss = call(aten.to.dtype, loss, scores.meta["val"].dtype)
-    op.node.replace_all_uses_with(loss)
-    graph.erase_node(op.node)
+    replace_node(op.node, loss)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from autotp import compat
 from autotp.cost.prices import Surcharge
 from autotp.ir.graph import Capture, Leaf, Value, outputs_of, resolve, tensors
 from autotp.ir.layouts import Distribution, I, Layout, P, Partition, R
@@ -127,7 +126,7 @@ class TensorWriter(AxisWriter):
 def results(planned: Planned, layout: Callable[[int, fx.Node], Layout]) -> list[Result]:
     """The outputs of the captured program; `layout(position, x)` says how a tensor among them leaves."""
     out = []
-    for i, x in enumerate(compat.tree_leaves(planned.program.graph.output_node().args[0])):
+    for i, x in enumerate(planned.program.results):
         tensor = isinstance(x, fx.Node) and bool(tensors(x))
         out.append(Result(x, resolve(x), layout(i, x)) if tensor else Result(x))
     return out

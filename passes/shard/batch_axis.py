@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.comm import conversions
 from autotp.errors import CaptureError
-from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors, where
+from autotp.inputs import Inputs, mapped
+from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensor_at, tensors, where
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, Size, Travelled, divide
 from autotp.ir.marks import Axis, BatchConversion, inherit, mark, write
 from autotp.ir.op import Carry, Factor, Op, Rule, expression, sizes, symbols_of
@@ -145,8 +145,7 @@ class BatchRules(AxisRules):
         return Partition.plain(self.batch, ranks)
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
-        outputs = compat.tree_leaves(program.graph.output_node().args[0])
-        writes = {x for i, x in enumerate(outputs) if i in program.mutations and program.becomes(i) is None}
+        writes = {x for i, x in enumerate(program.results) if i in program.mutations and program.becomes(i) is None}
         layouts: list[Layout] = []
         for x in outputs_of(program):
             whole = I if resolve(x)[0] in grads else R
@@ -155,8 +154,7 @@ class BatchRules(AxisRules):
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
         """A slice along the first dimension, where that is the batch; else along one that is, where some is."""
-        node, index = resolve(x)
-        shape = sizes(tensors(node)[index])
+        shape = sizes(tensor_at(resolve(x)))
         unit = divide(shape[0], self.batch) if shape else None
         if unit is not None:
             return Shard(0, Partition.of([Segment(self.batch, unit)], 1, ranks))
@@ -292,17 +290,14 @@ for _function in (*conversions.FUNCTIONS.values(), scale_gradient):
 
 def two_examples(inputs: Inputs, dp: int) -> Inputs:
     """The inputs, their one example twice where they have only one: that would be captured as no batch at all."""
-    leaves = [x for x in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(x, Tensor) and x.ndim]
-    if dp == 1 or not leaves or leaves[0].shape[0] != 1:
+    first = next((x for x in inputs.tensors if x.ndim), None)
+    if dp == 1 or first is None or first.shape[0] != 1:
         return inputs
 
-    def repeat(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.ndim or x.shape[0] != 1:
-            return x
-        return torch.cat([x.detach()] * 2).requires_grad_(x.requires_grad)
+    def repeat(x: Tensor) -> Tensor:
+        return torch.cat([x.detach()] * 2).requires_grad_(x.requires_grad) if x.shape[:1] == (1,) else x
 
-    args, kwargs = compat.tree_map(repeat, (inputs.args, dict(inputs.kwargs)))
-    return Inputs(*args, **kwargs)
+    return mapped(inputs, repeat)
 
 
 def _one_batch(program: Capture) -> sympy.Symbol:

@@ -19,7 +19,7 @@ from autotp.cost.overlap import LEAST_LAUNCHES, OverlapModel, Product, hidden_se
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Problem, Use, ValueId
 from autotp.cost.solver.savings import Cap, ChoiceKey, Conversion, Saving, most
-from autotp.ir.graph import Leaf, resolve, shape_of, tensors
+from autotp.ir.graph import Leaf, resolve, shape_of, tensor_at, tensors
 from autotp.ir.layouts import I, Layout, P, R, Shard
 from autotp.ir.op import Op
 from autotp.ir.scopes import block_of
@@ -158,7 +158,7 @@ class Savings:
 
     def _sized(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> Product:
         operand_bytes, result_bytes, weight_bytes = (
-            self.prices.bytes(tensors(n)[i]) for n, i in map(resolve, (x, node, weight))
+            self.prices.bytes(tensor_at(resolve(n))) for n in (x, node, weight)
         )
         dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
         return Product(operand_bytes, result_bytes, weight_bytes, self.prices.flops(node), dtype)
@@ -182,14 +182,13 @@ class Savings:
         """Return whether a layout deals out one run of rows, so that they can go in chunks."""
         if not isinstance(layout, Shard) or layout.sharded_dim is None:
             return False
-        last = tensors(value[0])[value[1]].ndim - 1  # type: ignore[index]
-        return layout.dim < last and layout.plain(self.prices.tp)
+        return layout.dim < tensor_at(value).ndim - 1 and layout.plain(self.prices.tp)
 
     def _graded(self, value: ValueId) -> bool:
         return self.prices.objective.training and value[0] in self.prices.grads  # type: ignore[index]
 
     def _size(self, value: ValueId) -> float:
-        return self.prices.bytes(tensors(value[0])[value[1]])  # type: ignore[index]
+        return self.prices.bytes(tensor_at(value))
 
     def _rows(self, value: ValueId) -> int:
         """Rows of a rank's slice of a value, all dimensions but the last together."""

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autotp.ir.graph import Capture, copy_node, outputs_of, shape_of, tensors
+from autotp.ir.graph import Capture, copy_node, outputs_of, replace_node, shape_of, tensors
 from autotp.ir.layouts import Size, divide
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes, symbols_of
@@ -375,8 +375,7 @@ def unfold(program: Capture, writer: Callable[[Region], Writer]) -> None:
             for node in region.kinds:
                 read.env[node] = each(node, read, program.graph)
             _size_values(last, call)
-        call.replace_all_uses_with(read.env[region.back])
-        program.graph.erase_node(call)
+        replace_node(call, read.env[region.back])
 
 
 def copied(region: Region) -> Writer:

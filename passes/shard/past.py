@@ -17,11 +17,11 @@ from torch import fx
 
 from autotp.cost.compute import node_flops
 from autotp.cost.prices import is_free, lengths, sizer
-from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
+from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensor_at, tensors
 from autotp.ir.layouts import Size
 from autotp.ir.op import Op, Rule, aten, expression, sizes, symbols_of
 from autotp.ir.program import Parts, Past
-from autotp.ir.scopes import block_of, module_path
+from autotp.ir.scopes import block_of, module_name
 
 from .states import moves
 
@@ -52,14 +52,14 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
     parts_of: dict[Value, Parts] = {}
     for node in (n for position, n in placed_outputs(begun) if begun.becomes(position) is not None):
         state = resolve(node)
-        source, length = _source(state, own, values), sizes(tensors(state[0])[state[1]])
+        source, length = _source(state, own, values), sizes(tensor_at(state))
         # A state that grows with the tokens and is not found would be priced as if nothing were kept; one of a fixed
         # size (a convolution's, a recurrence's) costs the same in every step, and is passed over.
         if source is None and any(symbols_of(s) & lengths(begun) for s in length):
             return None
         state_sizes = [theirs(s) for s in length]
         for value in values[own[source]] if source is not None else ():
-            shape = sizes(tensors(value[0])[value[1]])
+            shape = sizes(tensor_at(value))
             grown = [d for d, s in enumerate(shape) if symbols_of(s) & symbols]
             alike = len(state_sizes) == len(shape)  # what is kept of a window is less than what is there
             parts = dict.fromkeys(grown, 1.0)
@@ -87,7 +87,7 @@ def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Has
 
 def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> Iterator[tuple[Value, Hashable]]:
     """The values that repeated blocks compute, each with its block and the number of its computation within it."""
-    names = {leaf.node: leaf.name for leaf in program.leaves}
+    names = program.names
     hint = sizer(program.hints)
     blocks = {n: _block(n) for n in program.graph.nodes}
     number_of: dict[fx.Node, int] = {}
@@ -120,8 +120,7 @@ def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> It
 
 def _block(node: fx.Node) -> str:
     """The outermost repeated block that an operator is in."""
-    path = module_path(node)
-    return block_of(path[-1]) if path else ""
+    return block_of(module_name(node))
 
 
 # ---- what follows from them ------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class _Reader:
     def enter(self, op: Op) -> None:
         """Take what enters an attention for kept."""
         for value in self._entering(op, [resolve(x) for x in op.slots]):
-            grown = [d for d, s in enumerate(sizes(tensors(value[0])[value[1]])) if self._long(s)]
+            grown = [d for d, s in enumerate(sizes(tensor_at(value))) if self._long(s)]
             if grown and value not in self.past.values:
                 self.past.values[value] = dict.fromkeys(grown, 1.0)
                 self.entered.add(value)

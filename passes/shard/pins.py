@@ -241,7 +241,7 @@ class _Finder:
         spec = self.program.out_spec
         leaf_names = compat.named_leaves(compat.tree_unflatten([str(i) for i in range(spec.num_leaves)], spec))
         by_place = {place: re.sub(r"^\['(.*)'\]$", r"\1", name) for name, place in leaf_names.items()}
-        leaves = compat.tree_leaves(self.program.graph.output_node().args[0])
+        leaves = self.program.results
         theirs = [i for i in range(len(leaves)) if i not in self.program.mutations]
         values = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node) and tensors(x)]
         return {k: by_place[str(theirs.index(i))] for k, i in enumerate(values) if i in theirs}

@@ -31,6 +31,7 @@ from autotp.ir.graph import (
     read,
     resolve,
     shape_of,
+    tensor_at,
     tensors,
     where,
 )  # fmt: skip
@@ -214,10 +215,10 @@ class Builder:
             return settled
         out: list[Layout] = []
         for i, x in enumerate(outputs_of(self.program)):
-            node, index = resolve(x)
-            ask, shape = self.user.outputs.get(i), sizes(tensors(node)[index])
+            value = resolve(x)
+            ask, shape = self.user.outputs.get(i), sizes(tensor_at(value))
             split = ask is not None and ask.split
-            whole = I if node in self.grads else R
+            whole = I if value[0] in self.grads else R
             out.append(Shard(d := ask.dims[0], Partition.plain(shape[d], self.tp)) if ask and split else whole)
         return tuple(out)
 

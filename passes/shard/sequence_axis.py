@@ -17,7 +17,7 @@ import sympy
 from torch import Tensor, fx
 
 from autotp.errors import CaptureError
-from autotp.ir.graph import Capture, Leaf, differentiable, draws, floating, resolve, shape_of, tensors, where
+from autotp.ir.graph import Capture, Leaf, differentiable, draws, floating, resolve, shape_of, tensor_at, tensors, where
 from autotp.ir.layouts import Layout, Partition, Segment, Shard
 from autotp.ir.marks import Axis
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, sizes
@@ -147,8 +147,7 @@ class SequenceRules(BatchRules):
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
         """A slice along the first dimension that is dealt as the sequence is."""
-        node, index = resolve(x)
-        for d in range(len(sizes(tensors(node)[index]))):
+        for d in range(tensor_at(resolve(x)).ndim):
             for p in partitions(x, d):
                 if has([p.length], self.batch):
                     return Shard(d, p)  # type: ignore[arg-type]

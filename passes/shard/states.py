@@ -18,7 +18,7 @@ from autotp.cost.prices import Prices, lengths
 from autotp.cost.solver.problem import Choice, Item, Problem, ValueId
 from autotp.cost.terms import Cost
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
+from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensor_at, tensors
 from autotp.ir.layouts import I, Layout, R, dealt_by
 from autotp.ir.op import sizes, symbols_of
 from autotp.ir.program import Past
@@ -136,8 +136,7 @@ class States:
         prices: Prices,
     ) -> Item:
         values = [*([leaf] if leaf is not None else []), *sorted(results, key=str)]
-        val = tensors(values[0][0])[values[0][1]]
-        size, choices = prices.bytes(val), []
+        size, choices = prices.bytes(tensor_at(values[0])), []
         for layout in self._layouts(names, values, candidates, prices.second_sizes):
             ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(results, key=str)[:1])
             outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
@@ -185,9 +184,9 @@ class States:
         long as what was said; None where nothing is."""
         parts: dict[Value, dict[int, float]] = {}
         for node in self.results.values() if not self.leaves else ():
-            maker, index = resolve(node)
-            long = [d for d, s in enumerate(sizes(tensors(maker)[index])) if symbols_of(s) & lengths(self.program)]
-            parts[maker, index] = dict.fromkeys(long, 1.0)
+            value = resolve(node)
+            long = [d for d, s in enumerate(sizes(tensor_at(value))) if symbols_of(s) & lengths(self.program)]
+            parts[value] = dict.fromkeys(long, 1.0)
         return {value: part for value, part in parts.items() if part} or None
 
     def marks(self) -> dict[fx.Node, str]:

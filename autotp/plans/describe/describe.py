@@ -23,7 +23,7 @@ from autotp.ir.graph import TABLE, resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import conversion_of
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
-from autotp.ir.scopes import module_path, moved_to
+from autotp.ir.scopes import module_name, module_path, moved_to
 from autotp.passes.optimise.products import groups
 from autotp.passes.optimise.regather import too_large
 from autotp.passes.shard.planner import Builder
@@ -85,7 +85,7 @@ def describe(
 
 
 def _blocks(planned: Planned, parts: Sequence[GraphPart]) -> tuple[Block, ...]:
-    names, blocks = {leaf.node: leaf.name for leaf in planned.program.leaves}, []
+    names, blocks = planned.program.names, []
     for f in parts:
         local, limit = _heads(f, planned)
         blocks.append(Block(f.kind, f.module, f.detail, local, tuple(names[p] for p in f.parameters), f.first, limit))
@@ -96,7 +96,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
     aliases: dict[str, list[str]] = {}
     for name, first in planned.program.aliases.items():
         aliases.setdefault(first, []).extend([name] if name != first else [])
-    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    names = planned.program.names
     out = []
     for leaf in planned.program.leaves:
         if not leaf.kind.trained:
@@ -168,7 +168,7 @@ class _Collectives:
     parts: list[GraphPart]
 
     def __post_init__(self) -> None:
-        self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
+        self.names = self.planned.program.names
         self.block: dict[fx.Node, int] = {}
         for i, f in enumerate(self.parts):
             for n in (*f.nodes, *f.parameters):
@@ -181,11 +181,11 @@ class _Collectives:
         return Collective(
             work.name,
             work.change,
-            _innermost(moved_to(node)),
+            ("", *moved_to(node))[-1],
             self.place(node, sharded),
             origin.name,
             short_name(origin.target) if operator else "parameter",
-            _innermost(module_path(origin)) if operator else self.names[origin],
+            module_name(origin) if operator else self.names[origin],
             there,
             back,
             work.bytes,
@@ -219,10 +219,6 @@ class _Collectives:
 def _traffic(call: Call | None, tp: int) -> tuple[str | None, float]:
     """A collective's primitive, and the bytes that a rank sends for it."""
     return (None, 0.0) if call is None else (call.primitive, collective_bytes(*call[:2], call.ranks or tp))
-
-
-def _innermost(path: Sequence[str]) -> str:
-    return path[-1] if path else ""
 
 
 def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
@@ -300,8 +296,9 @@ def timed(
             index, path, home = block.get(origin), module_path(origin), ()
         part = PARTS.get(parts[index].kind, REST) if index is not None else REST
         there, back = (getattr(call, "primitive", None) for _, call in work.directions)
-        module = path[-1] if path else ""
-        step = Timed(work.name, module, part, work.forward, work.backward, there, back, work.change, work.bytes)
+        step = Timed(
+            work.name, ("", *path)[-1], part, work.forward, work.backward, there, back, work.change, work.bytes
+        )
         yield step, home or path
 
 

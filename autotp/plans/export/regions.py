@@ -22,7 +22,7 @@ from autotp.ir.decisions import Decision
 from autotp.ir.graph import Leaf, Value, outputs_of, resolve, where
 from autotp.ir.layouts import Layout
 from autotp.ir.op import Op, Rule, aten
-from autotp.ir.scopes import generic, module_path
+from autotp.ir.scopes import generic, module_name, module_path
 from autotp.passes.shard.planner import Builder
 from autotp.rules.views import local_shape
 
@@ -233,11 +233,11 @@ def _split(layout: Layout) -> Layout | None:
 
 def innermost(node: fx.Node) -> tuple[str, str]:
     """Path and class of the module that ran an operator."""
-    path, stack = module_path(node), node.meta.get("nn_module_stack") or {}
-    kind = next((kind for name, kind in reversed(list(stack.values())) if path and name == path[-1]), "")
+    path, stack = module_name(node), node.meta.get("nn_module_stack") or {}
+    kind = next((kind for name, kind in reversed(list(stack.values())) if path and name == path), "")
     if not isinstance(kind, str):
         kind = f"{kind.__module__}.{kind.__qualname__}"
-    return (path[-1] if path else ""), kind
+    return path, kind
 
 
 def _words(layout: Layout | None) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from autotp import compat
 from autotp.errors import InputError, PlanError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, mapped
 from autotp.ir.layouts import Layout
 from autotp.ir.scopes import generic
 
@@ -152,7 +152,7 @@ class FakeRun:
         def fake(x: Tensor) -> Tensor:
             return self.mode.from_tensor(x.detach().to(device), static_shapes=True)
 
-        self.args, self.kwargs = compat.tree_map_only(Tensor, fake, (inputs.args, dict(inputs.kwargs)))
+        self.inputs = mapped(inputs, fake)
 
     def failing(self, boundaries: Iterable[Boundary]) -> tuple[str, str] | None:
         """The innermost module whose code does not run with these boundaries, and its error; None where all does.
@@ -179,9 +179,9 @@ class FakeRun:
                 hooks.append(module.register_forward_hook(lambda m, args, out: out[..., : out.shape[-1] // self.tp]))
         try:
             with self.mode, torch.no_grad():
-                self.model(*self.args, **self.kwargs)
+                self.model(*self.inputs.args, **self.inputs.kwargs)
         except Exception as e:  # of whatever kind: the model's own code raises it
-            return path[-1] if path else "", (str(e).splitlines() or [type(e).__name__])[0]
+            return ("", *path)[-1], (str(e).splitlines() or [type(e).__name__])[0]
         finally:
             for hook in hooks:
                 hook.remove()

@@ -36,8 +36,7 @@ def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
     at = ""
     for node in graph.nodes:
         # A conversion that was moved stands where it runs now; a heading stands before the first node of a module.
-        path = moved_to(node) or module_path(node)
-        module = path[-1] if path else ""
+        module = ("", *(moved_to(node) or module_path(node)))[-1]
         if node.op not in ("placeholder", "output") and module != at:
             at = module
             yield f"\n# {module or '(top)'}"
