@@ -82,7 +82,7 @@ def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
         own = mark(node)
         if stated and own.no_grad is None:
             yield Fault(node, "no_grad", "is not written")
-        yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "dp")
+        yield from _on_axis(node, own, "dp")
         # A conversion over dp without its mark would be planned over tp as an operator of the model.
         if converts(node) != (own.batch is not None):
             yield Fault(node, "batch", "is not written" if own.batch is None else "stands on no conversion")
@@ -99,7 +99,7 @@ def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
     """Faults of the program of all ranks: of marks, and of values that do not lie as was decided."""
     for node in program.graph.nodes:
         own = mark(node)
-        yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "tp")
+        yield from _on_axis(node, own, "tp")
         yield from _conversion(node, own)
         if node not in program.origin:
             continue
@@ -138,7 +138,7 @@ def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fau
     """Faults of one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
     for node in graph.nodes:
         own = mark(node)
-        yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "tp")
+        yield from _on_axis(node, own, "tp")
         yield from _conversion(node, own)
         if _takes_rank(node.target) and not {"rank", "tp"} <= node.kwargs.keys():
             yield Fault(node, "axis", "is written, and the call has no rank")
@@ -169,7 +169,8 @@ def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
 
 
 def _on_axis(node: fx.Node, own: Mark, axis: str) -> Iterator[Fault]:
-    """A call that takes its rank says on which axis; no other does."""
+    """A call that takes its rank says on which axis, that of its conversion or this one; no other does."""
+    axis = own.batch.axis if own.batch is not None else axis
     expected_axis = axis if node.op == "call_function" and _takes_rank(node.target) else None
     # The program may have been planned over the axes beside tp before.
     if own.axis not in (expected_axis, *(BESIDE if expected_axis else ())):

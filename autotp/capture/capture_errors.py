@@ -291,39 +291,34 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
             raise CaptureError(f"input {i} is a nested tensor. Pass a padded one, and a mask of what counts.")
 
 
-@contextmanager
-def refuse_hooks() -> Iterator[None]:
-    """Within this context a forward may not hook a gradient: the trace would not show it."""
-
-    def refusing(name: str) -> Any:
-        own = getattr(Tensor, name)
-
-        def register(self: Tensor, hook: Any) -> Any:
-            if library_calls():
-                return own(self, hook)
-            raise CaptureError(f"the forward hooks a gradient (Tensor.{name}), which a captured graph does not call")
-
-        return mock.patch.object(Tensor, name, register)
-
-    with refusing("register_hook"), refusing("register_post_accumulate_grad_hook"):
-        yield
+HOOKED = "the forward hooks a gradient ({}), which a captured graph does not call"  # the trace would not show it
+TAKEN = "the forward takes a gradient itself ({}), which no graph has"  # a trace has no backward
+GRADIENTS: tuple[tuple[Any, str, str], ...] = (
+    (Tensor, "register_hook", HOOKED),
+    (Tensor, "register_post_accumulate_grad_hook", HOOKED),
+    (torch.autograd, "grad", TAKEN),
+    (torch.autograd, "backward", TAKEN),
+    (Tensor, "backward", TAKEN),
+)
 
 
 @contextmanager
 def refuse_gradients() -> Iterator[None]:
-    """Within this context a forward may not take gradients itself: a trace has no backward."""
+    """Within this context a forward may neither hook a gradient nor take one itself."""
 
-    def refusing(owner: Any, name: str) -> Any:
+    def refusing(owner: Any, name: str, what: str) -> Any:
         own = getattr(owner, name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if library_calls():
                 return own(*args, **kwargs)
-            raise CaptureError(f"the forward takes a gradient itself ({owner.__name__}.{name}), which no graph has")
+            raise CaptureError(what.format(f"{owner.__name__}.{name}"))
 
         return mock.patch.object(owner, name, refuse)
 
-    with refusing(torch.autograd, "grad"), refusing(torch.autograd, "backward"), refusing(Tensor, "backward"):
+    with ExitStack() as stack:
+        for row in GRADIENTS:
+            stack.enter_context(refusing(*row))
         yield
 
 

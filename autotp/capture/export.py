@@ -25,7 +25,7 @@ from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
 
 from .autograd_functions import functions_kept, read_functions
-from .capture_errors import Stores, attributes_written, library_calls, refuse_gradients, refuse_hooks, unvalidated
+from .capture_errors import Stores, attributes_written, library_calls, refuse_gradients, unvalidated
 from .export_passes import EXPORTED, Exported
 from .plain_values import files_of, plain_values, subclass_calls
 from .repeated_blocks import Repeats
@@ -137,7 +137,6 @@ class Attempt:
                 functions_kept(),
                 self.grad_mode.answered(files_of(self.bare)),
                 plain_values(self.bare),
-                refuse_hooks(),
                 refuse_gradients(),
                 unvalidated(),
                 compat.flex_as_products(),

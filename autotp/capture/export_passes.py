@@ -14,7 +14,7 @@ from torch.export.graph_signature import TensorArgument
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.carried import states_of
-from autotp.ir.graph import copy_graph
+from autotp.ir.graph import copy_graph, reached
 from autotp.ir.op import aten
 from autotp.passes.base import Changes, Pass
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions, written_operand
@@ -235,14 +235,11 @@ def _operands_of(check: fx.Node) -> set[fx.Node]:
     """All that a check is computed from, with what was written before to the memory that it reads."""
     places_of, order = memory(check.graph), {n: i for i, n in enumerate(check.graph.nodes)}
     writes = {n: places_of[written_operand(n) or n] for n in order if mutates(n) and order[n] < order[check]}
-    operands: set[fx.Node] = set()
-    todo = list(check.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if node not in operands:
-            operands.add(node)
-            todo += [*node.all_input_nodes, *(w for w, places in writes.items() if places & places_of[node])]
-    return operands
+
+    def step(node: fx.Node) -> list[fx.Node]:
+        return [*node.all_input_nodes, *(w for w, places in writes.items() if places & places_of[node])]
+
+    return set(reached(check.all_input_nodes, step))
 
 
 def _extract(program: ExportedProgram, checks: list[fx.Node]) -> fx.GraphModule:

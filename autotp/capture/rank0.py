@@ -88,9 +88,7 @@ def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None
         return None, error, (None, f"it failed on rank 0: {type(error).__name__}")
     try:
         return own, None, (pickle.dumps((pack(own[0]), own[1])), "")
-    except Unpackable as odd:
-        return own, None, (None, str(odd))
-    except (pickle.PicklingError, AttributeError, TypeError) as odd:  # a class that is local to a function
+    except (Unpackable, pickle.PicklingError, AttributeError, TypeError) as odd:  # such as a class within a function
         return own, None, (None, str(odd))
 
 

@@ -111,11 +111,10 @@ def _candidates(model: nn.Module) -> Iterator[Small]:
             copy = copied(model, lambda t: t)
         yield Small(copy, stacks, {}, f"a stand-in with {depth}, and {random}")
     for thin, widths in narrowed(model):
-        ratio = next(n // width for n, width in widths.items())
         with cut(thin, stacks):
-            thin = copied(thin, lambda t: t)
-        words = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
-        yield Small(thin, stacks, widths, f"a stand-in of the same classes with {words}, and random weights")
+            small = Small(copied(thin, lambda t: t), stacks, widths, "")
+        words = ", ".join(x for x in (depth, f"layers {small.ratio} times narrower") if x)
+        yield replace(small, text=f"a stand-in of the same classes with {words}, and random weights")
 
 
 def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:

@@ -461,6 +461,17 @@ def replace_results(node: fx.Node, results: Sequence[Any]) -> None:
     node.graph.erase_node(node)
 
 
+def reached(starts: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Give all that steps lead to from these, which come first, the nearest before the others."""
+    found = dict.fromkeys(starts)
+    order = [*found]
+    for x in order:
+        yield x
+        fresh = dict.fromkeys(y for y in step(x) if y not in found)
+        found |= fresh
+        order += fresh
+
+
 def resolve(node: fx.Node) -> Value:
     """The value behind a node: `getitem` nodes name a result of the operator before them."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):

@@ -235,6 +235,12 @@ class _Sliced(_Dealt):
     def small(self, tp: int) -> Layout:
         return replace(self, partition=self.partition.small(tp))
 
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from . import specs  # noqa: PLC0415  a plan is read without torch
+
+        kind: Any = getattr(specs, f"{type(self).__name__}Spec")
+        return kind(self.dim, *self.partition.to_runtime(size))
+
 
 @dataclass(frozen=True)
 class Shard(_Sliced):
@@ -253,11 +259,6 @@ class Shard(_Sliced):
         pieces, unit = self.partition.pieces, self.partition.unit
         by = f" by {unit}" if units and unit is not None else ""
         return f"Shard({self.dim})" + (f" in {pieces} pieces" if pieces != 1 else "") + by
-
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import ShardSpec  # noqa: PLC0415  a plan is read without torch
-
-        return ShardSpec(self.dim, *self.partition.to_runtime(size))
 
     @classmethod
     def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:
@@ -322,11 +323,6 @@ class Copied(_Sliced):
         """`Shard(1) on 2 ranks each`."""
         return f"Shard({self.dim}) on {self.partition.copies} ranks each"
 
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import CopiedSpec  # noqa: PLC0415  a plan is read without torch
-
-        return CopiedSpec(self.dim, *self.partition.to_runtime(size))
-
 
 @dataclass(frozen=True)
 class Summed(Copied):
@@ -338,11 +334,6 @@ class Summed(Copied):
     @property
     def dual(self) -> Layout:
         return Copied(self.dim, self.partition)
-
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import SummedSpec  # noqa: PLC0415  a plan is read without torch
-
-        return SummedSpec(self.dim, *self.partition.to_runtime(size))
 
 
 I, R, P = Invariant(), Replicate(), Partial()  # noqa: E741  the field's letters

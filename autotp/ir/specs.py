@@ -130,14 +130,11 @@ class ShardSpec(NamedTuple):
     mark: str = "S"
     whole = False
     reduction = "sum"
+    dual, own = InvariantSpec.dual, PartialSpec.own
 
     @property
     def sharded_dim(self) -> int | None:
         return self.dim
-
-    @property
-    def dual(self) -> Spec:
-        return self
 
     @property
     def plain(self) -> bool:
@@ -152,9 +149,6 @@ class ShardSpec(NamedTuple):
         dim, repeat, segments, _ = self
         mine = windows.shares(segments, rank, tp)
         return windows.window(x, dim, repeat, windows.lengths(segments), mine).contiguous()
-
-    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        return x
 
     def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
         """The whole tensor with `rank`'s slice `x` in its places and zeros elsewhere."""
@@ -225,10 +219,7 @@ class GroupedSpec(NamedTuple):
     whole = False
     sharded_dim = None
     reduction = "sum"
-
-    @property
-    def dual(self) -> Spec:
-        return self
+    dual, split = InvariantSpec.dual, ShardSpec.split
 
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
         """All rows of `x` in their places, zeros for those of groups that `rank` does not own."""
@@ -239,9 +230,6 @@ class GroupedSpec(NamedTuple):
         return torch.where(mine.view(-1, *[1] * (x.ndim - self.dim - 1)), x, x.new_zeros(()))
 
     own = place = take  # a rank's rows are in their places already
-
-    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
-        return [self.take(x, rank, tp) for rank in range(tp)]
 
     def recombine(self, xs: Sequence[Tensor]) -> Tensor:
         return reduce(torch.add, [self.take(x, rank, len(xs)) for rank, x in enumerate(xs)])
@@ -263,10 +251,7 @@ class TravelledSpec(NamedTuple):
     whole = False
     sharded_dim = None
     reduction = "sum"
-
-    @property
-    def dual(self) -> TravelledSpec:
-        return self
+    dual = InvariantSpec.dual
 
     def rows(self, rank: int, tp: int) -> tuple[list[int], list[int]]:
         """Return the rows that this rank sends to each, and those that it gets from each; nothing without numbers."""
@@ -311,10 +296,7 @@ class CopiedSpec(NamedTuple):
     mark: str = "C"
     whole = False
     reduction = "sum"
-
-    @property
-    def sharded_dim(self) -> int | None:
-        return self.dim
+    sharded_dim, own, split = ShardSpec.sharded_dim, PartialSpec.own, ShardSpec.split
 
     @property
     def dual(self) -> Spec:
@@ -340,9 +322,6 @@ class CopiedSpec(NamedTuple):
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return self.over_groups.take(x, rank // self.copies, tp // self.copies)
 
-    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        return x
-
     def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return self.over_groups.place(x, rank // self.copies, tp // self.copies)
 
@@ -355,9 +334,6 @@ class CopiedSpec(NamedTuple):
     def collect(self, stack: Tensor, tp: int) -> Tensor:
         """The whole tensor from the stacked padded slices of all ranks."""
         return self.over_groups.collect(stack[:: self.copies], tp // self.copies)
-
-    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
-        return [self.take(x, rank, tp) for rank in range(tp)]
 
     def recombine(self, xs: Sequence[Tensor]) -> Tensor:
         return self.over_groups.recombine(xs[:: self.copies])
@@ -373,7 +349,7 @@ class SummedSpec(NamedTuple):
     mark: str = "D"
     whole = False
     reduction = "sum"
-    sharded_dim = CopiedSpec.sharded_dim
+    sharded_dim = ShardSpec.sharded_dim
     over_groups, parts, holds = CopiedSpec.over_groups, CopiedSpec.parts, CopiedSpec.holds
     own, place, pad, trim = CopiedSpec.own, CopiedSpec.place, CopiedSpec.pad, CopiedSpec.trim
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, resolve
+from autotp.ir.graph import Capture, reached, resolve
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
@@ -292,15 +292,9 @@ class _Proof:
 
     def _arrivals(self, node: fx.Node) -> list[fx.Node]:
         """Return the planned values that this node is made of, through what its rule wrote in between."""
-        arrivals, todo, visited = [], list(node.all_input_nodes), set()
-        while todo:
-            n = todo.pop(0)
-            if n in self.sharded.origin:
-                arrivals += [n] if n not in visited else []
-            elif n not in visited:
-                todo += n.all_input_nodes
-            visited.add(n)
-        return arrivals
+        origin = self.sharded.origin
+        read = reached(node.all_input_nodes, lambda n: () if n in origin else n.all_input_nodes)
+        return [n for n in read if n in origin]
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
         origin = self.sharded.origin[node][0] if node in self.sharded.origin else node

@@ -13,7 +13,7 @@ from itertools import combinations, permutations
 
 from torch import fx
 
-from autotp.ir.graph import Capture, differentiable, short_name
+from autotp.ir.graph import Capture, differentiable, reached, short_name
 from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, Shape, is_tensor
 from autotp.rules.core import rule_of
@@ -399,20 +399,18 @@ def _of_weights(flow: Dataflow, start: fx.Node, others: Collection[fx.Node]) -> 
 
     None where it is made of more than these, or of nothing that is trained.
     """
-    visited: set[fx.Node] = set()
-    work, trained = [start], False
-    while work:
-        n = work.pop()
-        if n in flow.weights:
-            trained |= _trained(flow.weights[n])
-        elif n in visited or n in others or n in flow.own or n.op == "get_attr":
-            continue
-        elif n.op != "call_function":
-            return None
-        else:
-            visited.add(n)
-            work += n.all_input_nodes
-    return sorted(visited) if trained else None
+
+    def given(n: fx.Node) -> bool:
+        return n in flow.weights or n in others or n in flow.own or n.op == "get_attr"
+
+    made, trained = [], False
+    for n in reached([start], lambda n: () if given(n) else n.all_input_nodes):
+        trained |= n in flow.weights and _trained(flow.weights[n])
+        if not given(n):
+            if n.op != "call_function":
+                return None
+            made.append(n)
+    return sorted(made) if trained else None
 
 
 def _trained(leaf: fx.Node) -> bool:
@@ -421,32 +419,27 @@ def _trained(leaf: fx.Node) -> bool:
 
 def _source(flow: Dataflow, base: fx.Node) -> set[fx.Node]:
     """The activations that a product reads, and what they are a view or a cast of."""
-    source: set[fx.Node] = set()
-    work = flow.inputs(base)
-    while work:
-        n = work.pop()
-        source.add(n)
-        if n in flow.ops and flow.passes(n) and len(flow.ops[n].slots) == 1:
-            work += flow.inputs(n)
-    return source
+
+    def step(n: fx.Node) -> list[fx.Node]:
+        return flow.inputs(n) if n in flow.ops and flow.passes(n) and len(flow.ops[n].slots) == 1 else []
+
+    return set(reached(flow.inputs(base), step))
 
 
 def _between(flow: Dataflow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
     """The operators behind a sum up to a product and what that reads; None where the sum is made of more than these."""
     start = min(source, default=node)
     ends = {base, *source, *flow.adapted}
-    between: set[fx.Node] = set()
-    work = list(node.all_input_nodes)
+
+    def inside(n: fx.Node) -> bool:
+        return not (n in ends or n in flow.weights or n.op == "get_attr")
 
     def foreign(n: fx.Node) -> bool:
         return n.op != "call_function" or n < start or frozen(flow, n)
 
-    while work:
-        n = work.pop()
-        if n in between or n in ends or n in flow.weights or n.op == "get_attr":
-            continue
+    between = []
+    for n in filter(inside, reached(node.all_input_nodes, lambda n: n.all_input_nodes if inside(n) else ())):
         if foreign(n):
             return None
-        between.add(n)
-        work += n.all_input_nodes
+        between.append(n)
     return sorted(between)

@@ -17,7 +17,7 @@ from torch import fx
 
 from autotp.cost.compute import node_flops
 from autotp.cost.prices import is_free, lengths, sizer
-from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensor_at, tensors
+from autotp.ir.graph import Capture, Value, placed_outputs, reached, resolve, short_name, tensor_at, tensors
 from autotp.ir.layouts import Size
 from autotp.ir.op import Op, Rule, aten, expression, sizes, symbols_of
 from autotp.ir.program import Parts, Past
@@ -73,16 +73,8 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
 def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Hashable, Any]) -> Value | None:
     """Find what a state keeps: the first value behind it, through what only moves, that the other program computes
     too."""
-    todo, visited = [state], {state}
-    while todo:
-        value = todo.pop(0)
-        if numbers.get(value) in values:
-            return value
-        if moves(value[0]):
-            fresh = [x for x in map(resolve, value[0].all_input_nodes) if x not in visited]
-            visited |= {*fresh}
-            todo += fresh
-    return None
+    behind = reached([state], lambda value: map(resolve, value[0].all_input_nodes) if moves(value[0]) else ())
+    return next((value for value in behind if numbers.get(value) in values), None)
 
 
 def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> Iterator[tuple[Value, Hashable]]:
