@@ -9,14 +9,15 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.overrides import TorchFunctionMode
 
 from autotp import compat
 from autotp.ir.carried import SHIFT, Carried
@@ -26,8 +27,8 @@ from autotp.passes.canonicalise.functionalise import regions
 
 from .autograd_functions import functions_kept, read_functions
 from .capture_errors import Stores, attributes_written, library_calls, refuse_gradients, unvalidated
+from .copies import RECIPES
 from .export_passes import EXPORTED, Exported
-from .plain_values import files_of, plain_values, subclass_calls
 from .repeated_blocks import Repeats
 from .request import GRAD, INFERENCE
 from .state_objects import carries, carrying, forwarding, is_number, restored
@@ -182,60 +183,52 @@ class Attempt:
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        dims = partial(_dims_of_short if self.short else _dims, self._state_lengths())
-        args, kwargs = compat.tree_map(dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
+        dims = FreeDims(self._state_lengths(), self.short)
+        args, kwargs = compat.tree_map(dims.of_argument, (self.args, self.kwargs), is_leaf=compat.is_user_node)
         signature = inspect.signature(self.bare.forward)
         arguments = signature.bind(*self.args, **self.kwargs).arguments
-        own = _lengths_of_short if self.short else _any_dims
-        grown = {name: compat.tree_map(own, arguments[name]) for name in self.states & set(arguments)}
+        grown = {name: compat.tree_map(dims.of_state, arguments[name]) for name in self.states & set(arguments)}
         return dict(signature.bind(*args, **kwargs).arguments) | grown
 
 
-def _dims(lengths: Collection[int], value: Any) -> Any:
-    """The dimensions that are free; `lengths`: sizes of states, which a mask over what these hold has too."""
-    if isinstance(value, Carried):  # which dimensions grow is not known, but for some
-        return _varying(value, [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors])
-    if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
-        return [
-            compat.tree_map(partial(_dims, lengths), x, is_leaf=compat.is_user_node) for x in compat.children(value)
-        ]
-    if not isinstance(value, Tensor):
-        return None
-    if value.ndim <= 3:
-        return dict.fromkeys(range(min(value.ndim, 2)), Dim.AUTO)
-    return dict.fromkeys((0, *(d for d in range(2, value.ndim) if value.shape[d] in lengths)), Dim.AUTO)
+@dataclass(frozen=True)
+class FreeDims:
+    """The dimensions of what a call passes that are free.
 
+    Attributes:
+        lengths: sizes of states, which a mask over what these hold has too.
+        short: a state's length may be 1; all other sizes of 1, and of 0, stay.
+    """
 
-def _dims_of_short(lengths: Collection[int], value: Any) -> Any:
-    """Free the dimensions where a state's length is 1, but for all other sizes of 1, and of 0."""
-    if isinstance(value, Carried):
-        return _varying(value, [_lengths_of_short(t) for t in value.tensors])
-    dims = _dims(lengths, value)
-    if not isinstance(value, Tensor):
-        return dims
-    return {d: dim for d, dim in dims.items() if value.shape[d] > 1}
+    lengths: Collection[int]
+    short: bool = False
 
+    def of_argument(self, value: Any) -> Any:
+        """Those of an argument: of tokens the first two, of all else the batch."""
+        if isinstance(value, Carried):  # which dimensions grow is not known, but for some
+            return list(map(self.of_state, value.tensors, value.shape.names))
+        if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
+            own = replace(self, short=False).of_argument
+            return [compat.tree_map(own, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
+        if not isinstance(value, Tensor):
+            return None
+        dims = range(value.ndim)[:2]
+        if value.ndim > 3:
+            dims = [0, *(d for d in range(2, value.ndim) if value.shape[d] in self.lengths)]
+        return {d: Dim.AUTO for d in dims if value.shape[d] > 1 or not self.short}
 
-def _varying(value: Carried, dims: list[dict[int, Any]]) -> list[dict[int, Any]]:
-    """Select of the dimensions of an object's tensors those that are not numbers for ever."""
-    varying = []
-    for tensor, name, own in zip(value.tensors, value.shape.names, dims, strict=True):
-        varying.append({d: x for d, x in own.items() if not is_number(name, d, tensor.shape[d])})
-    return varying
-
-
-def _lengths_of_short(value: Any) -> Any:
-    dims = _any_dims(value)
-    return dims and {d: dim for d, dim in dims.items() if value.shape[d] > 1 or d in lengths(value)}
+    def of_state(self, value: Any, name: str = "") -> Any:
+        """Those of a state of an object, which has a name, or of one that the user names: all but what is a number."""
+        if not isinstance(value, Tensor):
+            return None
+        grown = lengths(value)
+        dims = [d for d, n in enumerate(value.shape) if n > 1 or d in grown or not self.short]
+        return {d: Dim.AUTO for d in dims if not is_number(name, d, value.shape[d])}
 
 
 def lengths(state: Tensor) -> list[int]:
     """The dimensions of a state which may be its length, beside its batch and heads, and are 1."""
     return [d for d in range(2, state.ndim) if state.shape[d] == 1]
-
-
-def _any_dims(value: Any) -> Any:
-    return dict.fromkeys(range(value.ndim), Dim.AUTO) if isinstance(value, Tensor) else None
 
 
 @contextmanager
@@ -313,3 +306,129 @@ def regions_kept() -> AbstractContextManager[None]:
             del stack[key]
 
     return compat.checkpoints_as(region)
+
+
+# ---- plain Python ----------------------------------------------------------------------------------------------------
+
+# Plain Python within a traced forward: `type(x) is torch.Tensor` of fake tensors, whose type is another; and flags that
+# are computed from symbolic sizes (`is_causal=length > 1`), for which torch's attention wants a bool.
+
+
+class _OfFakes(type):
+    """Class of `PlainType`, which stands for `type` in every other use of the name."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Do what `type` does, but for fake tensors."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], compat.FakeTensor):
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+
+class PlainType(type, metaclass=_OfFakes):
+    """Stand-in for `type` in the files of a traced model's classes."""
+
+
+def files_of(model: nn.Module) -> list[dict[str, Any]]:
+    """List the globals of the files of a model's classes, but for torch's own."""
+    classes = {kind for module in model.modules() for kind in type(module).__mro__}
+    names = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
+def _decided(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to which conditions on sizes are handed as they are for the example, which becomes a guard."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keywords = {name: _plain(x) for name, x in kwargs.items()}
+        return own(*map(_plain, args), **keywords)
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    return bool(value) if isinstance(value, torch.SymBool) else value
+
+
+@contextmanager
+def plain_values(model: nn.Module) -> Iterator[None]:
+    """Within this context the files of a model find plain types and bools where the model itself finds them.
+
+    `type(x)` of a fake tensor is what it would be of the real one, and attention takes a condition on sizes as a flag.
+    """
+    attention = F.scaled_dot_product_attention
+    flagged = _decided(attention)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", flagged))
+        for file in files_of(model):
+            others = {name: flagged for name, value in file.items() if value is attention}
+            others |= {"type": PlainType} if "type" not in file else {}
+            stack.enter_context(mock.patch.dict(file, others))
+        yield
+
+
+# ---- calls of tensor subclasses --------------------------------------------------------------------------------------
+
+# What tensor subclasses do within a forward is traced as if the forward did it.
+#
+# Torch's exporter records calls by a mode that is off while it handles one, and a subclass handles a call of a
+# function inside of that: a `no_grad` there would be lost.
+
+NO_HANDLER = "Unable to cast NotImplemented"  # torch, of a subclass that no mode of a trace takes
+
+
+class _Handling(TorchFunctionMode):
+    """Calls a subclass's own handler itself, so that modes see what that calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handled: list[Any] = []  # calls that are being handled: a subclass may leave one to torch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wraps = [kind for kind in types if hasattr(kind, "__tensor_flatten__")]
+        call = func, [id(x) for x in args]
+        if not wraps or not inspect.ismethod(wraps[0].__torch_function__) or call in self.handled:
+            return self._by_torch(func, types, args, kwargs)
+        self.handled.append(call)
+        try:
+            with self:
+                return wraps[0].__torch_function__(func, types, args, kwargs)
+        finally:
+            self.handled.pop()
+
+    def _by_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Leave a call to torch; where a subclass handles it below autograd, which a trace does not get to, to that."""
+        kinds: list[Any] = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            overload = compat.overload_of(func, args, kwargs) if kinds and NO_HANDLER in str(error) else None
+            if overload is None:
+                raise
+        with self:
+            return kinds[0].__torch_dispatch__(overload, types, args, kwargs)
+
+
+@contextmanager
+def subclass_calls(bare: nn.Module) -> Iterator[None]:
+    """Within this context a trace of the module sees what tensor subclasses do, where weights of it are such."""
+    own = bare.forward
+    if not any(RECIPES in vars(module) for module in bare.modules()):
+        yield
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Handling():
+            return own(*args, **kwargs)
+
+    with forwarding(bare, forward, inspect.signature(own)):
+        yield

@@ -10,9 +10,8 @@ from autotp import __version__
 
 from .command import CommandGroup, PlainCommand, command
 from .doctor import doctor
-from .on_machine import calibrate, tune, verify
+from .on_machine import calibrate, serve, tune, verify
 from .planning import explain, plan, sweep
-from .serving import serve
 
 __all__ = ["app", "main"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from autotp.cost.meshes import Mesh
 from autotp.errors import InputError, PlanError
 from autotp.plans.show import document
-from autotp.plans.show.terminal import Line, Sheet, Table, View
+from autotp.plans.show.terminal import Line, Printed, Sheet, Table, View
 from autotp.text import amount, number, seconds
 
 from .estimates import Axes, Degree
@@ -70,7 +70,7 @@ def call_of(mesh: Mesh) -> str:
 
 
 @dataclass(frozen=True)
-class MeshChoice:
+class MeshChoice(Printed):
     """The best meshes of so many devices for a model. Print it to read it; `to_dict` gives it as data.
 
     Attributes:
@@ -141,9 +141,6 @@ class MeshChoice:
 
         draw_meshes(self, TIMES, path)
 
-    def __str__(self) -> str:
-        return str(self.__rich__())
-
     def __rich__(self) -> Sheet:
         return Sheet(_meshes(self))
 
@@ -184,7 +181,7 @@ def _data(row: MeshRow) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Printed):
     """The figures of each degree. Print it to read it; `to_dict` gives it as data.
 
     Attributes:
@@ -252,9 +249,6 @@ class Sweep:
         from autotp.plans.show.svg import draw_sweep  # noqa: PLC0415  jinja2 is read only where it is wanted
 
         draw_sweep(self, path, without)
-
-    def __str__(self) -> str:
-        return str(self.__rich__())
 
     def __rich__(self) -> Sheet:
         precise = f", {self.precision}" if self.precision else ""

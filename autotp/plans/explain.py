@@ -16,7 +16,7 @@ from autotp.ir.program import Solution
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.plans.show.document import RELATIVE_SECONDS, over_tp, primitive, times
-from autotp.plans.show.terminal import Line, Sheet, Table, View
+from autotp.plans.show.terminal import Line, Printed, Sheet, Table, View
 from autotp.text import amount, counted, near
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Printed):
     """The alternatives to a parameter's layout, and what decided. Print it to read it.
 
     Attributes:
@@ -60,9 +60,6 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     binds: str
     changes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return str(self.__rich__())
 
     def __rich__(self) -> Sheet:
         shared = f" and its equals, {self.equals} in all" if self.equals > 1 else ""
@@ -195,7 +192,7 @@ def _choice(parameter: Parameter, units: bool = True) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printed):
     """The differences of two plans. Print it to read it; empty `parameters` and `collectives` where they do the same.
 
     Attributes:
@@ -209,9 +206,6 @@ class Comparison:
     totals: tuple[tuple[str, str, str], ...]
     parameters: tuple[tuple[str, int, str, str], ...]
     collectives: tuple[tuple[str, str, str, str], ...]
-
-    def __str__(self) -> str:
-        return str(self.__rich__())
 
     def __rich__(self) -> Sheet:
         return Sheet(self._view())

@@ -13,7 +13,7 @@ from autotp.ir.layouts import Layout
 from autotp.ir.sizes import UnitsBy
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import overview
-from autotp.plans.show.terminal import Sheet
+from autotp.plans.show.terminal import Printed, Sheet
 
 from .estimates import ALONE, Axes, Decoding, Degree, Layer, Sublayer, Totals, decoding
 from .pieces import BUCKET
@@ -108,7 +108,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """A layout for every parameter and a way to run every operator over `tp` ranks. `print` shows the most important,
     `report()` is all of it.
 
@@ -283,9 +283,6 @@ class Plan:
     def report(self) -> str:
         """All of the plan as text: every block, every collective, what was left whole and why. `print` shows less."""
         return str(Sheet(report(self)))
-
-    def __str__(self) -> str:
-        return str(overview(self))
 
     def __rich__(self) -> Sheet:
         return overview(self)

@@ -11,8 +11,7 @@ from .cached_attention import CachedAttention
 from .gradient_bucket import Bucket
 from .kernels import Kernels
 from .optimisation import Alternative, Judge, Optimisation, RankProgram, Setting, Value, Verdict
-from .overlap_products import Overlap
-from .regather import Regather
+from .overlap_products import Overlap, Regather
 
 OPTIMISATIONS: tuple[Optimisation, ...] = (
     CachedAttention(), Kernels(), Bucket(), Overlap(), Regather(),

@@ -24,8 +24,8 @@ from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import conversion_of
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_name, module_path, moved_to
+from autotp.passes.optimise.overlap_products import too_large
 from autotp.passes.optimise.products import groups
-from autotp.passes.optimise.regather import too_large
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, Totals, sublayer
 from autotp.plans.plan import Block, Collective, Parameter, Plan

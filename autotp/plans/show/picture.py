@@ -11,7 +11,7 @@ from autotp.text import amount, seconds
 
 from . import document
 from .html import glyph
-from .svg import glued, template
+from .svg import draw, glued
 
 WIDTH, LEFT, AFTER, TOP = 860, 130, 500, 78  # of the drawing: all, where the two sides begin, above the first block
 PLACE, SIDE = 84, 46  # of a weight: from one to the next, and the longest edge
@@ -34,11 +34,11 @@ def write_picture(plan: Plan, path: str | Path) -> None:
     t = plan.totals
     about = f"{plan.cluster}, {plan.objective}: {seconds(t.seconds)} a step, predicted"
     headings = [("before", LEFT), (f"after, on {document.over(plan)} (blue: what rank 0 holds)", AFTER)]
-    text = template("layer.svg.jinja").render(
-        title=f"{plan.model}: {amount(plan.memory.peak)} at the peak of each of {plan.tp} ranks", about=about,
+    draw(
+        "layer.svg.jinja", path, about=about,
+        title=f"{plan.model}: {amount(plan.memory.peak)} at the peak of each of {plan.tp} ranks",
         headings=headings, parts=parts, width=WIDTH, height=top + LINE, left=LEFT,
     )  # fmt: skip
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def _part(part: document.EqualBlocks, tp: int, top: int) -> dict[str, Any]:

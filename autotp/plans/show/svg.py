@@ -39,6 +39,11 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
+def draw(name: str, path: str | Path, **content: Any) -> None:
+    """Write a template with this content to a file."""
+    Path(path).write_text(template(name).render(content), encoding="utf-8")
+
+
 def glued(text: str) -> str:
     """Figures with their units, and arrows between layouts, so that no line breaks within."""
     return UNIT.sub("\u00a0", text).replace(" -> ", "\u00a0\u2192\u00a0")
@@ -123,11 +128,10 @@ def draw_sweep(sweep: Sweep, path: str | Path, without: Sweep | None = None) -> 
         panels.append(_panel(panel, series, columns, TOP + i * (PANEL + BETWEEN), limit))
     about = f"{sweep.cluster}, {sweep.objective}, batch of {sweep.batch}"
     size = WIDTH, TOP + len(panels) * (PANEL + BETWEEN) - BETWEEN + BOTTOM
-    text = template("plot.svg.jinja").render(
-        model=sweep.model, about=about, panels=panels, columns=columns, names=names, size=size, left=LEFT,
-        right=WIDTH - RIGHT, panel=PANEL,
+    draw(
+        "plot.svg.jinja", path, model=sweep.model, about=about, panels=panels, columns=columns, names=names,
+        size=size, left=LEFT, right=WIDTH - RIGHT, panel=PANEL,
     )  # fmt: skip
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def _panel(
@@ -178,11 +182,10 @@ def draw_meshes(choice: MeshChoice, times: dict[str, str], path: str | Path) -> 
         bars.append({"top": BAR_TOP + i * BAR_LINE, "label": label, "parts": parts, "why": row.why,
                      "step": seconds(row.seconds)})  # fmt: skip
     bottom = BAR_TOP + len(bars) * BAR_LINE
-    svg = template("meshes.svg.jinja").render(
-        title=f"{choice.model} on {choice.devices} devices",
+    draw(
+        "meshes.svg.jinja", path, title=f"{choice.model} on {choice.devices} devices",
         about=f"{choice.cluster}, {choice.examples} examples a step, {amount(choice.limit)} a rank: predicted",
         names=list(times.items()), bars=bars, left=BAR_LEFT, right=BAR_WIDTH - RIGHT, thick=BAR,
         size=(BAR_WIDTH, bottom + 30), bottom=bottom,
         marks=[(BAR_LEFT + x * scale, round_seconds(x, marks[-1])) for x in marks],
     )  # fmt: skip
-    Path(path).write_text(svg, encoding="utf-8")

@@ -131,6 +131,17 @@ class Sheet:
         return plain(self, self.width or WIDTH)
 
 
+class Printed:
+    """Base of what is printed as its sheet."""
+
+    def __rich__(self) -> Sheet:
+        """The sheet."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.__rich__())
+
+
 def plain(content: RenderableType, width: int = WIDTH) -> str:
     """The text that rich draws, without colours and trailing blanks."""
     out = io.StringIO()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autotp.text import amount, counted
 
-from .svg import template
+from .svg import draw
 from .terminal import Line, Sheet, Table
 
 if TYPE_CHECKING:
@@ -62,9 +62,8 @@ def draw_transfer(way: Transfer, path: str | Path) -> None:
         for (source, target), nbytes in sorted(pairs.items())
     ]  # fmt: skip
     side = CELL * len(place)
-    text = template("transfer.svg.jinja").render(
-        title=f"{way.model}: {amount(way.bytes)} sent", about=f"from {way.before} to {way.after}", cells=cells,
-        ranks=[(rank, CELL * i + CELL / 2) for rank, i in place.items()], cell=CELL, edge=EDGE, top=TOP,
+    draw(
+        "transfer.svg.jinja", path, title=f"{way.model}: {amount(way.bytes)} sent",
+        about=f"from {way.before} to {way.after}", cells=cells, ranks=[(rank, CELL * i + CELL / 2) for rank, i in place.items()], cell=CELL, edge=EDGE, top=TOP,
         size=(max(EDGE + side + 20, 420), TOP + side + 20),
     )  # fmt: skip
-    Path(path).write_text(text, encoding="utf-8")
