@@ -12,7 +12,7 @@ from autotp.cost.solver.problem import Choice, Problem, ValueId, cost_of
 from autotp.cost.solver.solve import Infeasible, solve
 from autotp.errors import PlanError
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Layout, Size
+from autotp.ir.layouts import Layout
 from autotp.ir.program import Decided, Decision, GraphPart, Planned, Solution
 from autotp.passes.analysis.axes import PortDims, find_axes
 
@@ -174,18 +174,15 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     always = [port for axis in AXES for port in axes[axis]]
     index = {n: i for i, n in enumerate(heads)}
     # Heads of keys that are fewer than the ranks it has on groups of these; a single one is whole on all.
-    few = [part.heads for part in builder.parts if part.heads is not None and _few(part.heads.kv, builder.tp)]
-    copied = [PortDims(each.kv_at[0], "in", *each.kv_at[1:]) for each in few]
+    heads_of = [part.heads for part in builder.parts if part.heads is not None]
+    few = [each.kv_at for each in heads_of if isinstance(each.kv, int) and 1 < each.kv < builder.tp]
+    copied = [PortDims(node, "in", *place) for node, *place in few]
     ways = []
     for ports in _experts(builder, builder.parts):
         ruled_out = _ruled_out(builder, problem, index, [*always, *copied, *ports], copied)
         if ruled_out is not None:
             ways.append(ruled_out)
     return tuple(dict.fromkeys(ways))
-
-
-def _few(count: Size, tp: int) -> bool:
-    return isinstance(count, int) and 1 < count < tp
 
 
 def splits(builder: Builder, parts: Sequence[GraphPart]) -> bool:

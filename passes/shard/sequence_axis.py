@@ -107,7 +107,9 @@ class SequenceRules(BatchRules):
         gathered = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is None]
         turned = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is not None]
         lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
-        return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in lists if x]
+        # With its module, the same for all repeated blocks.
+        places = [(what, [re.sub(r"\.\d+(?=\.|$)", ".*", where(node)) for node in nodes]) for what, nodes in lists]
+        return [f"over cp {what} after: {listed(names)}" for what, names in places if names]
 
     @property
     def surcharge(self) -> Tokenwise | None:  # type: ignore[override]
@@ -245,8 +247,3 @@ def _causal_by_index(program: Capture) -> None:
             node.args = args["query"], args["key"], args["value"], None, args["dropout_p"], True
             node.kwargs = kwargs
     program.graph.eliminate_dead_code()
-
-
-def _in_blocks(node: fx.Node) -> str:
-    """An operator with its module, the same for all repeated blocks."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", where(node))

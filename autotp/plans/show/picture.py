@@ -77,7 +77,7 @@ def _weight(p: Parameter, module: str, tp: int, index: int, top: int, longest: i
     return {
         "name": name, "whole": document.shape(p.shape), "role": p.role,
         "local": document.shape(p.local), "before": round(before, 1), "after": round(after, 1), "y": round(y, 1),
-        "size": (round(columns, 1), round(rows, 1)), "own": list(map(_rounded, boxes)),
+        "size": (round(columns, 1), round(rows, 1)), "own": [tuple(round(x, 1) for x in box) for box in boxes],
         "cuts": cuts,
     }  # fmt: skip
 
@@ -85,7 +85,3 @@ def _weight(p: Parameter, module: str, tp: int, index: int, top: int, longest: i
 def _edge(size: int, longest: int) -> float:
     """The edge of a matrix of this size, where the longest one has that size."""
     return max(MIN_SIDE, SIDE * (size / longest) ** 0.5)
-
-
-def _rounded(box: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(round(x, 1) for x in box)

@@ -64,6 +64,7 @@ def draw_transfer(way: Transfer, path: str | Path) -> None:
     side = CELL * len(place)
     draw(
         "transfer.svg.jinja", path, title=f"{way.model}: {amount(way.bytes)} sent",
-        about=f"from {way.before} to {way.after}", cells=cells, ranks=[(rank, CELL * i + CELL / 2) for rank, i in place.items()], cell=CELL, edge=EDGE, top=TOP,
+        about=f"from {way.before} to {way.after}", cells=cells,
+        ranks=[(rank, CELL * i + CELL / 2) for rank, i in place.items()], cell=CELL, edge=EDGE, top=TOP,
         size=(max(EDGE + side + 20, 420), TOP + side + 20),
     )  # fmt: skip
