@@ -21,6 +21,7 @@ from autotp.runtime.module import ShardedModule
 
 from .api import compile as compile_model
 from .errors import InputError
+from .text import first_line
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MAX_CONFIG_BYTES = 100_000_000  # bytes of a config; it has thousands
@@ -110,7 +111,7 @@ def _generation(folder: Path) -> Any:
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a file of another version lacks
-        raise InputError(f"{folder / GENERATION} cannot be read: {first_line(error)}") from error
+        raise InputError(f"{folder / GENERATION} cannot be read: {first_line(error, type(error).__name__)}") from error
 
 
 # ---- from a config --------------------------------------------------------------------------------------------------
@@ -159,7 +160,8 @@ def from_config(
     except Exception as error:  # whatever a config of another version, or of code of its own, lacks
         own = " It names code of its own (auto_map), which is not run: build the model in a factory."
         raise InputError(
-            f"{path}: transformers {transformers.__version__} cannot build it: {first_line(error)}"
+            f"{path}: transformers {transformers.__version__} cannot build it: "
+            f"{first_line(error, type(error).__name__)}"
             f"{own if 'auto_map' in data else ''}"
         ) from error
     return model
@@ -200,8 +202,3 @@ def _fields(path: Path) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config.")
     return data
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

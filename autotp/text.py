@@ -69,6 +69,16 @@ def number(x: float) -> str:
     return f"{x:.0f}"
 
 
+def first_line(text: object, default: str = "") -> str:
+    """The first line of a text, as of an error's message; `default` where there is none."""
+    return next(iter(str(text).strip().splitlines()), default)
+
+
+def failure(error: BaseException) -> str:
+    """The class of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def indented(lines: Iterable[str]) -> str:
     """Lines of a message below its first, each indented."""
     return "".join(f"  {line}\n" for line in lines)

@@ -22,7 +22,9 @@ from autotp.errors import CaptureError
 from autotp.ir.graph import draws
 from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, FunctionCall, apply, enter, functions_as
 from autotp.passes.canonicalise.functionalise import drop_inert, memory, mutates, written_operand
+from autotp.proof.differences import gradients
 from autotp.rules.function_rules import linear_backward, loops_of
+from autotp.text import failure
 
 from .capture_errors import running_line
 
@@ -128,8 +130,7 @@ def read_functions(graph: fx.Graph) -> None:
         try:
             graph, count, guards = _traced(lambda *xs, node=node: _again(node, xs), values)
         except Exception as error:  # whatever the user's code may raise
-            reason = (str(error).splitlines() or [""])[0]
-            why = f"its forward and backward cannot be traced by themselves ({type(error).__name__}: {reason})"
+            why = f"its forward and backward cannot be traced by themselves ({failure(error)})"
             raise _refused(record.function, why, record.where) from error
         # One that draws random numbers is another operator, which no rule splits.
         if any(draws(n) for n in graph.nodes if n.op == "call_function"):
@@ -173,17 +174,10 @@ def _with_gradient(
         operands.append(x.detach().requires_grad_() if graded else x)
     with torch.enable_grad():
         outs = function(*operands)
-    sources = [x for x in operands if x.requires_grad]
-    differentiable = [i for i, y in enumerate(outs) if y.requires_grad]
-    # An argmax has no gradient, and torch refuses to compute one of nothing.
-    if not toward or not sources or not differentiable:
-        return outs, [None] * len(xs)
-    ends = [outs[i] for i in differentiable]
-    computed = iter(torch.autograd.grad(ends, sources, [toward[i] for i in differentiable], allow_unused=True))
-    gradients: list[Any] = []
-    for x in operands:
-        gradients.append(next(computed) if x.requires_grad else None)
-    return [y.detach() for y in outs], gradients
+    # An argmax has no gradient.
+    graded = zip(outs, toward, strict=True) if toward else ()
+    computed = gradients(outs, [g if y.requires_grad else None for y, g in graded], operands)
+    return [y.detach() for y in outs], computed
 
 
 def _symbolic(like: list[Tensor]) -> tuple[Any, ShapeEnv, list[Tensor]]:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
+from autotp.text import failure, first_line
 
 HERE = Path(__file__).parents[1]
 NOT_THE_USERS = (  # files of torch and numpy, of this library (two folders are links), and generated code
@@ -187,9 +188,7 @@ def _text(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    first = text[0] if text else ""
-    return first if isinstance(error, CaptureError) else f"{type(error).__name__}: {first}"
+    return first_line(error) if isinstance(error, CaptureError) else failure(error)
 
 
 def _elsewhere(error: Exception, before: traceback.FrameSummary | None) -> str:

@@ -21,6 +21,7 @@ from autotp.ir.graph import Capture, Leaf
 from autotp.kernels.functions import CALL
 from autotp.log import log
 from autotp.passes.base import Pass, run_passes
+from autotp.text import failure
 
 T = TypeVar("T")
 RankKey = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
@@ -139,7 +140,7 @@ def pack(captured: Capture) -> bytes:
     try:
         return pickle.dumps((compat.packed_graph(captured.graph, rest), names))
     except Exception as error:  # whatever a user's class, or torch, raises in pickling
-        raise Unpackable(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise Unpackable(failure(error)) from error
 
 
 def unpack(data: bytes, device: torch.device) -> Capture:
@@ -155,7 +156,7 @@ def unpack(data: bytes, device: torch.device) -> Capture:
         packed, names = pickle.loads(data)
         graph, rest = compat.unpacked_graph(packed, device)
     except Exception as error:
-        raise Unpackable(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise Unpackable(failure(error)) from error
     if len(graph.nodes) != len(names):
         raise Unpackable("its nodes are others here")
     nodes = dict(zip(names, graph.nodes, strict=True))

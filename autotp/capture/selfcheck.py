@@ -18,6 +18,7 @@ from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import BUFFER, CONSTANT, TABLE, Capture
 from autotp.proof.differences import Rounding, differences, largest, loss, rounding_of
 from autotp.proof.run import run
+from autotp.text import failure
 
 from .copies import copied, made_real
 
@@ -174,7 +175,7 @@ class Trial:
 
     def _failed(self, error: Exception) -> str:
         where = f"on {self.ground}" if self.ground else "on the example inputs"
-        return f"the model itself fails {where}: {_short(error)}"
+        return f"the model itself fails {where}: {failure(error)}"
 
     def _results(self, inputs: Inputs) -> Results:
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
@@ -183,7 +184,7 @@ class Trial:
             return {OUTPUT: outputs, STATE: state, GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))}
         except (RuntimeError, NotImplementedError) as error:
             self.remark = (
-                f"only the outputs of the capture were compared: the model's own backward fails: {_short(error)}"
+                f"only the outputs of the capture were compared: the model's own backward fails: {failure(error)}"
             )
             return {OUTPUT: outputs, STATE: state}
 
@@ -296,7 +297,3 @@ def bytes_of(model: nn.Module) -> int:
 def on_meta(model: nn.Module) -> bool:
     """Return whether some parameter or buffer is on the meta device."""
     return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

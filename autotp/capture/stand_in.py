@@ -15,6 +15,7 @@ from autotp.cost.machines import this_machine
 from autotp.errors import AutoTPError, CaptureError
 from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import Capture
+from autotp.text import first_line
 
 from .copies import copied
 from .selfcheck import MAX_WEIGHT_BYTES, Trial, bytes_of, on_meta
@@ -162,7 +163,7 @@ class StandIn(Trial):
         try:
             program = self.capturer(trial)
         except AutoTPError as error:
-            return None, f"{self.ground} cannot be captured: {str(error).splitlines()[0]}", trial.refused
+            return None, f"{self.ground} cannot be captured: {first_line(error)}", trial.refused
         return (None, trial.skip, trial.refused) if trial.skip else (program, "", trial.refused)
 
     def compare(self, program: Capture) -> float:

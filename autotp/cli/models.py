@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from autotp.errors import InputError
 from autotp.inputs import Inputs, for_model, mapped, normalise
-from autotp.pretrained import first_line, from_config
+from autotp.pretrained import from_config
+from autotp.text import first_line
 
 from .flags import ModelOptions, config_path, known_shapes
 
@@ -86,7 +87,8 @@ def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
             value = getattr(value, part)
         value = value if isinstance(value, nn.Module) else value()
     except Exception as error:
-        raise InputError(f"{text}: {type(error).__name__}: {first_line(error)} (--debug shows where)") from error
+        kind = type(error).__name__
+        raise InputError(f"{text}: {kind}: {first_line(error, kind)} (--debug shows where)") from error
     model, example = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(model, nn.Module):
         kind = type(value).__name__

@@ -43,13 +43,9 @@ def plan(
     if steering.objective == SERVE:
         degrees = DEGREES if degree.tp in (None, "auto") else read_degrees(str(degree.tp))
         return capacity(partial(loaded, model, screen=screen), sizes, degrees, steering, serving, screen)
-    result = saved(model, sizes, degree, steering)
-    if result is None:
-        source = loaded(model, sizes, steering, screen)
-        with screen.working(f"planning {type(source.model).__name__}"):
-            options = {**degree.arguments(), **steering.arguments()}
-            result = autotp.plan(source.model, example_inputs=source.inputs, **options)
-        screen.say(f"priced for {source.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
+    result, priced = _saved_or_planned(model, sizes, degree, steering, screen)
+    if priced:
+        screen.say(f"priced for {priced}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
     for path, write in ((save, result.save), (html, result.to_html), (svg, result.to_svg), (trace, result.to_trace)):
         if path is not None:
             write(path)
@@ -136,6 +132,18 @@ def loaded(
     return source
 
 
+def _saved_or_planned(
+    model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen
+) -> tuple[autotp.Plan, str]:
+    """The plan that the model is the file of, else the model's; and the inputs that this is priced for, in words."""
+    if (result := saved(model, sizes, degree, steering)) is not None:
+        return result, ""
+    source = loaded(model, sizes, steering, screen)
+    with screen.working(f"planning {type(source.model).__name__}"):
+        options = {**degree.arguments(), **steering.arguments()}
+        return autotp.plan(source.model, example_inputs=source.inputs, **options), source.sizes
+
+
 def saved(model: str, *steering: ModelOptions | DegreeOptions | SteeringOptions) -> autotp.Plan | None:
     """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
     if not is_plan(model):
@@ -188,12 +196,8 @@ def explain(
             package.module:factory.
         name: Of a parameter.
     """
-    result, priced = saved(model, sizes, degree, steering), ""
-    if result is None:
-        source = loaded(model, sizes, steering, screen)
-        options, priced = {**degree.arguments(), **steering.arguments()}, f", priced for {source.sizes}"
-        with screen.working(f"planning {type(source.model).__name__}"):
-            result = autotp.plan(source.model, example_inputs=source.inputs, **options)
+    result, sizes_text = _saved_or_planned(model, sizes, degree, steering, screen)
+    priced = f", priced for {sizes_text}" if sizes_text else ""
     # Refused of a saved plan, in a sentence that says how the parameter lies: `autotp plan FILE --full` shows the rest.
     with screen.working(f"solving again for {name}"):
         explanation = result.explain(name)

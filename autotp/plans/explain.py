@@ -17,7 +17,7 @@ from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.plans.show.document import RELATIVE_SECONDS, over_tp, primitive, times
 from autotp.plans.show.terminal import Line, Printed, Sheet, Table, View
-from autotp.text import amount, counted, near
+from autotp.text import amount, counted, first_line, near
 
 if TYPE_CHECKING:
     from .plan import Parameter, Plan
@@ -125,7 +125,7 @@ class _Explainer:
         try:
             solution: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
         except PlanError as e:
-            return Alternative(layout.words(True), own, mine, why=f"no such plan: {str(e).splitlines()[0]}")
+            return Alternative(layout.words(True), own, mine, why=f"no such plan: {first_line(e)}")
         return Alternative(layout.words(True), own, mine, solution.seconds, solution.parameter_bytes)
 
     def _binds(self, alternatives: Sequence[Alternative]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from autotp import compat
 from autotp.errors import PlanError
 from autotp.ir.specs import Spec
+from autotp.text import first_line
 
 PERIOD = 65537  # elements after which weights repeat: a prime, so that no two rows of a value are weighed alike
 FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
@@ -209,8 +210,25 @@ def backward(total: Tensor) -> str:
     except RuntimeError as e:
         if not NO_DERIVATIVE.search(str(e)):
             raise
-        return str(e).splitlines()[0]
+        return first_line(e)
     return ""
+
+
+def gradients(
+    results: Sequence[Tensor], toward: Sequence[Tensor | None], operands: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of the operands; None for those that need none or are not reached.
+
+    Args:
+        results: of the operands. toward: gradients of the results; None for those that have none.
+    """
+    pairs = [(y, g) for y, g in zip(results, toward, strict=False) if g is not None]
+    sources = [x for x in operands if x.requires_grad]
+    if not pairs or not sources:  # torch refuses to compute a gradient of nothing
+        return [None] * len(operands)
+    outputs, upstream = zip(*pairs, strict=True)
+    computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
+    return [next(computed) if x.requires_grad else None for x in operands]
 
 
 def largest(x: Tensor) -> float:

@@ -17,6 +17,7 @@ from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import SUMMANDS, Spec
 from autotp.passes.shard.deal import Dealt
+from autotp.text import first_line
 
 from .differences import (
     Gap,
@@ -142,7 +143,7 @@ class _Proof:
         nodes = () if self.on.beside else self.ours.nodes
         gap = differences(*self.call.paired(self.ours, self.expected, nodes), self.values)
         if failed is not None and gap is None:
-            return None, self._blame(failed.node, float("inf"), f"it fails: {str(failed).splitlines()[0]}")
+            return None, self._blame(failed.node, float("inf"), f"it fails: {first_line(failed)}")
         first = gap and self._blame(gap.key, gap.error, f"the recombined value is off by {gap.error:.2e}")
         # A leaf is a result, and after a failure there are no others.
         return first, first if gap and (failed or gap.key.op == "placeholder") else self._outputs()
@@ -154,12 +155,11 @@ class _Proof:
         return self.call.made_of(self.expected, node) if is_mutation else 0.0
 
     def _outputs(self) -> Difference | None:
-        """Find the first output that differs: of each rank over axes beside tp, else of all; of a state a rank has its
-        part."""
+        """Find the first output that differs on some rank; of a state a rank has its part."""
         wholes, ranks = self.expected.outputs[0], self.ours.outputs
         ours, theirs = {}, {}
         for i, x in enumerate(wholes):
-            if self.on.beside and isinstance(x, Tensor):
+            if isinstance(x, Tensor):
                 for rank, part in enumerate(self.call.split(x, self._layouts(i))):
                     ours[i, rank], theirs[i, rank] = ranks[rank][i], part
             else:

@@ -24,7 +24,7 @@ from autotp.rules.notation import letters, notation
 from autotp.rules.register import _names, _targets
 
 from .case import TOLERANCE, Case, RuleOf, RuleProgram, choices, program, required
-from .differences import Parts, Rounding, differences
+from .differences import Parts, Rounding, differences, gradients
 from .run import Simulated, run
 
 
@@ -57,7 +57,7 @@ def prove_program(p: RuleProgram, tp: int) -> set[Any]:
     whole = [x.clone().requires_grad_(s in p.planned.grads) for x, s in zip(p.operands, p.op.slots, strict=True)]
     (results,) = run(p.planned.program, dict(zip(p.leaves, ([x] for x in whole), strict=True))).outputs
     grads = [_gradient(y, draw) for y in results]
-    expected = _Expected([y.detach() for y in results], grads, _gradients(results, grads, whole))
+    expected = _Expected([y.detach() for y in results], grads, gradients(results, grads, whole))
     exercised: set[Any] = set()
     for decision, factor in choices(p, tp):
         try:
@@ -123,22 +123,6 @@ def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set
     return {("linear", frozenset(i for i, x in enumerate(decision.ins) if x.partial))} - {("linear", frozenset())}
 
 
-def _gradients(
-    results: Sequence[Tensor], grads: Sequence[Tensor | None], operands: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of the operands; None for those that need none or are not reached."""
-    pairs = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None]
-    sources = [x for x in operands if x.requires_grad]
-    if not pairs or not sources:
-        return [None] * len(operands)
-    outputs, upstream = zip(*pairs, strict=True)
-    computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
-    gradients: list[Tensor | None] = []
-    for x in operands:
-        gradients.append(next(computed) if x.requires_grad else None)
-    return gradients
-
-
 def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
     if layout.partial and x.dtype == torch.bool:
         raise _Differs("a truth value has no summands")
@@ -161,13 +145,13 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     _judge(case, ours, theirs)
     # Before any gradient is asked for: torch would say of a result that is cut off no more than that it is.
     _check_reached(ranks, expected)
-    upstream, gradients = _upstream_parts(p, decision, expected), list[list[Tensor | None]]()
+    upstream, own = _upstream_parts(p, decision, expected), list[list[Tensor | None]]()
     for rank, outputs in enumerate(ranks):
         toward = [parts[rank] for parts in upstream]
-        gradients.append(_gradients(outputs, toward, [parts[rank] for parts in operands]))
+        own.append(gradients(outputs, toward, [parts[rank] for parts in operands]))
     ours, theirs = {}, {}
     for i, (layout, whole) in enumerate(zip(decision.ins, expected.gradients, strict=True)):
-        reached, name = [g for each in gradients if (g := each[i]) is not None], p.operand(i)
+        reached, name = [g for each in own if (g := each[i]) is not None], p.operand(i)
         if (len(reached) if whole is not None else tp - len(reached)) < tp:
             raise _Differs(f"{name} has a gradient on some ranks and none on others")
         if whole is not None:
@@ -309,14 +293,14 @@ def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
         raise InputError("one rank has nothing to split; prove a rule with tp=2 or more.")
     case = Case(target, args, kwargs, tolerance=None)
     call = _program(case)
-    gradients = _has_derivative(case)
-    if not gradients:
+    graded = _has_derivative(case)
+    if not graded:
         case = replace(case, frozen=len(call.operands))
         call = program(case)
     rule = call.rule or Rule()
     every = required(call) | {("factor", i) for i in range(len(rule.factors))}
     texts = _missed_text(call, every - prove_program(call, tp))
-    return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), gradients, texts)
+    return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), graded, texts)
 
 
 def _program(case: Case) -> RuleProgram:

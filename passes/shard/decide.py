@@ -176,7 +176,7 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     # Heads of keys that are fewer than the ranks it has on groups of these; a single one is whole on all.
     heads_of = [part.heads for part in builder.parts if part.heads is not None]
     few = [each.kv_at for each in heads_of if isinstance(each.kv, int) and 1 < each.kv < builder.tp]
-    copied = [PortDims(node, "in", *place) for node, *place in few]
+    copied = [PortDims(node, "in", slot, dims) for node, slot, dims in few]
     ways = []
     for ports in _experts(builder, builder.parts):
         ruled_out = _ruled_out(builder, problem, index, [*always, *copied, *ports], copied)

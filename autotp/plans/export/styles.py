@@ -17,6 +17,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, mapped
 from autotp.ir.layouts import Layout
 from autotp.ir.scopes import generic
+from autotp.text import first_line
 
 from .regions import Boundaries, Boundary
 
@@ -181,7 +182,7 @@ class FakeRun:
             with self.mode, torch.no_grad():
                 self.model(*self.inputs.args, **self.inputs.kwargs)
         except Exception as e:  # of whatever kind: the model's own code raises it
-            return ("", *path)[-1], (str(e).splitlines() or [type(e).__name__])[0]
+            return ("", *path)[-1], first_line(e, type(e).__name__)
         finally:
             for hook in hooks:
                 hook.remove()
