@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -82,17 +82,17 @@ def capture(
     Raises:
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
     """
-    failures: list[Failure] = []
-    program = _of_any_size(_attempt(bare, _twice(inputs), device, state, states), inputs, passes, trial, state)
-    if program is not None:
+    request = _Request(bare, inputs, device, passes, trial, state, frozenset(states))
+    if (program := request.of_any_size()) is not None:
         return program
+    failures: list[Failure] = []
     for changes, flat in itertools.product(ATTEMPTS, (False, True)):
         if not worth_trying(changes, flat, failures):
             continue
         # Where a block reads its place in the stack, say, one trace cannot stand for all of them.
-        attempt = replace(_attempt(bare, inputs, device, state, states), repeats=None if flat else Repeats(bare))
+        attempt = replace(request.attempt(inputs), repeats=None if flat else Repeats(bare))
         try:
-            program = _of_attempt(attempt, changes, passes, trial, state)
+            program = request.program(attempt, changes)
         except HiddenState:
             raise
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
@@ -117,79 +117,85 @@ def _twice(inputs: Inputs) -> Inputs:
     return mapped(inputs, lambda x: torch.cat([x.detach()] * 2) if batched(x) else x)
 
 
-def _of_any_size(
-    attempt: Attempt, inputs: Inputs, passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
-) -> Capture | None:
-    """The capture of a call with states that takes any batch and any length of these, 1 too; None where there are none,
-    or it fails, or does not take the inputs."""
-    try:
-        holders = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
-        attempt.short = bool(holders) or any(map(lengths, attempt.state_tensors()))
-        program = _of_attempt(attempt, (), passes, trial, state) if attempt.short else None
-        if program is None:
-            return None
-        allow_ones(program, attempt.branches)
-        wrong = program.accepts(inputs.leaves)
-        if wrong is None:
-            return program
-    except Exception as error:  # whatever a user's forward and torch's tracer may raise
-        wrong = str(error)
-    log.debug("an attempt with states of any size: %s", wrong)
-    return None
+@dataclass(frozen=True)
+class _Request:
+    """What is to be captured: the arguments of `capture`, which all attempts have in common."""
 
+    bare: nn.Module
+    inputs: Inputs
+    device: torch.device | str
+    passes: Sequence[Pass]
+    trial: Trial | None
+    state: tuple[Any, ...]
+    states: frozenset[str]
 
-def _of_attempt(
-    attempt: Attempt, changes: tuple[Change, ...], passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
-) -> Capture | None:
-    """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
-    # What changes nothing for this model, as masks of ones where none is missing, was tried by another row.
-    changes_made = [change.apply(attempt) for change in changes]
-    applied = [each for each in changes_made if each is not None]
-    if len(applied) < len(changes_made):
+    def of_any_size(self) -> Capture | None:
+        """The capture of a call with states that takes any batch and any length of these, 1 too; None where there are
+        none, or it fails, or does not take the inputs."""
+        attempt = self.attempt(_twice(self.inputs))
+        try:
+            holders = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
+            attempt.short = bool(holders) or any(map(lengths, attempt.state_tensors()))
+            program = self.program(attempt, ()) if attempt.short else None
+            if program is None:
+                return None
+            allow_ones(program, attempt.branches)
+            wrong = program.accepts(self.inputs.leaves)
+            if wrong is None:
+                return program
+        except Exception as error:  # whatever a user's forward and torch's tracer may raise
+            wrong = str(error)
+        log.debug("an attempt with states of any size: %s", wrong)
         return None
-    proofs = [proof for _, proof in applied if proof is not None]
-    compared = trial if trial is not None and not trial.skip else None
-    # The model itself is asked before anything is traced: an assumption that it refutes rules out further attempts.
-    attempt.assumes = True
-    trials = []
-    if compared is not None:
-        trials = [proof(compared) for proof in proofs]
-    attempt.assumes = False
-    program = _exported(attempt, state)
-    if compared is None:  # else the comparison shows it: the model itself is called twice
-        refuse_hidden_state(attempt.bare, attempt.stores, replace(attempt, repeats=Repeats(attempt.bare)).run)
-    # A reader of the plan is to know what was traced in the place of his model, and what nobody could prove.
-    program.notes += [note for note, _ in applied if note]
-    if proofs and trial is not None and trial.skip:
-        program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
-    run_passes(program, passes)
-    if compared is not None:
-        with stage("self-check"):
-            program.error = compared.compare(program)
-    # Once more on the inputs of each proof, for the example's may hide the difference.
-    for each in trials:
-        each.compare(program)
-    return program
 
+    def program(self, attempt: Attempt, changes: tuple[Change, ...]) -> Capture | None:
+        """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
+        # What changes nothing for this model, as masks of ones where none is missing, was tried by another row.
+        changes_made = [change.apply(attempt) for change in changes]
+        applied = [each for each in changes_made if each is not None]
+        if len(applied) < len(changes_made):
+            return None
+        proofs, skip = [proof for _, proof in applied if proof is not None], self.trial.skip if self.trial else ""
+        compared = None if skip else self.trial
+        # The model itself is asked before anything is traced: an assumption that it refutes rules out further attempts.
+        attempt.assumes = True
+        trials = [proof(compared) for proof in proofs] if compared is not None else []
+        attempt.assumes = False
+        program = self._exported(attempt)
+        if compared is None:  # else the comparison shows it: the model itself is called twice
+            refuse_hidden_state(self.bare, attempt.stores, replace(attempt, repeats=Repeats(self.bare)).run)
+        # A reader of the plan is to know what was traced in the place of his model, and what nobody could prove.
+        program.notes += [note for note, _ in applied if note]
+        if proofs and skip:
+            program.notes.append(f"that the model computes the same so was assumed, not proved: {skip}")
+        run_passes(program, self.passes)
+        if compared is not None:
+            with stage("self-check"):
+                program.error = compared.compare(program)
+        # Once more on the inputs of each proof, for the example's may hide the difference.
+        for each in trials:
+            each.compare(program)
+        return program
 
-def _attempt(
-    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], states: Collection[str]
-) -> Attempt:
-    """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
-    own, grad_mode = mapped(inputs, lambda t: _example(t, device)), GradModeAnswers(state[2] if state else GRAD)
-    return Attempt(bare, own.args, own.kwargs, repeats=Repeats(bare), grad_mode=grad_mode, states=frozenset(states))
+    def attempt(self, inputs: Inputs) -> Attempt:
+        """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic
+        sizes."""
+        own = mapped(inputs, lambda t: _example(t, self.device))
+        grad_mode = GradModeAnswers(self.state[2] if self.state else GRAD)
+        return Attempt(
+            self.bare, own.args, own.kwargs, repeats=Repeats(self.bare), grad_mode=grad_mode, states=self.states
+        )
 
-
-def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
-    """The capture of an attempt, not canonical yet."""
-    exported = attempt.run()
-    program = _read(exported.program, attempt.bare.training, exported.writes)
-    program.asks_grad_mode, program.asks_gradients = attempt.grad_mode.asks, attempt.grad_mode.tensors
-    program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
-    if state:
-        grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
-        program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
-    return program
+    def _exported(self, attempt: Attempt) -> Capture:
+        """The capture of an attempt, not canonical yet."""
+        exported, state = attempt.run(), self.state
+        program = _read(exported.program, self.bare.training, exported.writes)
+        program.asks_grad_mode, program.asks_gradients = attempt.grad_mode.asks, attempt.grad_mode.tensors
+        program.aliases, program.conditions = aliases(self.bare), exported.conditions
+        if state:
+            grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
+            program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
+        return program
 
 
 def _example(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -382,6 +382,12 @@ def _unlike(name: str, expected: Any, value: Any, asks: bool) -> str | None:
     return None
 
 
+def computed(node: fx.Node) -> Any:
+    """What a call gives of the fake values of its operands."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def caller(node: fx.Node) -> Callable[..., fx.Node]:
     """Writes calls at the graph's insertion point, in the module of this node, with their fake values."""
 
@@ -389,9 +395,8 @@ def caller(node: fx.Node) -> Callable[..., fx.Node]:
         new = node.graph.call_function(function, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
         write(new, no_grad=mark(node).no_grad)
-        values, keywords = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
-            value = function(*values, **keywords)
+            value = computed(new)
         # As torch.export leaves it: a view that holds its base has no form in bytes (`capture/rank0.py`).
         new.meta["val"] = compat.tree_map_only(Tensor, Tensor.detach, value)
         return new

@@ -99,8 +99,11 @@ def write(node: fx.Node, **fields: Any) -> None:
     node.meta[KEY] = Mark(**{**mark(node).__dict__, **fields})  # `replace` takes three times as long
 
 
-def inherit(new: fx.Node, source: fx.Node, **fields: Any) -> None:
-    """`new` stands for `source`: it gets torch's entries and the record of that, with these fields changed."""
+def inherit(new: fx.Node, source: fx.Node, val: Any = None, **fields: Any) -> None:
+    """`new` stands for `source`: it gets torch's entries and the record of that, with this value and these fields
+    changed."""
     new.meta = dict(source.meta)
+    if val is not None:
+        new.meta["val"] = val
     if fields:
         write(new, **fields)

@@ -251,9 +251,7 @@ def _replace(node: fx.Node, body: fx.Graph) -> None:
     with node.graph.inserting_before(node):
         copy_graph(calls, env, node.graph)
     for each in calls:
-        value, new = each.meta["val"], env[each]
-        inherit(new, node, no_grad=mark(node).no_grad)
-        new.meta["val"] = value
+        inherit(env[each], node, each.meta["val"], no_grad=mark(node).no_grad)
     results = fx.map_arg(body.output_node().args[0], lambda n: env[n])
     if isinstance(node.meta["val"], Tensor):
         replace_node(node, results)

@@ -147,9 +147,7 @@ def _put_mask(mask: fx.Node, family: MaskFamily) -> fx.Node:
     args: tuple[Any, ...] = (family.new, family.length, family.position, family.padding, family.window, val.device)
     with mask.graph.inserting_before(mask):
         node = mask.graph.call_function(attention_mask, args)
-    inherit(node, mask, scope=scope_path(mask))
-    if family.padding is None:
-        node.meta["val"] = val[0, 0]
+    inherit(node, mask, val[0, 0] if family.padding is None else None, scope=scope_path(mask))
     return node
 
 

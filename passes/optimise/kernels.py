@@ -326,11 +326,10 @@ def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx
         return scores
     half: Any = cast.args[0]
     for old in reversed(views):
-        value = value_of(old)
+        value = value_of(old).new_empty(value_of(old).shape, dtype=value_of(half).dtype)
         with scores.graph.inserting_before(reader):
             new = scores.graph.call_function(old.target, (half, *old.args[1:]), old.kwargs)
-        inherit(new, old, scope=scope)
-        new.meta["val"] = value.new_empty(value.shape, dtype=value_of(half).dtype)
+        inherit(new, old, value, scope=scope)
         half = new
     return half
 
@@ -342,15 +341,13 @@ def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
         args = (PartialSpec(MAX), args[1])
         target, conversion = convert.function_for(*args), (Partial(MAX), conversion_of(old)[1])
     new = value.graph.call_function(target, (value, *args), old.kwargs)
-    inherit(new, old, scope=scope, conversion=conversion)
-    new.meta["val"] = value_of(value)
+    inherit(new, old, value_of(value), scope=scope, conversion=conversion)
     return new
 
 
 def _unlaid(new: fx.Node, source: fx.Node, scope: tuple[str, ...], val: torch.Tensor) -> None:
     """`new` belongs where `source` does, and its value lies otherwise."""
-    inherit(new, source, scope=scope, layout=None, conversion=None, axis=None)
-    new.meta["val"] = val
+    inherit(new, source, val, scope=scope, layout=None, conversion=None, axis=None)
 
 
 Pattern = Callable[[fx.Node], Rewrite | None]

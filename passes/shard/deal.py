@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from autotp.cost import Cluster
 from autotp.cost.compute import size_hint
-from autotp.ir.graph import BUFFER, TABLE, Capture, outputs_of, resolve
+from autotp.ir.graph import BUFFER, TABLE, Capture, computed, outputs_of, resolve
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
@@ -191,8 +191,7 @@ class Localised:
         if layout is not None and isinstance(val, Tensor):
             node.meta["val"] = self._tensor(val, layout)
         elif val is None:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            node.meta["val"] = computed(node)
         elif isinstance(val, torch.SymInt):
             node.meta["val"] = self._size(expression(val), True)
         elif isinstance(val, list | tuple):

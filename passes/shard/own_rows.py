@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autotp.ir.graph import Capture, copy_node, outputs_of, replace_node, shape_of, tensors
+from autotp.ir.graph import Capture, computed, copy_node, outputs_of, replace_node, shape_of, tensors
 from autotp.ir.layouts import Size, divide
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes, symbols_of
@@ -388,7 +388,6 @@ def _size_values(first: fx.Node, last: fx.Node) -> None:
     node = first
     while (node := node.next) is not last:
         if "val" not in node.meta:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            node.meta["val"] = computed(node)
             node.meta.setdefault("nn_module_stack", last.meta.get("nn_module_stack"))
             write(node, no_grad=mark(last).no_grad)

@@ -97,8 +97,7 @@ class Rewriter:
         if isinstance(node.meta.get("val"), list | tuple):
             for i, layout in enumerate(decision.outs):
                 item = self.new.call_function(operator.getitem, (new, i))
-                inherit(item, node, axis=None)
-                item.meta["val"] = node.meta["val"][i]
+                inherit(item, node, node.meta["val"][i], axis=None)
                 self._hold(node, i, item, layout)
         elif tensors(node):
             self._hold(node, 0, new, decision.outs[0])

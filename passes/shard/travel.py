@@ -241,8 +241,7 @@ class Journey:
         src, dst = a.to_runtime(size), b.to_runtime(size)
         new = graph.call_function(conversions.function_for(src, dst), (x, src, dst))
         over = BatchConversion(a, b, self.ranks, AXIS)
-        inherit(new, next(iter(self.region.products)), batch=over, axis=AXIS, flops=None, saved=None)
-        new.meta["val"] = val
+        inherit(new, next(iter(self.region.products)), val, batch=over, axis=AXIS, flops=None, saved=None)
         return new
 
     def _own(self, weight: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
@@ -282,8 +281,7 @@ def _call(
         axis: whose rank it takes.
     """
     new = graph.call_function(function, args)
-    inherit(new, like, axis=axis, batch=None, flops=None, saved=None)
-    new.meta["val"] = val
+    inherit(new, like, val, axis=axis, batch=None, flops=None, saved=None)
     return new
 
 
