@@ -27,7 +27,7 @@ from autotp.passes.base import Pass, run_passes
 
 from .attempts import ATTEMPTS, Change, Failure, attempt_errors, worth_trying
 from .capture_errors import HiddenState, capture_error, refuse_hidden_state
-from .copies import copied
+from .copies import copied, tensors_of
 from .export import Attempt, GradModeAnswers, lengths
 from .repeated_blocks import Repeats
 from .request import GRAD
@@ -37,8 +37,7 @@ from .selfcheck import Trial
 def aliases(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name under which the same tensor is held."""
     first: dict[int, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(t), name) for name, t in tensors}
+    return {name: first.setdefault(id(t), name) for name, t in tensors_of(model, every_name=True).items()}
 
 
 def skeleton(
@@ -50,7 +49,7 @@ def skeleton(
         model: stays as it is. device: that the fake tensors are on.
         dtypes: by name, of the tensors that are of another type by now.
     """
-    mode, names = compat.fake_mode(), {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    mode, names = compat.fake_mode(), {id(t): n for n, t in tensors_of(model).items()}
 
     def fake(tensor: Tensor) -> Tensor:
         return compat.fake(mode, tensor, (dtypes or {}).get(names.get(id(tensor), ""), tensor.dtype), device)

@@ -22,6 +22,8 @@ from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
 from autotp.text import failure, first_line
 
+from .copies import tensors_of
+
 HERE = Path(__file__).parents[1]
 NOT_THE_USERS = (  # files of torch and numpy, of this library (two folders are links), and generated code
     *(f"{Path(str(library.__file__)).parent}/" for library in (torch, np)),
@@ -263,7 +265,7 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
         raise InputError(
             f"the model is sharded already: autotp.compile or parallelize gave {what}. Give the original model."
         )
-    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+    for name, p in tensors_of(model).items():
         # Frozen, a quantised weight is replaced by the tensors in it; trained, its gradient has no place among these.
         if compat.wraps_tensors(p):
             raise CaptureError(

@@ -21,6 +21,12 @@ from autotp.ir.precision import DELAYED, HISTORY, LATEST, Precision
 Module = TypeVar("Module", bound=nn.Module)
 
 
+def tensors_of(module: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers of a module by name, each tensor under its first one, or under every one."""
+    how: dict[str, Any] = {"remove_duplicate": False} if every_name else {}
+    return {**dict(module.named_parameters(**how)), **dict(module.named_buffers(**how))}
+
+
 class _Detached(TorchFunctionMode):
     """Tensors that were computed, such as a weight that a hook makes anew at every call, are copied without their
     history; torch refuses to copy them."""
@@ -52,7 +58,7 @@ def copied(
         other: the same for any other tensor in an attribute; where it is left out or gives None, a copy of its values.
     """
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors_of(model).values():
         memo[id(tensor)] = replace(tensor)
     with _Detached(other), torch.inference_mode(False):
         return copy.deepcopy(model, memo)
@@ -197,7 +203,7 @@ def plain_weights(model: Any) -> Any:
     Args:
         model: it stays as it is, and the copy shares its tensors.
     """
-    if not isinstance(model, nn.Module) or not any(map(wrapped, [*model.parameters(), *model.buffers()])):
+    if not isinstance(model, nn.Module) or not any(map(wrapped, tensors_of(model).values())):
         return model
     model_copy = copied(model, lambda tensor: tensor)
     parts_by_id: dict[int, list[nn.Parameter]] = {}  # a weight that stands in two places has one set of parts

@@ -22,6 +22,7 @@ from autotp.passes.canonicalise.no_grad_regions import detach_regions
 
 from .autograd_functions import refuse_seen_writes
 from .capture_errors import line_of, refuse_higher_order
+from .copies import tensors_of
 from .repeated_blocks import Repeats, expand, refuse_writes
 
 
@@ -119,7 +120,7 @@ def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
     """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
     bare, program = exported.bare, exported.program
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
-    ids = {n: id(t) for n, t in [*bare.named_parameters(), *bare.named_buffers()]}
+    ids = {n: id(t) for n, t in tensors_of(bare).items()}
     specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
     holders = {ids[target]: nodes[name] for name, target, _ in specs if target in ids}
     return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}

@@ -23,6 +23,8 @@ from autotp.log import log
 from autotp.passes.base import Pass, run_passes
 from autotp.text import failure
 
+from .copies import tensors_of
+
 T = TypeVar("T")
 RankKey = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
 WHAT = "capturing the model"
@@ -203,8 +205,8 @@ def model_key(bare: nn.Module, *more: Any) -> str:
     Raises:
         Untold: the model holds what cannot be compared, such as closures.
     """
-    named_tensors = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
+    named_tensors = tensors_of(bare, every_name=True).items()
     tensors = [(n, first.setdefault(id(t), n), type(t).__name__, _tensor(t)) for n, t in named_tensors]
     digests: dict[int, str] = {}
     modules = [(n, _class(type(m)), _attributes(n, m, digests)) for n, m in bare.named_modules()]

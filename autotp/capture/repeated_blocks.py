@@ -23,6 +23,7 @@ from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory
 
 from .autograd_functions import writes_to
+from .copies import tensors_of
 
 MIN_BLOCKS = 4  # blocks in a stack for which one trace is worth while
 PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -315,20 +316,16 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
     """
     bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
     for kind in dict.fromkeys(n.args[1] for n in short):
-        _, first = repeats.blocks[repeats.first[kind].block]
-        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in _tensors_of(first) if id(t) in holders)})
+        own = tensors_of(repeats.blocks[repeats.first[kind].block][1]).values()
+        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in own if id(t) in holders)})
     for node in short:
         _, kind, block = node.args
         (path, first), other = repeats.blocks[repeats.first[kind].block], repeats.blocks[block][1]
-        pairs = zip(_tensors_of(first), _tensors_of(other), strict=True)
+        pairs = zip(tensors_of(first).values(), tensors_of(other).values(), strict=True)
         bodies[kind].copy(node, {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}, path)
     for body in bodies.values():
         body.dissolve()
     return len(short)
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _bodies(graph: fx.Graph) -> dict[int, _Body]:

@@ -20,7 +20,7 @@ from autotp.proof.differences import Rounding, differences, largest, loss, round
 from autotp.proof.run import run
 from autotp.text import failure
 
-from .copies import copied, made_real
+from .copies import copied, made_real, tensors_of
 
 MAX_WEIGHT_BYTES = 10**9  # bytes of weights up to which a capture is compared without being asked to
 OUTPUT, STATE, GRADIENT = "output ", "", "the gradient of "
@@ -70,8 +70,7 @@ class Trial:
     @cached_property
     def copied(self) -> nn.Module:
         """The model with weights of its own, on the device of the capture."""
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        names = {id(tensor): name for name, tensor in tensors}
+        names = {id(tensor): name for name, tensor in tensors_of(self.model).items()}
 
         def own(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
@@ -190,11 +189,9 @@ class Trial:
 
     def _captured(self, program: Capture, backward: bool) -> Results:
         inputs = self.mapped()
-        plain = {n: self._other(v) for n, v in program.constants.items() if isinstance(v, Tensor)}
-        plain_values = {n: v for n, v in plain.items() if v is not None}
-        tensor_of: dict[str, Any] = {**program.constants, **plain_values}
-        tensor_of |= dict(self.copied.named_buffers(remove_duplicate=False))
-        tensor_of |= dict(self.copied.named_parameters(remove_duplicate=False))
+        empty = {n: v for n, v in program.constants.items() if isinstance(v, Tensor) and v.is_meta}
+        made = {n: made_real(v, self.device) for n, v in empty.items()}
+        tensor_of: dict[str, Any] = {**program.constants, **made, **tensors_of(self.copied, every_name=True)}
         flat = iter(inputs.leaves)
         leaf_values: dict[fx.Node, list[Any]] = {}
         for leaf in program.leaves:
@@ -291,9 +288,9 @@ def finite(values: Iterable[Any]) -> bool:
 
 def bytes_of(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
-    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    return sum(t.numel() * t.element_size() for t in tensors_of(model).values())
 
 
 def on_meta(model: nn.Module) -> bool:
     """Return whether some parameter or buffer is on the meta device."""
-    return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    return any(t.is_meta for t in tensors_of(model).values())

@@ -26,7 +26,7 @@ from autotp.ir.marks import mark
 from autotp.ir.op import aten, expression, symbols_of
 from autotp.ir.scopes import module_path
 
-from .copies import copied
+from .copies import copied, tensors_of
 from .repeated_blocks import MIN_BLOCKS, kinds, path_of, place_in
 
 FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
@@ -140,7 +140,7 @@ def _with_widths(model: nn.Module, arguments: Mapping[str, Any], widths: Mapping
     except Exception:  # whatever a constructor thinks of these sizes
         return None
     want, have = dict(model.named_modules()), dict(narrow.named_modules())
-    tensors, names = _tensors(model), {id(t): n for n, t in _tensors(narrow).items()}
+    tensors, names = tensors_of(model), {id(t): n for n, t in tensors_of(narrow).items()}
     if want.keys() != have.keys() or any(type(m) is not type(have[n]) for n, m in want.items()):
         return None
     if tensors.keys() != set(names.values()):
@@ -154,10 +154,6 @@ def _with_widths(model: nn.Module, arguments: Mapping[str, Any], widths: Mapping
         return nn.Parameter(empty, other.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
     return copied(narrow, like)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import Capture
 from autotp.text import first_line
 
-from .copies import copied
+from .copies import copied, tensors_of
 from .selfcheck import MAX_WEIGHT_BYTES, Trial, bytes_of, on_meta
 from .small_model import cut, cuts, differs, narrowed
 
@@ -93,7 +93,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _count(model: nn.Module) -> int:
-    return sum(t.numel() for t in [*model.parameters(), *model.buffers()])
+    return sum(t.numel() for t in tensors_of(model).values())
 
 
 def _smaller(model: nn.Module) -> Iterator[Small]:

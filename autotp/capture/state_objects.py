@@ -18,6 +18,8 @@ from autotp.inputs import Inputs, mapped
 from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
 from autotp.log import log
 
+from .copies import tensors_of
+
 KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
 
@@ -100,7 +102,7 @@ def on_fakes(bare: nn.Module, inputs: Inputs, device: torch.device) -> Sequence[
     Args:
         bare: the skeleton. inputs: of the call. device: that the skeleton's tensors are on.
     """
-    mode = compat.mode_of([*bare.parameters(), *bare.buffers()])
+    mode = compat.mode_of([*tensors_of(bare).values()])
     if not isinstance(mode, compat.FakeTensorMode):
         return None
 

@@ -41,8 +41,12 @@ class Apart:
 
     def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
         results = zip(tensors(op.node), outs, strict=False)
-        whole = [v for v, x in results if x.sharded_dim is None and has(sizes(v), self.batch)]
+        whole = [v for v, x in results if x.sharded_dim is None and has(sizes(v), self.batch) and self.counts(v)]
         return WHOLE * sum(map(nbytes, whole))
+
+    def counts(self, value: Tensor) -> bool:
+        """Say whether a value of the whole batch is too much."""
+        return True
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
         return WHOLE * nbytes if a.sharded_dim is not None and b.sharded_dim is None else 0.0

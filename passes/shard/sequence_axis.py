@@ -20,7 +20,7 @@ from autotp.errors import CaptureError
 from autotp.ir.graph import Capture, Leaf, differentiable, draws, floating, resolve, shape_of, tensor_at, tensors, where
 from autotp.ir.layouts import Layout, Partition, Segment, Shard
 from autotp.ir.marks import Axis
-from autotp.ir.op import Carry, Factor, Op, Rule, aten, sizes
+from autotp.ir.op import Carry, Factor, Op, Rule, aten
 from autotp.ir.program import Planned
 from autotp.kernels.attention import dealt_attention
 from autotp.passes.optimise.masks import causal
@@ -29,7 +29,7 @@ from autotp.rules.local import ShardCall
 from autotp.text import listed
 
 from .axis import Partitions, Seed
-from .batch_axis import WHOLE, BatchRules, has, one_symbol
+from .batch_axis import Apart, BatchRules, has, one_symbol
 
 SDPA = aten.scaled_dot_product_attention.default
 MOVES = (
@@ -40,19 +40,19 @@ VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int, aten._unsa
 
 
 @dataclass(frozen=True)
-class Tokenwise:
+class Tokenwise(Apart):
     """Keeps work on tokens with their slices: what carries gradients costs more than anything else on all tokens."""
 
-    sequence: sympy.Symbol
     grads: frozenset[fx.Node]
 
     def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
         # Every rank may make all masks and positions, and turn what was gathered.
         if (self.grads and op.node not in self.grads) or getattr(op.target, "overloadpacket", None) in MOVES:
             return 0.0
-        results = zip(tensors(op.node), outs, strict=False)
-        whole = [v for v, x in results if x.sharded_dim is None and floating(v) and has(sizes(v), self.sequence)]
-        return WHOLE * sum(map(nbytes, whole))
+        return super().operator(op, outs, nbytes)
+
+    def counts(self, value: Tensor) -> bool:
+        return floating(value)
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
         return 0.0
@@ -112,8 +112,8 @@ class SequenceRules(BatchRules):
         return [f"over cp {what} after: {listed(names)}" for what, names in places if names]
 
     @property
-    def surcharge(self) -> Tokenwise | None:  # type: ignore[override]
-        return self.surcharges
+    def surcharge(self) -> Apart:
+        return self.surcharges or super().surcharge
 
     def rule(self, op: Op) -> Rule | None:
         """The operator's own; causal attention splits by queries too. Weights are used whole, as they are held."""
