@@ -90,9 +90,7 @@ class Functionalise(Pass[Exported]):
     def run(self, program: Exported) -> Changes:
         graphs = [program.graph, *regions(program.graph)]
         count = sum(mutates(n) for graph in graphs for n in graph.nodes)
-        specs = program.program.graph_signature.input_specs
-        takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
-        takers |= state_places(program.program)
+        takers: dict[str, Any] = {**targets(program.program, "BUFFER"), **state_places(program.program)}
         outputs = functionalise(program.graph, takers.keys())
         if outputs is None:
             program.program = traced_again(program.program)
@@ -121,13 +119,12 @@ def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
     bare, program = exported.bare, exported.program
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     ids = {n: id(t) for n, t in tensors_of(bare).items()}
-    specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
-    holders = {ids[target]: nodes[name] for name, target, _ in specs if target in ids}
-    return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
+    holders = {ids[target]: nodes[name] for name, target in targets(program).items() if target in ids}
+    return holders, {nodes[name] for name in targets(program, "CONSTANT_TENSOR")}
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
-    names = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind.name == "PARAMETER"}
+    names = targets(program, "PARAMETER")
     places_of = memory(program.graph)
     owner_of = {place: names[n.name] for n, places in places_of.items() if n.name in names for place in places}
     for graph in (program.graph, *regions(program.graph)):
@@ -144,7 +141,8 @@ EXPORTED: tuple[Pass[Exported], ...] = (RetraceVmap(), CheckExport(), Functional
 # What a draft export took for granted about the values of the inputs, as a small graph that every call evaluates.
 
 GUESSED = ("MISSING_FAKE_KERNEL", "MISMATCHED_FAKE_KERNEL")
-GIVEN = ("USER_INPUT", "CONSTANT_TENSOR")  # kinds of placeholders that a condition may read
+INPUT = "USER_INPUT"
+GIVEN = (INPUT, "CONSTANT_TENSOR")  # kinds of placeholders that a condition may read
 
 
 @dataclass(frozen=True)
@@ -199,15 +197,15 @@ def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic:
     # The line of the branch itself where torch noted it, otherwise of what it is computed from.
     lines = [line for n in [*check.all_input_nodes, *operands] if (line := line_of(n))]
     what = f"the branch that needs {text}" + (f" ({lines[0]})" if lines else "")
-    kinds = {n: _kind(program, n) for n in operands if n.op == "placeholder"}
+    read, given = [n for n in operands if n.op == "placeholder"], targets(program, *GIVEN)
     # Weights change by training, and a rank has a part of them: no call could ask again what was decided.
-    other = [n.name for n, kind in kinds.items() if kind not in GIVEN]
+    other = [n.name for n in read if n.name not in given]
     if other:
         raise CaptureError(f"{what} depends on weights ({other[0]}), not only on the inputs")
     # Drawn again, they would be others than those that the draft decided by.
     if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in operands):
         raise CaptureError(f"{what} depends on random numbers")
-    inputs = [n for n, kind in kinds.items() if kind == "USER_INPUT"]
+    inputs = [n for n in read if n.name in targets(program, INPUT)]
     # Sizes are read off inputs too: only what reads values counts as a condition on values.
     readers = [(n, u) for n in inputs for u in n.users if u in operands and u.target is not aten.sym_size.int]
     # A state of no dimensions, such as a count, is whole on every rank; of a cache a rank has its heads.
@@ -220,16 +218,18 @@ def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic:
     return bool(inputs)
 
 
+def targets(program: ExportedProgram, *kinds: str) -> dict[str, Any]:
+    """Placeholders of these kinds, or of all, by name -> what torch says that each holds."""
+    specs = program.graph_signature.input_specs
+    return {getattr(s.arg, "name", ""): s.target for s in specs if not kinds or s.kind.name in kinds}
+
+
 def state_places(program: ExportedProgram) -> dict[str, int]:
     """Placeholders of states -> their place among the input tensors."""
     inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
     states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
     tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
     return {name: i for i, name in enumerate(tensors) if name in states}
-
-
-def _kind(program: ExportedProgram, node: fx.Node) -> str:
-    return next(s.kind.name for s in program.graph_signature.input_specs if getattr(s.arg, "name", "") == node.name)
 
 
 def _operands_of(check: fx.Node) -> set[fx.Node]:
@@ -246,10 +246,10 @@ def _operands_of(check: fx.Node) -> set[fx.Node]:
 def _extract(program: ExportedProgram, checks: list[fx.Node]) -> fx.GraphModule:
     """The checks alone, as a module that takes the program's inputs."""
     operands: set[fx.Node] = set().union(*(_operands_of(c) for c in checks))
-    names = {getattr(s.arg, "name", ""): s.target for s in program.graph_signature.input_specs}
+    names, inputs = targets(program), targets(program, INPUT)
     graph, env, root = fx.Graph(), {}, {}
     for node in program.graph.nodes:
-        if node.op == "placeholder" and _kind(program, node) == "USER_INPUT":
+        if node.op == "placeholder" and node.name in inputs:
             env[node] = graph.placeholder(node.name)
         elif node.op == "placeholder" and node in operands:
             root[node.name] = program.constants[str(names[node.name])]
@@ -277,7 +277,7 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
     specs = program.graph_signature.input_specs
     # A region under no_grad loses its frame below; what detaches it must then stand in the graph, behind every value
     # that has a gradient.
-    leaves = {s.arg.name for s in specs if s.kind.name == "PARAMETER"}
+    leaves = {*targets(program, "PARAMETER")}
     leaves |= {
         n.name for n in program.graph.find_nodes(op="placeholder") if getattr(n.meta.get("val"), "requires_grad", False)
     }

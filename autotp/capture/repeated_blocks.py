@@ -111,14 +111,12 @@ def _kind(block: nn.Module, places: set[AttributePlace]) -> Hashable | None:
             return None
         parts.append((path, type(module), module.training))
         parts += [(n, _shape(t), isinstance(t, nn.Parameter)) for n, t in module.named_parameters(recurse=False)]
-        parts += [(n, _shape(t), n in state["_non_persistent_buffers_set"]) for n, t in _buffers(module)]
+        parts += [
+            (n, _shape(t), n in state["_non_persistent_buffers_set"]) for n, t in module.named_buffers(recurse=False)
+        ]
         rest = {n: v for n, v in state.items() if n not in OWN and n not in HOOKS and (path, n) not in places}
         parts += [(n, _value(v)) for n, v in rest.items()]
     return tuple(parts)
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False)
 
 
 def _shape(tensor: Tensor) -> Hashable:

@@ -16,7 +16,7 @@ from autotp import compat
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import BUFFER, CONSTANT, TABLE, Capture
-from autotp.proof.differences import Rounding, differences, largest, loss, rounding_of
+from autotp.proof.differences import Rounding, differences, gradients, largest, loss, rounding_of
 from autotp.proof.run import run
 from autotp.text import failure
 
@@ -201,17 +201,16 @@ class Trial:
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
             (results,) = run(program, leaf_values).outputs
+            afterwards = {x.name: leaf_values[x.node][0] for x in program.leaves if x.kind in (BUFFER, TABLE)}
+            afterwards |= {taker: results[i] for i, taker in program.mutations.items()}
             state: dict[str, Any] = _leaves_by_name(inputs)
-            for x in program.leaves:
-                if x.kind in (BUFFER, TABLE):
-                    (state[f"buffer {program.aliases.get(x.name, x.name)}"],) = leaf_values[x.node]
-            for i, taker in program.mutations.items():
-                name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"
-                state[name] = results[i]
+            for taker, value in afterwards.items():
+                name = f"input {taker}" if isinstance(taker, int) else f"buffer {program.aliases.get(taker, taker)}"
+                state[name] = value
             user_outputs = [v for i, v in enumerate(results) if i not in program.mutations]
             outputs = compat.named_leaves(compat.tree_unflatten(user_outputs, program.out_spec))
-            gradients = {GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))} if backward else {}
-            return {OUTPUT: outputs, STATE: state, **gradients}
+            own = {GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))} if backward else {}
+            return {OUTPUT: outputs, STATE: state, **own}
 
     def _gradient_leaves(self, inputs: Inputs) -> dict[str, Tensor]:
         """The leaves whose gradients are compared."""
@@ -241,9 +240,8 @@ class Trial:
 def _gradients(outputs: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """Gradients of a loss that gives every element of every output a gradient of its own; no `.grad` is touched."""
     total = loss(list(outputs.values()))
-    if not total.requires_grad or not leaves:
-        return dict.fromkeys(leaves)
-    return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), allow_unused=True), strict=True))
+    toward = torch.ones_like(total) if total.requires_grad else None
+    return dict(zip(leaves, gradients([total], [toward], list(leaves.values())), strict=True))
 
 
 class _Differs(Exception):

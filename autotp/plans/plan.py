@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotp.cost.terms import Memory
+from autotp.errors import PlanError
 from autotp.ir.decisions import Decision
+from autotp.ir.files import read_text
 from autotp.ir.layouts import Layout
 from autotp.ir.sizes import UnitsBy
 from autotp.plans.show.document import report
@@ -316,6 +318,6 @@ class Plan(Printed):
             PlanError: there is no such file, or it is not a plan, was changed or damaged, or is a plan in another
                 format.
         """
-        from .saved import load_plan  # noqa: PLC0415
+        from .saved import MAX_FILE_BYTES, read_plan  # noqa: PLC0415
 
-        return load_plan(Path(path))
+        return read_plan(read_text(Path(path), MAX_FILE_BYTES, error=PlanError), str(Path(path)))

@@ -14,13 +14,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from autotp.errors import PlanError
 from autotp.ir.decisions import Decision, plain, read_layout, read_loop
-from autotp.ir.files import parse_json, read_text
+from autotp.ir.files import parse_json
 from autotp.ir.layouts import Distribution, Layout
 from autotp.text import BESIDE
 
@@ -80,11 +79,6 @@ def sealed(data: Mapping[str, Any]) -> str:
 def _seal(data: Mapping[str, Any]) -> str:
     fields_of_plan = {k: v for k, v in data.items() if k != "seal"}
     return hashlib.sha256(json.dumps(fields_of_plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def load_plan(path: Path) -> Plan:
-    """Read the file that `Plan.save` wrote; errors are those of `read_plan`, or say that there is no such file."""
-    return read_plan(read_text(path, MAX_FILE_BYTES, error=PlanError), str(path))
 
 
 def read_plan(text: str, name: str = "the text") -> Plan:

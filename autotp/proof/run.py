@@ -423,11 +423,9 @@ def _wide(x: Any) -> Any:
     return torch.float64 if x.is_floating_point else WIDE.get(x, x)
 
 
-def _has_dtype(x: Any) -> bool:
+def _has_dtype(node: fx.Node) -> bool:
     """Return whether a dtype stands in a node's arguments, at any depth."""
-    if isinstance(x, list | tuple):
-        return any(map(_has_dtype, x))
-    return any(map(_has_dtype, x.values())) if isinstance(x, dict) else isinstance(x, torch.dtype)
+    return any(isinstance(x, torch.dtype) for x in compat.tree_leaves((node.args, node.kwargs)))
 
 
 def _grouped_mm(
@@ -477,7 +475,7 @@ def promoted(*graphs: fx.Graph) -> Iterator[None]:
     narrow = {str(target) for target in NARROW}
     operators = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}
     # Only these are written to, and put back: the graphs are the plan's own.
-    saved = [(n, n.args, n.kwargs) for n in nodes if _has_dtype(n.args) or _has_dtype(n.kwargs)]
+    saved = [(n, n.args, n.kwargs) for n in nodes if _has_dtype(n)]
     default = torch.get_default_dtype()
     for node, args, kwargs in saved:
         node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)

@@ -241,16 +241,13 @@ def _computed(graph: Graph, sizes: _Sizes, trial: Trial, padding: Tensor | None)
     for node in graph.nodes:
         if _is_size(node):
             source, dim = node.args
-            env[node] = padding.shape[dim] if source is graph.padding else _size(node, sizes, trial)  # type: ignore
+            of_padding = source is graph.padding
+            env[node] = padding.shape[dim] if of_padding else sizes.value(expression(node.meta["val"]), trial)  # type: ignore
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = compat.tree_map(lambda x: CPU if isinstance(x, torch.device) else x, (args, kwargs))
         env[node] = args[0] if node.target in KEEPING else node.target(*args, **kwargs)  # type: ignore[operator]
     return env[graph.mask]
-
-
-def _size(node: fx.Node, sizes: _Sizes, trial: Trial) -> int:
-    return sizes.value(expression(node.meta["val"]), trial)
 
 
 def _member(x: MaskFamily, trial: Trial, length: int, padding: Tensor | None) -> Tensor:

@@ -96,18 +96,14 @@ class States:
 
     def seed(self, candidates: Candidates, lengths: set) -> None:
         """The partitions that states suggest by themselves."""
-        for name, node in self.leaves.items():
-            value, layout = self.value(node), self.fixed.get(name)
-            if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:
-                candidates.add((value, layout.sharded_dim), layout.distribution)
-                continue
-            shape = sizes(tensors(node)[0])
-            for d in self.dims(name, lengths):
-                candidates.add_plain((value, d), shape[d])
-        for name, node in self.results.items():
-            layout = self.fixed.get(name)
-            if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:
+        for name, node in (*self.leaves.items(), *self.results.items()):
+            layout = self.fixed.get(name, R)
+            if layout.sharded_dim is not None and layout.distribution is not None:
                 candidates.add((self.value(node), layout.sharded_dim), layout.distribution)
+            elif node is self.leaves.get(name):
+                shape = sizes(tensors(node)[0])
+                for d in self.dims(name, lengths):
+                    candidates.add_plain((self.value(node), d), shape[d])
 
     # ---- the problem -----------------------------------------------------------------------------------------------
 

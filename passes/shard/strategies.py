@@ -81,10 +81,9 @@ class Candidates:
             ins: the values that an operand slot reads, in all equal instances of the operator.
             outs: the value of each result.
         """
-        slots = [*ins, *(frozenset([o]) for o in outs)]
         whole: dict[Distribution, None] = {}
         pieces: dict[int, dict[Distribution, None]] = defaultdict(dict)
-        for carry, values in zip(factor.carries, slots, strict=True):
+        for carry, values in _carried(factor, ins, outs):
             # How many rows a group has is data, so rows by group say nothing of the loop over groups.
             if carry is None or carry.groups is not None:
                 continue
@@ -111,11 +110,10 @@ class Candidates:
         Args:
             factor, ins, outs: as for `loops`.
         """
-        slots = [*ins, *(frozenset([o]) for o in outs)]
         for loop in self.loops(factor, ins, outs):
             if loop.by_data and not self.arrives(factor, loop, ins):
                 continue
-            for carry, values in zip(factor.carries, slots, strict=True):
+            for carry, values in _carried(factor, ins, outs):
                 partition = self.place(carry, factor, loop, ins) if carry is not None else None
                 if carry is not None and partition is not None:
                     for value in values:
@@ -142,6 +140,13 @@ class Candidates:
         if carry.groups is not None:
             return loop.by_groups(min(self.ends[v] for v in ins[carry.groups]))
         return loop.lift(carry.repeat, carry.unit, self.tp)
+
+
+def _carried(
+    factor: Factor, ins: Sequence[frozenset[ValueId]], outs: Iterable[ValueId]
+) -> Iterator[tuple[Carry | None, frozenset[ValueId]]]:
+    """Each slot's place in a loop, and the values that are there; results come after operands."""
+    return zip(factor.carries, (*ins, *(frozenset([o]) for o in outs)), strict=True)
 
 
 def several_read(op: Op, factor: Factor) -> bool:
@@ -237,8 +242,7 @@ def _split(
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:  # fmt: skip
     """The layouts of operands and results where this loop is split; None where some slot cannot be."""
     layouts: list[Layout] = []
-    every = [*slots, *(frozenset([r]) for r in results)]
-    for slot, (carry, values) in enumerate(zip(factor.carries, every, strict=True)):
+    for slot, (carry, values) in enumerate(_carried(factor, slots, results)):
         if carry is None:
             layouts.append(_uncarried(rule, factor, slot))
             continue
