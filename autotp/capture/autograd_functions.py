@@ -174,9 +174,7 @@ def _with_gradient(
         operands.append(x.detach().requires_grad_() if graded else x)
     with torch.enable_grad():
         outs = function(*operands)
-    # An argmax has no gradient.
-    graded = zip(outs, toward, strict=True) if toward else ()
-    computed = gradients(outs, [g if y.requires_grad else None for y, g in graded], operands)
+    computed = gradients(outs, toward, operands)
     return [y.detach() for y in outs], computed
 
 

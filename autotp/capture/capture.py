@@ -118,7 +118,7 @@ def _twice(inputs: Inputs) -> Inputs:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be captured: the arguments of `capture`, which all attempts have in common."""
+    """Arguments of `capture`, which all attempts have in common."""
 
     bare: nn.Module
     inputs: Inputs
@@ -154,11 +154,14 @@ class _Request:
         applied = [each for each in changes_made if each is not None]
         if len(applied) < len(changes_made):
             return None
-        proofs, skip = [proof for _, proof in applied if proof is not None], self.trial.skip if self.trial else ""
+        proofs = [proof for _, proof in applied if proof is not None]
+        skip = self.trial.skip if self.trial else ""
         compared = None if skip else self.trial
         # The model itself is asked before anything is traced: an assumption that it refutes rules out further attempts.
         attempt.assumes = True
-        trials = [proof(compared) for proof in proofs] if compared is not None else []
+        trials = []
+        if compared is not None:
+            trials = [proof(compared) for proof in proofs]
         attempt.assumes = False
         program = self._exported(attempt)
         if compared is None:  # else the comparison shows it: the model itself is called twice

@@ -204,7 +204,7 @@ class FreeDims:
     short: bool = False
 
     def of_argument(self, value: Any) -> Any:
-        """Those of an argument: of tokens the first two, of all else the batch."""
+        """Free dimensions of an argument: of tokens the first two, of all else the batch."""
         if isinstance(value, Carried):  # which dimensions grow is not known, but for some
             return list(map(self.of_state, value.tensors, value.shape.names))
         if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
@@ -218,7 +218,7 @@ class FreeDims:
         return {d: Dim.AUTO for d in dims if value.shape[d] > 1 or not self.short}
 
     def of_state(self, value: Any, name: str = "") -> Any:
-        """Those of a state of an object, which has a name, or of one that the user names: all but what is a number."""
+        """Free dimensions of a state of an object, which has a name, or of one that the user names: all but numbers."""
         if not isinstance(value, Tensor):
             return None
         grown = lengths(value)

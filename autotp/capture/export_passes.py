@@ -197,9 +197,9 @@ def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic:
     # The line of the branch itself where torch noted it, otherwise of what it is computed from.
     lines = [line for n in [*check.all_input_nodes, *operands] if (line := line_of(n))]
     what = f"the branch that needs {text}" + (f" ({lines[0]})" if lines else "")
-    read, given = [n for n in operands if n.op == "placeholder"], targets(program, *GIVEN)
+    read, allowed = [n for n in operands if n.op == "placeholder"], targets(program, *GIVEN)
     # Weights change by training, and a rank has a part of them: no call could ask again what was decided.
-    other = [n.name for n in read if n.name not in given]
+    other = [n.name for n in read if n.name not in allowed]
     if other:
         raise CaptureError(f"{what} depends on weights ({other[0]}), not only on the inputs")
     # Drawn again, they would be others than those that the draft decided by.

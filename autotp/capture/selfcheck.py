@@ -190,8 +190,8 @@ class Trial:
     def _captured(self, program: Capture, backward: bool) -> Results:
         inputs = self.mapped()
         empty = {n: v for n, v in program.constants.items() if isinstance(v, Tensor) and v.is_meta}
-        made = {n: made_real(v, self.device) for n, v in empty.items()}
-        tensor_of: dict[str, Any] = {**program.constants, **made, **tensors_of(self.copied, every_name=True)}
+        values = {n: made_real(v, self.device) for n, v in empty.items()}
+        tensor_of: dict[str, Any] = {**program.constants, **values, **tensors_of(self.copied, every_name=True)}
         flat = iter(inputs.leaves)
         leaf_values: dict[fx.Node, list[Any]] = {}
         for leaf in program.leaves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 
-from .marks import mark, write
+from .marks import copy_graph, copy_node, mark, write  # noqa: F401  others have them from here
 from .op import Op, aten, expression, sizes
 from .scopes import Blocks, module_name
 from .sizes import Size, substitute
@@ -143,54 +143,6 @@ CONSTANT = LeafKind("constant", steady=True)
 INPUT = LeafKind("input", passed=True)
 STATE = LeafKind("state", splits=True, passed=True, carried=True)  # a cached key or value, a convolution's
 SEEDS = LeafKind("seeds")  # what counter-based random numbers come from
-
-
-# ---- copies of graphs ------------------------------------------------------------------------------------------------
-
-# Copies of graphs: all of one, some of its nodes, into another or once more into itself.
-
-
-def copy_graph(
-    nodes: Iterable[fx.Node], env: MutableMapping[fx.Node, Any] | None = None, graph: fx.Graph | None = None
-) -> tuple[fx.Graph, MutableMapping[fx.Node, Any]]:
-    """Copy nodes in this order, with their names where these are free, and their meta data.
-
-    Args:
-        nodes: each after those of them that it reads; `graph.nodes` for all, with the output.
-        env: what copies read in place of a node, which is extended by the copies. A node that is there already is not
-            copied.
-        graph: what is written to, at its insertion point; by default a new graph. What copies read in the same graph
-            and is not in `env` is read as it is.
-
-    Returns:
-        That graph, and `env`.
-    """
-    env = {} if env is None else env
-    to = fx.Graph() if graph is None else graph
-
-    def read(node: fx.Node) -> Any:
-        return node if node not in env and node.graph is to else env[node]
-
-    for node in nodes:
-        if node not in env:
-            env[node] = copy_node(node, to, read)
-    return to, env
-
-
-def copy_node(node: fx.Node, graph: fx.Graph, operand: Callable[[fx.Node], Any], name: str = "") -> fx.Node:
-    """Copy one node.
-
-    Args:
-        node: what is copied.
-        graph: what is written to, at its insertion point.
-        operand: what the copy reads in place of each node that the original reads, asked from the first to the last.
-        name: of the copy, by default the node's own.
-    """
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)
-    target = name if name and node.op == "placeholder" else node.target
-    new = graph.create_node(node.op, target, args, kwargs, name or node.name, node.type)
-    new.meta = dict(node.meta)
-    return new
 
 
 # ---- graph -----------------------------------------------------------------------------------------------------------
@@ -383,7 +335,7 @@ def _unlike(name: str, expected: Any, value: Any, asks: bool) -> str | None:
 
 
 def computed(node: fx.Node) -> Any:
-    """What a call gives of the fake values of its operands."""
+    """Run a call on the fake values of its operands."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -468,12 +420,12 @@ def replace_results(node: fx.Node, results: Sequence[Any]) -> None:
 
 def reached(starts: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
     """Give all that steps lead to from these, which come first, the nearest before the others."""
-    found = dict.fromkeys(starts)
-    order = [*found]
+    visited = dict.fromkeys(starts)
+    order = [*visited]
     for x in order:
         yield x
-        fresh = dict.fromkeys(y for y in step(x) if y not in found)
-        found |= fresh
+        fresh = dict.fromkeys(y for y in step(x) if y not in visited)
+        visited |= fresh
         order += fresh
 
 

@@ -220,15 +220,19 @@ def gradients(
     """Gradients of the operands; None for those that need none or are not reached.
 
     Args:
-        results: of the operands. toward: gradients of the results; None for those that have none.
+        results: of the operands. toward: gradients of the results; None, or fewer of them, for those that have none.
     """
-    pairs = [(y, g) for y, g in zip(results, toward, strict=False) if g is not None]
+    # An argmax has no gradient.
+    pairs = [(y, g) for y, g in zip(results, toward, strict=False) if g is not None and y.requires_grad]
     sources = [x for x in operands if x.requires_grad]
     if not pairs or not sources:  # torch refuses to compute a gradient of nothing
         return [None] * len(operands)
     outputs, upstream = zip(*pairs, strict=True)
     computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
-    return [next(computed) if x.requires_grad else None for x in operands]
+    own: list[Tensor | None] = []
+    for x in operands:
+        own.append(next(computed) if x.requires_grad else None)
+    return own
 
 
 def largest(x: Tensor) -> float:

@@ -400,17 +400,17 @@ def _of_weights(flow: Dataflow, start: fx.Node, others: Collection[fx.Node]) -> 
     None where it is made of more than these, or of nothing that is trained.
     """
 
-    def given(n: fx.Node) -> bool:
+    def leaf(n: fx.Node) -> bool:
         return n in flow.weights or n in others or n in flow.own or n.op == "get_attr"
 
-    made, trained = [], False
-    for n in reached([start], lambda n: () if given(n) else n.all_input_nodes):
+    operators, trained = [], False
+    for n in reached([start], lambda n: () if leaf(n) else n.all_input_nodes):
         trained |= n in flow.weights and _trained(flow.weights[n])
-        if not given(n):
+        if not leaf(n):
             if n.op != "call_function":
                 return None
-            made.append(n)
-    return sorted(made) if trained else None
+            operators.append(n)
+    return sorted(operators) if trained else None
 
 
 def _trained(leaf: fx.Node) -> bool:

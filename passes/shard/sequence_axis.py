@@ -108,8 +108,11 @@ class SequenceRules(BatchRules):
         turned = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is not None]
         lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
         # With its module, the same for all repeated blocks.
-        places = [(what, [re.sub(r"\.\d+(?=\.|$)", ".*", where(node)) for node in nodes]) for what, nodes in lists]
-        return [f"over cp {what} after: {listed(names)}" for what, names in places if names]
+        notes = []
+        for what, nodes in lists:
+            names = [re.sub(r"\.\d+(?=\.|$)", ".*", where(node)) for node in nodes]
+            notes += [f"over cp {what} after: {listed(names)}"] if names else []
+        return notes
 
     @property
     def surcharge(self) -> Apart:

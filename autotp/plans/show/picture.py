@@ -74,10 +74,11 @@ def _weight(p: Parameter, module: str, tp: int, index: int, top: int, longest: i
     else:
         boxes = [(after, y + a, columns, d) for a, d in own["own"]]
         cuts = [f"M{after:.1f} {y + c:.1f}h{columns:.1f}" for c in own["cuts"]]
+    corners = [(round(x, 1), round(y, 1), round(w, 1), round(h, 1)) for x, y, w, h in boxes]
     return {
         "name": name, "whole": document.shape(p.shape), "role": p.role,
         "local": document.shape(p.local), "before": round(before, 1), "after": round(after, 1), "y": round(y, 1),
-        "size": (round(columns, 1), round(rows, 1)), "own": [tuple(round(x, 1) for x in box) for box in boxes],
+        "size": (round(columns, 1), round(rows, 1)), "own": corners,
         "cuts": cuts,
     }  # fmt: skip
 
