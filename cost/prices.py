@@ -312,7 +312,7 @@ class Prices:
         return cost + Cost(surcharge=self.surcharge.conversion(a, b, self.bytes(tensors(value[0])[value[1]])))
 
     def _conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
-        node, i = value
+        node = value[0]
         # Copies of a head for the few ranks that share it are not the gathering of a weight, which is forbidden.
         few = conversions.among_few(a, b)
         moves = node in self.weights and a.sharded_dim is not None and not few
@@ -322,22 +322,26 @@ class Prices:
             return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
-        size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
         # Forward a to b; backward the gradient goes from the dual of b to the dual of a. A plan that does not train has
         # no backward, but stays legal for one that does: both ways must exist, and only the first is paid.
-        ways = [(a, b), (b.dual, a.dual)] if node in self.grads else [(a, b)]
-        times_of_ways = [self.one_way(x, y, size * self.narrow(node, x, y)) for x, y in ways[:1]]
-        times_of_ways += [self.one_way(x, y, size) for x, y in ways[1:]]
-        if any(seconds is None for seconds in times_of_ways):
+        ways = self._ways(value, a, b)
+        seconds = [self.one_way(*way) for way in ways]
+        if None in seconds:
             return None
-        both = zip(ways, times_of_ways, strict=True) if self.objective.training else [(ways[0], times_of_ways[0])]
         # A slice of a replicated value is a copy on each rank, which is computing and not communication.
         out: dict[str, float] = {}
-        for (x, y), seconds in both:
+        for (x, y, _), spent in zip(ways, seconds[: 1 + self.objective.training], strict=False):
             kind = conversions.KINDS.get(conversions.key(x, y))
             name = "communication" if kind is not None and kind.primitive else "compute"
-            out[name] = out.get(name, 0.0) + times * (seconds or 0.0)
+            out[name] = out.get(name, 0.0) + (RESCUE if moves else 1) * (spent or 0.0)
         return Cost(**out)
+
+    def _ways(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
+        """Conversions forward and, of what has a gradient, backward, each with the bytes of the whole that is sent."""
+        node, i = value
+        size = self.bytes(tensors(node)[i])
+        back = [(b.dual, a.dual, size)] if node in self.grads else []
+        return [(a, b, size * self.narrow(node, a, b)), *back]
 
     def traffic(self, value: Any, a: Layout, b: Layout) -> Traffic:
         """Return what a rank sends for a conversion of a value (node, result) in a step, forward and backward.
@@ -346,15 +350,9 @@ class Prices:
             value: node and number of its result.
             a, b: the layouts before and after.
         """
-        node, i = value
-        ways = [(a, b)]
-        if node in self.grads and self.objective.training:
-            ways.append((b.dual, a.dual))
-        nbytes = self.bytes(tensors(node)[i])
-        sizes = [nbytes * self.narrow(node, a, b), nbytes]
-        calls = [conversions.sending(*way, size, self.tp) for way, size in zip(ways, sizes, strict=False)]
-        way_bytes = [collective_bytes(*call) for call in calls if call[0] != "none"]
-        return Traffic(sum(way_bytes), len(way_bytes))
+        ways = self._ways(value, a, b)[: 1 + self.objective.training]
+        calls = [call for way in ways if (call := conversions.sending(*way, self.tp))[0] != "none"]
+        return Traffic(sum(collective_bytes(*call) for call in calls), len(calls))
 
     def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
         """The part of a value's bytes that its conversion sends forward."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -173,9 +174,12 @@ def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
 def _holds(src: Any, dst: Any) -> bool:
     """Say whether a shard and a slice for a group of ranks have the same elements in that group."""
     fine, coarse = (src, dst) if src.mark == "S" else (dst, src)
-    if isinstance(fine, Layout):
-        fine, coarse = fine.to_runtime(), coarse.to_runtime()
-    return coarse.holds(fine)
+    return _layout_holds(fine, coarse) if isinstance(fine, Layout) else coarse.holds(fine)
+
+
+@cache
+def _layout_holds(fine: Layout, coarse: Any) -> bool:
+    return coarse.to_runtime().holds(fine.to_runtime())
 
 
 def copies_of(src: Any, dst: Any) -> int:
@@ -460,8 +464,7 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
 
 def among_few(src: Layout, dst: Layout) -> bool:
     """Say whether a conversion is within the slice that a group of ranks has, a part of which each has or gets."""
-    marks = src.mark, dst.mark
-    return marks in SPREAD and key(src, dst)[1][-1] == "'"
+    return (src.mark, dst.mark) in SPREAD and key(src, dst)[1][-1] == "'"
 
 
 def primitive(src: Layout, dst: Layout) -> str | None:

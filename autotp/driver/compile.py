@@ -93,6 +93,7 @@ class Compilation:
     captured: tuple[Capture, list[str]] | None = None
     hosts: Mapping[str, int] = field(default_factory=dict)
 
+    @uncollected()
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
         inputs = first_part(inputs, self.options.batch.dp // self.hosts["dp"] if "dp" in self.hosts else 1)
         captured, notes = self.captured or self.capture(inputs)

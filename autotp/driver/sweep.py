@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from autotp.capture.request import CaptureRequest
-from autotp.cost.memory import Memory, lifetimes
+from autotp.cost.memory import lifetimes
 from autotp.cost.prices import lengths
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
-from autotp.log import stage
+from autotp.log import stage, uncollected
 from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
@@ -80,6 +80,7 @@ def sweep(
     return replace(sweeps[1], precision=f"float8 {request.precision.recipe}", own=sweeps[0])
 
 
+@uncollected()
 def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:
     """Plan a captured model for several degrees.
 
@@ -170,7 +171,7 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
     def peak(batch: int) -> float:
         if batch not in peaks:
             sizes = {**hints, **dict.fromkeys(symbols, batch)}
-            peaks[batch] = _grown(m, moving(sizes)[1], batch / size)
+            peaks[batch] = m.steady - m.cache + m.cache * (batch / size) + moving(sizes)[1]
         return peaks[batch]
 
     low, high = 0, size  # fits (0: assumed), does not fit
@@ -189,10 +190,6 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
         if low and peak(low + 1) > limit:
             return low
     return low
-
-
-def _grown(m: Memory, moving: float, factor: float) -> float:
-    return m.steady - m.cache + m.cache * factor + moving
 
 
 def automatic(captured: Capture, notes: list[str], tps: Iterable[int], keywords: Mapping[str, Any], name: str) -> Plan:

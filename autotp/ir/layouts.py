@@ -7,11 +7,11 @@ I, R, S and P are those of JAX `shard_map`'s varying and invariant axes and of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .partitions import Copies, Distribution, Groups, Partition, Segment  # noqa: F401
-from .sizes import Size, dealt, divide, simplify  # noqa: F401
+from .sizes import Size, dealt, divide, record, simplify  # noqa: F401
 
 if TYPE_CHECKING:
     from .specs import Spec
@@ -20,7 +20,7 @@ Reduction = Literal["sum", "max"]
 ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 
 
-@dataclass(frozen=True)
+@record
 class Layout:
     """Base of the layouts of a value on one mesh axis.
 
@@ -139,7 +139,7 @@ class Layout:
 # ---- the kinds -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Invariant(Layout):
     """The whole value, the same on every rank; its gradient is too."""
 
@@ -151,7 +151,7 @@ class Invariant(Layout):
         return InvariantSpec()
 
 
-@dataclass(frozen=True)
+@record
 class Replicate(Layout):
     """The whole value, the same on every rank; each rank's gradient is one summand (or, for `max`, one candidate)."""
 
@@ -172,7 +172,7 @@ class Replicate(Layout):
         return "R" if self.gradients == "sum" else f"R({self.gradients})"
 
 
-@dataclass(frozen=True)
+@record
 class Partial(Layout):
     """One summand (or, for `max`, one candidate) of the value on every rank; its gradient is whole on each."""
 
@@ -194,7 +194,7 @@ class Partial(Layout):
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
 
 
-@dataclass(frozen=True)
+@record
 class _Dealt(Layout):
     """A dimension that is dealt to the ranks; `key` is the field of its JSON that no other kind has."""
 
@@ -219,7 +219,7 @@ class _Dealt(Layout):
         return f"{self.mark}({self.dim})"
 
 
-@dataclass(frozen=True)
+@record
 class _Sliced(_Dealt):
     """A rank has a slice of dimension `dim`."""
 
@@ -242,7 +242,7 @@ class _Sliced(_Dealt):
         return kind(self.dim, *self.partition.to_runtime(size))
 
 
-@dataclass(frozen=True)
+@record
 class Shard(_Sliced):
     """One slice of dimension `dim`, dealt by `partition`; its gradient likewise."""
 
@@ -265,7 +265,7 @@ class Shard(_Sliced):
         return (Partition.plain(length, tp),)
 
 
-@dataclass(frozen=True)
+@record
 class Grouped(_Dealt):
     """The rows of a rank's groups along dimension `dim`, in their places among all rows; its gradient likewise."""
 
@@ -283,7 +283,7 @@ class Grouped(_Dealt):
         return GroupedSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
 
 
-@dataclass(frozen=True)
+@record
 class Travelled(_Dealt):
     """Rows along dimension `dim` with the ranks that own their groups, and with no other; its gradient likewise."""
 
@@ -303,7 +303,7 @@ class Travelled(_Dealt):
         return spec
 
 
-@dataclass(frozen=True)
+@record
 class Copied(_Sliced):
     """A slice of dimension `dim`, which a group of ranks has alike; each rank's gradient of it is a summand."""
 
@@ -324,7 +324,7 @@ class Copied(_Sliced):
         return f"Shard({self.dim}) on {self.partition.copies} ranks each"
 
 
-@dataclass(frozen=True)
+@record
 class Summed(Copied):
     """One summand, on each rank of a group, of the group's slice: the gradient of a value that is `Copied`."""
 

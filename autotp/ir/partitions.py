@@ -1,20 +1,20 @@
-"""Distributions of one dimension over the ranks: partitions, whose elements are known, and groups, which the data
-decides."""
+"""Distributions of one dimension over the ranks: partitions, of known elements, and groups, which the data decides."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .sizes import Deal, Size, UnitsBy, dealt, divide, largest, read_deal, read_size, shared, simplify, write_size
+from .sizes import Size, dealt, divide, largest, read_deal, read_size, record, shared, simplify, write_size
 
 if TYPE_CHECKING:
+    from .sizes import Deal, UnitsBy
     from .specs import CopiedRuns, Runs
 
 
-@dataclass(frozen=True)
+@record
 class Segment:
     """`count` units of `unit` consecutive elements; whole units go to the ranks as `sizes.dealt` has it by `deal`.
 
@@ -80,8 +80,7 @@ class Distribution:
         return False
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Distribution | None:
-        """Distribution of a dimension which holds this loop `repeat` times, `unit` elements a step; None: there is
-        none."""
+        """Distribution of a dimension that holds this loop `repeat` times, `unit` elements a step; None: none."""
         return self if repeat == unit == 1 else None
 
     def lower(self, repeat: Size, unit: Size, tp: int) -> Distribution | None:
@@ -156,7 +155,7 @@ class Distribution:
 # ---- the kinds -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Partition(Distribution):
     """Partition of one dimension: a run of segments, the run repeated `repeat` times.
 
@@ -338,7 +337,7 @@ class Partition(Distribution):
         return cls(segments, read_size(data["repeat"]))
 
 
-@dataclass(frozen=True)
+@record
 class Copies(Distribution):
     """Units that are fewer than the ranks: `copies` ranks that follow each other have the same of them.
 
@@ -462,7 +461,7 @@ def _coarsest(segment: Segment, tp: int) -> Segment:
     return Segment(segment.count // units, simplify(units * segment.unit), deal)
 
 
-@dataclass(frozen=True)
+@record
 class Groups(Distribution):
     """Distribution of rows that are sorted by group: a rank owns the rows of its groups, as many as the data says.
 

@@ -1,19 +1,22 @@
-"""Sizes: ints or sympy expressions over the graph's input sizes; their division, a rank's units of one, and JSON."""
+"""Sizes: ints or sympy expressions over the graph's input sizes; their division, a rank's units of one, JSON, and
+records that keep the hash of theirs."""
 
 from __future__ import annotations
 
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import sympy
 
 from .files import MAX_NUMBER
 
 Size = int | sympy.Expr
+T = TypeVar("T")
 LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -177,3 +180,19 @@ def _larger(x: ast.Call) -> Any:
         raise ValueError(f"{ast.unparse(x)!r} is not a size")
     # Torch's own, as captures have them; imported here, since a plan without them is read without torch.
     return getattr(import_module("autotp.compat"), name)(*map(_expression, x.args))
+
+
+@dataclass_transform(frozen_default=True)
+def record(cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass whose instances keep their hash, which planning asks for at every look-up."""
+    frozen: Any = dataclass(frozen=True)(cls)
+    of_fields = frozen.__hash__
+
+    def own(self: Any) -> int:
+        return self.__dict__.get("_hash") or self.__dict__.setdefault("_hash", of_fields(self))
+
+    def state(self: Any) -> dict[str, Any]:  # another process has other hashes of strings
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    frozen.__hash__, frozen.__getstate__ = own, state
+    return frozen

@@ -20,6 +20,7 @@ from autotp.errors import StateError
 from autotp.inputs import Args, Inputs, Kwargs
 from autotp.ir.files import PathLike
 from autotp.ir.graph import NamedTensors
+from autotp.log import uncollected
 from autotp.plans.plan import Plan
 from autotp.plans.show.rank_program import render_graph
 from autotp.runtime import checkpoint
@@ -70,6 +71,7 @@ class ShardedModule(Batching, Part):
         """An instance of this class and the original's; of this one alone, as a copy begins, without arguments."""
         return object.__new__(whole_class(args[0], cls) if args else cls)
 
+    @uncollected()
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
         super().__init__(model)
         if source.tp * source.axis(plan).size == 1:

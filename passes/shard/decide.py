@@ -14,7 +14,7 @@ from autotp.errors import PlanError
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Decided, Decision, GraphPart, Planned, Solution
-from autotp.passes.analysis.axes import PortDims, find_axes
+from autotp.passes.analysis.axes import PortDims
 
 from .axis import TENSOR
 from .planner import Builder
@@ -170,8 +170,7 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
         return ()
     if not splits(builder, builder.parts):
         return ()
-    axes = find_axes(builder.flow, builder.parts)
-    always = [port for axis in AXES for port in axes[axis]]
+    always = [port for axis in AXES for port in builder.reading.axes[axis]]
     index = {n: i for i, n in enumerate(heads)}
     # Heads of keys that are fewer than the ranks it has on groups of these; a single one is whole on all.
     heads_of = [part.heads for part in builder.parts if part.heads is not None]

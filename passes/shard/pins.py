@@ -26,9 +26,7 @@ from autotp.ir.graph import Capture, Leaf, floating, outputs_of, read, resolve, 
 from autotp.ir.layouts import I, Layout, R
 from autotp.ir.op import Op
 from autotp.ir.scopes import module_path
-from autotp.passes.analysis.axes import AXES, PortDims, find_axes
-from autotp.passes.analysis.blocks import find_blocks
-from autotp.passes.analysis.dataflow import Dataflow
+from autotp.passes.analysis.axes import AXES, PortDims
 from autotp.text import listed, near
 
 Pins = Mapping[str, Placement]
@@ -130,23 +128,22 @@ def read_pins(pins: Any) -> dict[str, int | None]:
     return dims
 
 
-def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], dataflow: Callable[[], Dataflow]) -> Pinned:
+def find(
+    program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], logical: Callable[[], Mapping[str, list[PortDims]]]
+) -> Pinned:
     """Find the pins in a captured graph; of several that fit one parameter or module, the first counts.
 
     Args:
         program: the capture. pins: dimension, or None for whole, by the name or pattern that the user gave.
-        ops: of the calls. dataflow: gives that of the capture.
+        ops: of the calls. logical: gives the logical axes of the capture, with their ports.
 
     Raises:
         InputError: a key fits nothing. PlanError: a value has no such dimension.
     """
     finder = _Finder(program, ops, Pinned())
-    axes: Mapping[str, list[PortDims]] = {}
-    if set(pins) & set(AXES):
-        axes = find_axes(flow := dataflow(), find_blocks(flow, {}))
     for key, dim in pins.items():
         if key in AXES:
-            finder.axis(key, dim, axes)
+            finder.axis(key, dim, logical())
         elif key.startswith(INPUT):
             finder.input(key, dim)
         elif key.startswith(OUTPUT):

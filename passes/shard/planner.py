@@ -40,6 +40,7 @@ from autotp.ir.op import Op, sizes
 from autotp.ir.program import GraphPart, Past
 from autotp.ir.sizes import UnitsBy
 from autotp.passes.analysis import fold
+from autotp.passes.analysis.axes import PortDims, find_axes
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.analysis.dataflow import Dataflow
 from autotp.text import listed
@@ -95,6 +96,11 @@ class Reading:
         """The named parts of the graph."""
         return find_blocks(self.flow, self.same)
 
+    @cached_property
+    def axes(self) -> dict[str, list[PortDims]]:
+        """The logical axes of the graph."""
+        return find_axes(self.flow, self.parts)
+
 
 @dataclass
 class Builder:
@@ -122,7 +128,7 @@ class Builder:
     def __post_init__(self) -> None:
         self.reading = self.read_before = reading = self.read_before or Reading(self.program, self.axis)
         self.grads, self.ops, self.rules, self.leaves = reading.grads, reading.ops, reading.rules, reading.leaves
-        self.user = find_pins(self.program, self.pins, self.ops, lambda: self.flow)
+        self.user = find_pins(self.program, self.pins, self.ops, lambda: reading.axes)
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         marks |= placed_apart(self.leaves, self.pinned, reading.same)
@@ -157,15 +163,10 @@ class Builder:
                     self.cache_readers[self.value(operand)] = self.same[n], slot
                     self.cache_bytes[self.same[n]][slot] = self.prices.cache_bytes(value)
 
-    @property
-    def flow(self) -> Dataflow:
-        """Origins of the values of the graph."""
-        return self.reading.flow
-
     @cached_property
     def parts(self) -> list[GraphPart]:
         """The named parts of the graph."""
-        return self.reading.parts if self.same is self.reading.same else find_blocks(self.flow, self.same)
+        return self.reading.parts if self.same is self.reading.same else find_blocks(self.reading.flow, self.same)
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)
