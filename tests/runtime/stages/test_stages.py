@@ -27,6 +27,7 @@ from tests.helpers.pipelines import (
     slices,
     untied,
 )  # fmt: skip
+from tests.helpers.processes import own_world
 from tests.helpers.processes.pool import Pool
 
 WORDS = {
@@ -78,7 +79,7 @@ def machine(speed: float) -> autotp.Cluster:
     return replace(local, peak_flops=rates, memory_bandwidth=bandwidth, launch_overhead=overhead)
 
 
-def by_a_search(rank: int, world: int, group: Any, speeds: tuple[float, ...]) -> tuple[set[str], list[float]]:
+def by_a_search(rank: int, speeds: tuple[float, ...]) -> tuple[set[str], list[float]]:
     """Blocks that this rank holds by the plan of the best mesh, and how far a step's loss and gradients, and a call's,
     are from one device's; the last from one where a weight that moved between stages is another."""
     with double():
@@ -109,10 +110,10 @@ def called(pipe: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def test_unlike_devices_have_blocks_by_their_speed_and_are_the_model(pool: Pool) -> None:
+def test_unlike_devices_have_blocks_by_their_speed_and_are_the_model() -> None:
     """Four and two at 2:1, and three of equal devices; a changed weight of the block that is elsewhere then shows."""
     for speeds, first in (((2.0, 1.0), 4), ((1.0, 1.0), 3)):
-        found = pool.run(by_a_search, speeds, world=2)
+        found = own_world.run(by_a_search, speeds, world=2)
         assert [held for held, _ in found] == [set(map(str, own)) for own in (range(first), range(first, 6))]
         for _, (step, call, control) in found:
             assert step < CLOSE and call < CLOSE and control > 1e-4

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as Split
 import autotp
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard
-from autotp.runtime.storage import Storage, strides
+from autotp.runtime.storage import Storage
 from benchmarks.helpers.lists.doubled import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import SelfAttention, inputs_of, redrawn, transformer
@@ -66,11 +66,6 @@ def test_a_whole_parameter_is_one_piece():
     storage, full = Storage((3, 4), I, 4), torch.randn(3, 4)
     assert storage.names("w") == ["w"] and not storage.split
     assert storage.full([full]) is full and storage.local([full]) is full
-
-
-def test_strides_are_those_of_a_contiguous_tensor():
-    for shape in ((), (3,), (2, 0, 3), (4, 1, 5)):
-        assert strides(shape) == torch.empty(shape).stride()
 
 
 def equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
