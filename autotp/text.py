@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import platform
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from .errors import InputError
 
 BITS = ("tp_invariant", "dp_invariant")  # keywords that ask for equal bits
+CPU_INFO = Path("/proc/cpuinfo")
 BESIDE = ("dp", "cp")  # names of a mesh's axes beside tp, the outermost first
 
 
@@ -109,3 +112,9 @@ def near(key: str, names: Iterable[str]) -> str:
     """The names that are most like a key."""
     names = list(names)
     return ", ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.3) or names[:5])
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    names = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()

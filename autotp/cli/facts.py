@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from autotp import __version__
-from autotp.comm.ranks import processor
 from autotp.cost.machines.presets import PRESETS
 from autotp.cost.machines.this_machine import memory
+from autotp.text import processor
 
 PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

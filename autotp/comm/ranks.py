@@ -8,7 +8,6 @@ import functools
 import os
 import pickle
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
-from autotp.text import BESIDE, divisors, message_of
+from autotp.text import BESIDE, divisors, message_of, processor
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
@@ -34,7 +33,6 @@ T = TypeVar("T")
 Facts = dict[str, Any]  # names and values that ranks compare, in words that are the same in every process
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_LINES = 20  # of differences in a message
-CPU_INFO = Path("/proc/cpuinfo")
 KERNELS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG")  # pick some
 SETTLE_SECONDS = 0.1  # seconds at exit for gloo's threads
 
@@ -403,12 +401,6 @@ def _telling(ranks: Ranks) -> Iterator[None]:
 def versions() -> Facts:
     """The versions that must be equal on every rank, for `agree`."""
     return {"python": platform.python_version(), "torch": torch.__version__, "autotp": __version__}
-
-
-def processor() -> str:
-    """The name of this machine's CPU."""
-    names = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def machine(device: torch.device) -> Facts:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import autotp
-from autotp.cost.machines.this_machine import processor
+from autotp.text import processor
 
 from .build import Architecture, architectures, model_class
 

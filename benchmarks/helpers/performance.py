@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotp.cost.machines.this_machine import processor
+from autotp.text import processor
 from benchmarks.results import git
 
 from .command import made

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from autotp.comm.ranks import Ranks, processor
 from autotp.cost import Cluster
 from autotp.errors import InputError
+from autotp.text import processor
+
+if TYPE_CHECKING:
+    from autotp.comm.ranks import Ranks
 
 
 def described(
