@@ -66,7 +66,7 @@ BACKWARD_HOOKS = (
     "backward hooks on modules, with tp_invariant: what flows there is of several ranks in one process, and torch "
     "calls no hook of it. Hook tensors, in a forward hook on the module."
 )
-LEVEL = (
+OTHER_LENGTHS = (
     "the dp ranks exchange values of this call that are as long as its inputs (the plan's notes say after which "
     "operators), and were given other lengths. Pad their slices of a batch to one length."
 )
@@ -81,8 +81,8 @@ class Calls:
         original: the class's name. copy: "copy of " where it is one, which ranks may make alone.
         order: the parts of the module; `changes`: what was set on them.
         values: whether values of the inputs are compared.
-        hooked: whether a hook of the user's may fail on some rank in the present call; `level`: whether inputs have
-            the same sizes on all.
+        hooked: whether a hook of the user's may fail on some rank in the present call.
+        same_sizes: whether inputs have the same sizes on all ranks.
         place: of the module among the rank's sharded ones.
         writes_before: how often weights were written, by the call before, or by a load after it.
         before_gathering: `pieces` of the shards as they are before `fully_shard` gathers them, which the rank keeps;
@@ -100,7 +100,7 @@ class Calls:
     number: int = 0
     writes_before: int = 0
     hooked: bool = False
-    level: bool = True
+    same_sizes: bool = True
     before_gathering: Sequence[tuple[str, Tensor, bool]] = ()
     tied: Any = None
     own_count: WriteCount | None = None
@@ -212,7 +212,7 @@ class Calls:
             self.number -= 1  # it was not begun on any rank
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
-            self.writes_before, self.hooked, self.level = count, hooked, True
+            self.writes_before, self.hooked, self.same_sizes = count, hooked, True
             return program is None, own.seed if program is not None else None
         # In order of what misleads most: another call has other values too, and other weights give other values.
         everyone: list[CallMessage] = [*map(pickle.loads, messages)]
@@ -222,7 +222,7 @@ class Calls:
         if self.tied is not None:
             self.tied.compare([m.tied for m in everyone], what, self.groups.slices)
         self.writes_before = count
-        self.level = len({m.sizes for m in everyone}) == 1
+        self.same_sizes = len({m.sizes for m in everyone}) == 1
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
         self.hooked = any(message.hooked for message in everyone)
         own_lane = next(each for each in self.groups.lanes if channel.rank in each)
@@ -239,8 +239,8 @@ class Calls:
         Raises:
             RankError: they have other sizes.
         """
-        if not self.level and program.level:
-            raise RankError(f"{self.what}: {LEVEL}")
+        if not self.same_sizes and program.needs_same_sizes:
+            raise RankError(f"{self.what}: {OTHER_LENGTHS}")
 
     def compare_sequences(self, sequences: Sequence[Any]) -> None:
         """Refuse whole sequences that differ on ranks of a slice of the batch, on any device. A collective call.

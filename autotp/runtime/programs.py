@@ -178,9 +178,9 @@ class Program:
         return code[1](*[shapes[i][d] for i, d in code[0]])
 
     @cached_property
-    def level(self) -> bool:
+    def needs_same_sizes(self) -> bool:
         """True where dp ranks exchange values that are as long as their inputs."""
-        return BatchRules.level(self.capture)
+        return BatchRules.needs_same_sizes(self.capture)
 
     @cached_property
     def delayed(self) -> bool:

@@ -92,7 +92,7 @@ class BatchRules(AxisRules):
         return [(n, b) for n, b in over if b is not None and b.axis == cls.axis]
 
     @classmethod
-    def level(cls, program: Capture) -> bool:
+    def needs_same_sizes(cls, program: Capture) -> bool:
         """Say whether ranks exchange values that are as long as their inputs, which must then be so on all."""
         batch = next((shape_of(leaf.node)[0] for leaf in program.inputs if shape_of(leaf.node)), None)
         for node, over in cls.conversions(program):
