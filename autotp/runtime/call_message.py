@@ -56,7 +56,7 @@ def sampled(flat: Leaves, anywhere: bool = False) -> Sample:
                 exact = _summed(v, exact)
         exact = zlib.crc32(repr(short).encode(), exact)
         for v in floating[:SAMPLES]:
-            near += _spread(v.detach(), SAMPLES // min(len(floating), SAMPLES))
+            near += _spread(v.detach(), SAMPLES // min(len(floating), SAMPLES)).tolist()
     except RuntimeError:  # under a transform, such as vmap, values cannot be read
         return NOTHING
     return exact, near + [0.0] * (SAMPLES - len(near))
@@ -74,7 +74,7 @@ def few(value: Tensor) -> str:
     """
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.is_meta or not value.numel():
         return ""
-    return f"{zlib.crc32(repr(_spread(value.detach(), SAMPLES)).encode()):08x}"
+    return f"{_checksum(_spread(value.detach(), SAMPLES)):08x}"  # of bytes: not every type has numbers that torch reads
 
 
 def _line(x: Tensor, most: int) -> Tensor:
@@ -85,19 +85,23 @@ def _line(x: Tensor, most: int) -> Tensor:
     return x.reshape(-1)
 
 
+def _checksum(x: Tensor, start: int = 0) -> int:
+    """A sum over the bytes of a tensor, on from another."""
+    return zlib.crc32(x.contiguous().view(torch.uint8).cpu().numpy().data, start)
+
+
 def _summed(x: Tensor, start: int) -> int:
     most = SAMPLE_BYTES // x.element_size()
     line = _line(x, most)
     for part in (line,) if line.numel() <= most else (line[: most // 2], line[-(most // 2) :]):
-        start = zlib.crc32(part.contiguous().view(torch.uint8).cpu().numpy().data, start)
+        start = _checksum(part, start)
     return start
 
 
-def _spread(x: Tensor, count: int) -> list[float]:
-    """So many elements of a tensor, evenly spread; zeros where it has fewer."""
+def _spread(x: Tensor, count: int) -> Tensor:
+    """So many elements of a tensor, evenly spread; all where it has fewer."""
     line = _line(x, SAMPLE_BYTES)
-    elements = line[:: max(1, line.numel() // count)][:count].tolist()
-    return elements + [0.0] * (count - len(elements))
+    return line[:: max(1, line.numel() // count)][:count]
 
 
 def alike(samples: Sequence[Sample]) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as Split
 import autotp
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard
+from autotp.runtime.call_message import few
 from autotp.runtime.storage import Storage
 from benchmarks.helpers.lists.doubled import doubled
 from tests.helpers.compare import mesh_of
@@ -66,6 +67,13 @@ def test_a_whole_parameter_is_one_piece():
     storage, full = Storage((3, 4), I, 4), torch.randn(3, 4)
     assert storage.names("w") == ["w"] and not storage.split
     assert storage.full([full]) is full and storage.local([full]) is full
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
+def test_a_few_values_are_compared_of_any_type(dtype):
+    """Of packed types too, whose elements torch reads as no numbers."""
+    raw = torch.arange(128, dtype=torch.uint8)
+    assert few(raw.view(dtype)) == few(raw.clone().view(dtype)) != few(raw.flip(0).view(dtype))
 
 
 def equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
