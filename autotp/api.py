@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import Ranks, agree, broadcast, leads, mesh_of, of_first, together, versions
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks, agree, broadcast, mesh_of, of_first, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
@@ -253,12 +253,12 @@ def _fixed(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(
-    model: nn.Module, example_inputs: Any, options: Options, keywords: Mapping[str, Any], ranks: Ranks | None = None
+    model: nn.Module, example_inputs: Any, options: Options, keywords: Mapping[str, Any], ranks: Ranks = PLAIN_PROCESS
 ) -> Plan:
     """The plan with the best ep, made on one rank. A collective call."""
     capture = partial(_captured, model, example_inputs, keywords, options.cluster)
     solve = partial(solve_plan, name=type(model).__name__)
-    return of_first(ranks and ranks.planners, "planning", partial(choose_experts, capture, solve, options, keywords))
+    return of_first(ranks.planners, "planning", partial(choose_experts, capture, solve, options, keywords))
 
 
 def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:
@@ -266,10 +266,10 @@ def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:
     return CaptureRequest.read(axes, **pick(keywords, CaptureKeywords))
 
 
-def _examples(model: nn.Module, example_inputs: Any, axes: Axes, ranks: Ranks | None) -> Inputs | None:
+def _examples(model: nn.Module, example_inputs: Any, axes: Axes, ranks: Ranks) -> Inputs | None:
     """The example inputs, read alike on the ranks of all axes. A collective call."""
     read = partial(example, model, example_inputs, axes, ranks)
-    return together(ranks and ranks.planners, "reading the example inputs", read)
+    return together(ranks.planners, "reading the example inputs", read)
 
 
 def _refuse_other(plan: Any) -> None:
@@ -301,16 +301,16 @@ def _automatic(
     captured, notes = Compilation(model, world, options, request, lowering, check_capture=check).capture(inputs)
     agree(world, "the model", {**versions(), "graph": captured.digest()})
     tps = DEGREES
-    if world is not None:
+    if world.mesh is not None:
         tps = [n for n in range(1, world.tp + 1) if world.tp % n == 0]
-    first, name = leads(world), type(model).__name__
+    first, name = world.rank == 0, type(model).__name__
     plan = together(world, "planning", lambda: automatic(captured, notes, tps, keywords, name) if first else None)
     return broadcast(world, plan), (captured, notes)  # type: ignore[return-value]
 
 
 def _ranks(
     plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axes: Axes, keywords: Mapping[str, Any]
-) -> tuple[Ranks | None, Options, dict[str, int]]:
+) -> tuple[Ranks, Options, dict[str, int]]:
     """The ranks that are there, what planning for them is to do, or did where a plan is given, and among how many
     processes on each axis the plan's ranks are shared; none where each is one."""
     virtual = {axis: n for axis in ("dp", "tp") if (n := read_invariant(keywords, axis)) is not None}
@@ -319,7 +319,7 @@ def _ranks(
     processes = keywords.get("dp") or 1 if "dp" in virtual else axes.dp
     hosts = plan.tp if plan is not None and tp is None and not virtual else tp
     ranks = Ranks.find(hosts, mesh, processes, axes.cp)
-    hosts = ranks.tp if ranks is not None else hosts or 1
+    hosts = ranks.tp if ranks.mesh is not None else hosts or 1
     degree = read_invariant(keywords, "tp", hosts) or hosts
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")

@@ -65,17 +65,17 @@ def from_pretrained(
             fit the config. All ranks raise together.
     """
     path, world = Path(folder), Ranks.find(None, mesh, options.get("dp") or 1, options.get("cp") or 1)
-    model = together(world and world.planners, "reading the folder", lambda: _empty(path, dtype))
-    if world is None and tp not in (None, 1, "auto"):
+    model = together(world.planners, "reading the folder", lambda: _empty(path, dtype))
+    if world.mesh is None and tp not in (None, 1, "auto"):
         raise InputError(
             f"tp={tp}, and this is one process: weights are read by the ranks. Start it with "
             f"torchrun --nproc-per-node {tp}. A plan alone is what autotp.plan makes, without weights."
         )
     beside = {name: Path(x) for name, x in adapters.items()}
     if beside:
-        together(world and world.planners, "reading the adapters", lambda: add_adapters(model, beside))
+        together(world.planners, "reading the adapters", lambda: add_adapters(model, beside))
     if prepare is not None:
-        together(world and world.planners, "preparing the model", lambda: prepare(model))
+        together(world.planners, "preparing the model", lambda: prepare(model))
     sharded = compile_model(model, tp, example_inputs=example_inputs, mesh=mesh, **options)
     if isinstance(sharded, LazyModule):
         raise InputError(

@@ -32,7 +32,7 @@ MAX_CONSTANT_NUMBERS = 4096  # of the tensors that a forward makes of literals
 
 
 def capture_once(
-    ranks: Ranks | None,
+    ranks: Ranks,
     agreed: Sequence[Pass[Capture]],
     key: Callable[[], RankKey],
     make: Callable[[], tuple[Capture, T]],
@@ -41,7 +41,7 @@ def capture_once(
     """A capture, the same on every rank: rank 0's, or each rank's own where they may differ. A collective call.
 
     Args:
-        ranks: None in one plain process. agreed: passes where every rank has captured for itself.
+        ranks: that capture. agreed: passes where every rank has captured for itself.
         key: all that a capture depends on; equal keys are equal captures.
         make: captures here, and gives with it what else came of that, which pickles.
         take: what this rank does with another's.
@@ -49,7 +49,7 @@ def capture_once(
     Raises:
         CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
     """
-    if ranks is None or ranks.tp == 1:
+    if ranks.tp == 1:
         captured, rest = make()
         run_passes(captured, agreed)
         return captured, rest

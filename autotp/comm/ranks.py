@@ -68,7 +68,7 @@ class Ranks:
     """The group of tp ranks that this process belongs to.
 
     Args:
-        mesh: its 1-D device mesh.
+        mesh: its 1-D device mesh; None in one plain process.
         rank: this process's place in the group, 0 to tp - 1.
         tp: the number of ranks in the group.
         group: its process group, named `group_name`.
@@ -80,10 +80,10 @@ class Ranks:
             axes that have the same stages.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     rank: int
     tp: int
-    group: ProcessGroup
+    group: ProcessGroup | None
     group_name: str
     device: torch.device
     batch: Ranks | None = None
@@ -103,8 +103,14 @@ class Ranks:
         """The ranks that run one program together."""
         return self.line or self
 
+    def along(self, axis: str) -> Ranks:
+        """The ranks of this one's place on an axis beside tp; this process alone where there is no such axis."""
+        return self.beside.get(axis, PLAIN_PROCESS)
+
     def over(self, degrees: Mapping[str, int]) -> DeviceMesh | None:
         """A mesh of these degrees over the same ranks; None where they are all that there are. A collective call."""
+        if self.mesh is None:
+            return None
         own = dist.get_process_group_ranks(self.group)
         if len(own) == dist.get_world_size():
             return None
@@ -113,12 +119,12 @@ class Ranks:
     @property
     def channel(self) -> Channel | None:
         """By which the ranks keep in step, but those beside tp; a collective call where it is the first."""
-        if "tp" not in self.axes:
+        if "tp" not in self.axes or self.group is None:
             return None
         return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
-    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1) -> Ranks | None:
+    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1) -> Ranks:
         """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
 
         Args:
@@ -126,7 +132,7 @@ class Ranks:
             mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
                 `tp` ranks that follow each other: a mesh (dp, tp), or (dp, cp, tp).
             dp, cp: the sizes of axes beside tp; of more than one rank the mesh has a dimension of this name and size.
-        Returns: None in one plain process with no ranks.
+        Returns: `PLAIN_PROCESS` in a process that has no others.
         Raises:
             InputError: `tp` or `mesh` cannot be used, or they contradict each other.
             RankError: this rank is not in the mesh, or has no device.
@@ -139,7 +145,7 @@ class Ranks:
             return _with_axes(_of_mesh(_tp_axis(mesh), tp), mesh, degrees)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
-                return None
+                return PLAIN_PROCESS
             _check_world(tp, degrees, int(os.environ["WORLD_SIZE"]))
             _start()
         world = dist.get_world_size()
@@ -153,6 +159,9 @@ class Ranks:
         sizes = (degrees or {"dp": world // tp}) | {"tp": tp}
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return _with_axes(_of_mesh(mesh["tp"], tp), mesh, degrees)
+
+
+PLAIN_PROCESS = Ranks(None, 0, 1, None, "", torch.device("cpu"))  # the only rank, of no process group
 
 
 def _check_world(tp: int | None, degrees: Mapping[str, int], world: int) -> int:
@@ -278,18 +287,15 @@ def no_ranks_error(tp: int, degrees: Mapping[str, int] | None = None) -> RankErr
     )
 
 
-def agree(ranks: Ranks | None, what: str, mine: Mapping[str, Any]) -> None:
+def agree(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
     """Raise the same error on every rank unless every rank passes the same mapping. A collective call.
 
     Args:
-        ranks: None in one plain process: nothing to compare.
-        what: what is compared, such as "the plan", for the message.
+        ranks: that compare. what: what is compared, such as "the plan", for the message.
         mine: this rank's names and their digests, texts, or what `str` says of them.
     Raises:
         RankError: for each name that differs, which ranks have which value.
     """
-    if ranks is None:
-        return
     everyone = from_all(ranks, {name: str(x) for name, x in mine.items()}, f"comparison of {what}")
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     differing = [
@@ -307,19 +313,16 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, Any]) -> None:
         )
 
 
-def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
+def together(ranks: Ranks, what: str, fn: Callable[[], T]) -> T:
     """`fn()`, and if it fails on one rank it fails on every rank, instead of leaving the others waiting.
 
     Args:
-        ranks: None in one plain process: just `fn()`.
-        what: what `fn` does, such as "capturing the model", for the message.
+        ranks: that do it. what: what `fn` does, such as "capturing the model", for the message.
         fn: local work, with no collective in it.
     Raises:
         RankError: on a rank where `fn` succeeded, naming the ranks where it failed, and their messages.
         Exception: on a rank where `fn` failed, its own.
     """
-    if ranks is None:
-        return fn()
     try:
         result = fn()
     except Exception as error:
@@ -336,20 +339,20 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     return result
 
 
-def of_first(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
+def of_first(ranks: Ranks, what: str, fn: Callable[[], T]) -> T:
     """Rank 0's `fn()` on every rank; where it fails, all fail, as in `together`. A collective call.
 
     Args:
-        ranks: None in one plain process: just `fn()`. what: `fn` does.
+        ranks: that wait for it. what: `fn` does.
         fn: local work of one rank, whose result pickles.
     """
-    first = together(ranks, what, lambda: fn() if leads(ranks) else None)
+    first = together(ranks, what, lambda: None if ranks.rank else fn())
     return broadcast(ranks, first)  # type: ignore[return-value]
 
 
-def broadcast(ranks: Ranks | None, obj: T) -> T:
+def broadcast(ranks: Ranks, obj: T) -> T:
     """tp rank 0's `obj` (anything that pickles) on every rank. A collective call."""
-    if ranks is None:
+    if ranks.tp == 1:
         return obj
     meet(ranks.channel, "broadcast of an object")
     box = [obj]
@@ -358,24 +361,13 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
     return box[0]
 
 
-def own_place(ranks: Ranks | None) -> int:
-    """Return this process's place among ranks; 0 where it is alone."""
-    return ranks.rank if ranks is not None else 0
-
-
-def leads(ranks: Ranks | None) -> bool:
-    """Say whether this process does what one does for all: rank 0, or the only one."""
-    return own_place(ranks) == 0
-
-
-def from_all(ranks: Ranks | None, obj: T, what: str) -> list[T]:
+def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
     """Every rank's `obj` (anything that pickles), in rank order. A collective call.
 
     Args:
-        ranks: those that give one; None for this process alone.
-        obj: this rank's. what: is compared or told, for messages.
+        ranks: those that give one. obj: this rank's. what: is compared or told, for messages.
     """
-    if ranks is None:
+    if ranks.tp == 1:
         return [obj]
     data, channel = pickle.dumps(obj), ranks.channel
     # Small ones go with the turn: in a collective that one rank leaves, others wait for the group's time-out.

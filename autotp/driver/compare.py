@@ -154,12 +154,12 @@ class _Comparison:
     def __init__(self, module: ComparedModule, program: Program, order: Sequence[int], call: Call) -> None:
         self.module, self.program, self.order, self.call = module, program, order, call
         self.shards, self.capture, self.sharded = module._shards, program.capture, program.sharded
-        self.ranks = self.shards.ranks and self.shards.ranks.planners
+        self.ranks = self.shards.planners
         self.places = module._source.places()
         self.place = self.places["tp"].rank, self.places["tp"].size  # over tp
         # The graph that the ranks' program was made from, which is not always the captured one.
         self.original = Sharded(next(iter(self.sharded.origin.values()))[0].graph)
-        self.beside = self.shards.ranks is not None and bool(self.shards.ranks.beside)
+        self.beside = bool(self.shards.ranks.beside)
         self.parameters = {name: state.pieces(self.shards, name) for name in self.shards.storages}
         self.local: dict[str, Tensor] = {}  # parameters by first name: what this rank holds of each
         self.whole: dict[str, Tensor] = {}  # whole
@@ -208,7 +208,7 @@ class _Comparison:
         self.buffers = {name: self._rank_0(b) for name, b in self.call.buffers.items()}
 
     def _rank_0(self, value: Tensor) -> Tensor:
-        if self.ranks is None:
+        if self.ranks.tp == 1:
             return value
         value = value.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(value, group=self.ranks.group, group_src=0)
@@ -404,7 +404,7 @@ class _Comparison:
 
     def _average(self) -> None:
         """Take the mean over axes beside tp of the gradients of weights, as the backward does."""
-        batch = self.shards.ranks.batch if self.shards.ranks is not None else None
+        batch = self.shards.ranks.batch
         for x in self.whole.values():
             if x.requires_grad and batch is not None:
                 x.grad = grad_or_zeros(x)
@@ -457,7 +457,7 @@ class _Comparison:
         """Raise the same CompareError on every rank where one has found a difference: of the first (collective)."""
         self.finished = self.finished or mine is not None
         every: list[_Fault | None] = [mine]
-        if self.ranks is not None:
+        if self.ranks.tp > 1:
             every = [None] * self.ranks.tp
             dist.all_gather_object(every, mine, group=self.ranks.group)
         first = min((fault for fault in every if fault is not None), default=None)

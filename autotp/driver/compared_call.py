@@ -57,9 +57,8 @@ class Call:
             module: that is called. arguments: of the call.
         """
         shards = module._shards
-        if shards.ranks is not None or module._source.tp == 1:
-            facts = state.input_text(arguments.whole, arguments.spec, True)
-            agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
+        facts = state.input_text(arguments.whole, arguments.spec, True)
+        agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
         random = broadcast(shards.ranks, compat.random_states(shards.device))  # as the call's own are rank 0's
         buffers = {name: getattr(*holder[0]) for name, holder in shards.holders.items()}
         buffers = dict(zip(buffers, again(buffers.values()), strict=True))
@@ -103,7 +102,7 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     return [t.detach() for t in compat.tree_leaves(outputs) if isinstance(t, Tensor)]
 
 
-def joined(part: Tensor, shape: Shape, program: Capture, ranks: Ranks | None) -> tuple[Tensor, int]:
+def joined(part: Tensor, shape: Shape, program: Capture, ranks: Ranks) -> tuple[Tensor, int]:
     """Put together a whole value, of which ranks beside tp have a part each; return it and how many parts there were.
 
     A collective call of all ranks beside tp, where its shape says that it is dealt.
@@ -113,10 +112,10 @@ def joined(part: Tensor, shape: Shape, program: Capture, ranks: Ranks | None) ->
     """
     shapes, count = [shape_of(leaf.node) for leaf in program.inputs], 1
     for d, policy in reversed([*enumerate(POLICIES)]):
-        axis = ranks.beside.get(policy.axis) if ranks is not None else None
+        axis = ranks.along(policy.axis)
         symbol: Any = next((s[d] for s in shapes if len(s) > d), None)
         dim = next((i for i, n in enumerate(shape) if has([n], symbol)), None)
-        if axis is None or dim is None:
+        if axis.tp == 1 or dim is None:
             continue
         pieces = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis.tp)]
         dist.all_gather(pieces, part.detach().contiguous(), group=axis.group)

@@ -73,7 +73,7 @@ class Compilation:
     """Compilation of a model once its inputs are known: called with them, it gives what a `ShardedModule` takes.
 
     Attributes:
-        model: as `plain` gives it. ranks: None in one plain process.
+        model: as `plain` gives it. ranks: of tp.
         options: what planning is for; of a given plan, what that was made for.
         request: what captures are to be; `lowering`: how programs run.
         plan: None to solve one for the inputs.
@@ -83,7 +83,7 @@ class Compilation:
     """
 
     model: nn.Module
-    ranks: Ranks | None
+    ranks: Ranks
     options: Options
     request: CaptureRequest
     lowering: Lowering
@@ -100,13 +100,13 @@ class Compilation:
         return self.source(self.solve(captured, notes), captured)
 
     @property
-    def every(self) -> Ranks | None:
+    def every(self) -> Ranks:
         """The ranks of both axes, which capture and plan together."""
-        return self.ranks and self.ranks.planners
+        return self.ranks.planners
 
     def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
         """The model's graph for these inputs, and its notes: rank 0's on every rank, where all models are equal."""
-        ranks, device = self.every, _device(self.ranks)
+        ranks, device = self.every, self.ranks.device
 
         def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
             captured.origin = skeleton(self.model, device), without_cache(self.model, inputs)[0]
@@ -134,14 +134,14 @@ class Compilation:
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         facts = {**versions(), "plan": digest, "wanted": self.request, **_parameters(self.model, None)}
         if self.hosts:
-            facts |= machine(_device(self.ranks))
+            facts |= machine(self.ranks.device)
         agree(self.every, "the plan", facts)
         self.compare_weights()
         # Of no part of `self`: the module lives on with this, and would keep the original's weights.
         of_plan: dict[str, Any] = {"plan": plan, "options": self.options}
         make = partial(_program, **of_plan)
         source = Source(
-            bare=skeleton(self.model, _device(self.ranks)), decide=partial(decided_for, **of_plan), make=make,
+            bare=skeleton(self.model, self.ranks.device), decide=partial(decided_for, **of_plan), make=make,
             capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, dp=self.hosts.get("dp", 1),
             tp=self.hosts.get("tp", plan.tp), virtual={**plan.batch.degrees, "tp": plan.tp} if self.hosts else {},
             aliases=aliases(self.model), want=self.request, check=bool(self.check), sample=self.check is not False,
@@ -162,7 +162,7 @@ class Compilation:
 
 
 def _anew(
-    model: nn.Module, inputs: Inputs, tp: int, axes: Axes, *, ranks: Ranks | None, options: Options,
+    model: nn.Module, inputs: Inputs, tp: int, axes: Axes, *, ranks: Ranks, options: Options,
     request: CaptureRequest, lowering: Lowering,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """Return what a `ShardedModule` takes for other degrees over the same ranks, all else as of the one before.
@@ -170,7 +170,7 @@ def _anew(
     Args:
         model: on the meta device. inputs, tp, axes: to plan for. ranks, options, request, lowering: of the one before.
     """
-    ranks = Ranks.find(tp, ranks and ranks.planners.over(axes.degrees | {"tp": tp}), axes.dp)
+    ranks = Ranks.find(tp, ranks.planners.over(axes.degrees | {"tp": tp}), axes.dp)
     options, request = replace(options, tp=tp, batch=axes), replace(request, dp=axes.dp, ep=axes.ep)
     return Compilation(model, ranks, options, request, lowering, check_capture=False)(inputs)
 
@@ -220,10 +220,6 @@ def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
         values = state.fingerprint(p) if check and not p.is_meta else ""
         out[f"parameter {n}"] = f"{tuple(p.shape)} {p.dtype} {values}".strip()
     return out
-
-
-def _device(ranks: Ranks | None) -> torch.device:
-    return ranks.device if ranks is not None else torch.device("cpu")
 
 
 # ---- capture ---------------------------------------------------------------------------------------------------------

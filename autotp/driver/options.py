@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.capture_errors import refuse_scripted
-from autotp.comm.ranks import Ranks, axes_of, check_degree, own_place
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks, axes_of, check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
@@ -453,7 +453,7 @@ def refuse_late(axes: Axes, inputs: Any, resume: bool = False) -> None:
         )
 
 
-def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks | None = None) -> Inputs | None:
+def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks = PLAIN_PROCESS) -> Inputs | None:
     """Read the example inputs, checked against `forward`; None where none were given and no config says enough.
 
     Args:
@@ -467,12 +467,12 @@ def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks | N
     if inputs is not None:
         bind(model.forward, inputs)
     if inputs is not None and axes.cp > 1:
-        inputs, _ = inputs.own_part(own_place(ranks and ranks.beside["cp"]), axes.cp)
+        inputs, _ = inputs.own_part(ranks.along("cp").rank, axes.cp)
     return inputs
 
 
 def required_inputs(
-    model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE, ranks: Ranks | None = None
+    model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE, ranks: Ranks = PLAIN_PROCESS
 ) -> Inputs:
     """Read the example inputs that this public function cannot do without.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autotp.capture.export_passes import EXPORTED, Exported
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks
 from autotp.ir.graph import Capture
 from autotp.ir.precision import DELAYED
 from autotp.passes import optimise
@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
     rank: tuple[Pass[RankProgram], ...]
 
 
-def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = None) -> Schedule:
+def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks = PLAIN_PROCESS) -> Schedule:
     """The order for what a capture is to be, by these ranks."""
     products = Float8Products(request.precision)
     history = request.precision is not None and request.precision.recipe == DELAYED

@@ -224,7 +224,6 @@ def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMes
         raise InputError(f"the mesh has dimensions {sizes}, and {text} are asked for.")
     ranks, world = Ranks.find(tp, mesh, axes.dp, axes.cp), Ranks.find(mesh=compat.flat_mesh(mesh))
     line = world if axes.size == 1 else Ranks.find(mesh=compat.flat_mesh(mesh["pp", "tp"]))
-    assert ranks is not None and world is not None and line is not None
     there = list(range(pp))
     places = there * chunks if order == "loop" else [*there, *reversed(there)]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()

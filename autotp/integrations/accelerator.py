@@ -232,18 +232,15 @@ class Parallelism(ParallelismConfig):
         tp, dp = sizes_of(model)
         super().__init__(tp_size=tp, dp_shard_size=dp)
         self.sequences_in_parts = model._shards.axis.cp > 1
-        ranks = model._shards.ranks
-        world = dist.get_world_size() if ranks is not None else 1
-        place = own = (0, 0)
-        if ranks is not None:
-            place = divmod(dist.get_rank(), tp)
-            axes = ranks.beside
-            shared = (axes["cp"].rank if "cp" in axes else 0) * ranks.tp + ranks.rank
-            own = (axes["dp"].rank if "dp" in axes else 0, shared)
+        ranks, world, here = model._shards.ranks, 1, 0
+        if ranks.mesh is not None:
+            world, here = dist.get_world_size(), dist.get_rank()
+        place = divmod(here, tp)
+        own = ranks.along("dp").rank, ranks.along("cp").rank * ranks.tp + ranks.rank
         if world != tp * dp or place != own:
             raise InputError(
                 f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "
-                f"is at place {own} of {dp} x {tp} on rank {place[0] * tp + place[1]}. {HOW}"
+                f"is at place {own} of {dp} x {tp} on rank {here}. {HOW}"
             )
         vars(model)[LOADED] = True  # a trainer that is told of the ranks neither moves nor wraps it, and saves on all
 

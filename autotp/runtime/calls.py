@@ -112,7 +112,7 @@ class Calls:
             know_virtual(self.shards.root)
         # There from now on, as the other: to make one is a collective that no turn comes before.
         ranks = self.shards.ranks
-        wide = (ranks, ranks.joint, ranks.place, ranks.every) if ranks is not None else ()
+        wide = ranks, ranks.joint, ranks.place, ranks.every
         channels = [channel for each in wide if each is not None and (channel := each.channel) is not None]
         for channel in channels:  # where a rank fails, who waits for it with other tp groups of this module hears of it
             channel.around.update(other for other in channels if channel.others < other.others)
@@ -128,20 +128,20 @@ class Calls:
         return copy
 
     @cached_property
-    def ranks(self) -> Ranks | None:
-        """Ranks that keep in step: of all axes, or those of tp where all are too many; None for one rank alone."""
+    def ranks(self) -> Ranks:
+        """Ranks that keep in step: of all axes, or those of tp where all are too many."""
         ranks = self.shards.ranks
-        return ranks and (ranks.planners if ranks.planners.channel is not None else ranks)
+        return ranks.planners if ranks.planners.channel is not None else ranks
 
     @property
     def channel(self) -> Channel | None:
         """By which these ranks keep in step."""
-        return self.ranks and self.ranks.channel
+        return self.ranks.channel
 
     @property
     def own(self) -> Channel | None:
         """By which the tp ranks alone do."""
-        return self.shards.ranks.channel if self.shards.ranks is not None else None
+        return self.shards.ranks.channel
 
     @cached_property
     def groups(self) -> Groups:
@@ -302,9 +302,9 @@ class Calls:
         if not (program.seeds or program.draws):
             return seed
         ranks = self.shards.ranks
-        pairs = from_all(ranks and ranks.joint, (seed, generator), f"random numbers of {self.what}")
+        pairs = from_all(ranks.joint, (seed, generator), f"random numbers of {self.what}")
         refuse_generators([state for _, state in pairs], self.what)
-        return broadcast(self.shards.along("dp" if self.shards.hosts else "cp"), pairs[0][0])
+        return broadcast(ranks.along("dp" if self.shards.hosts else "cp"), pairs[0][0])
 
     def agree(self, what: str, facts: Facts) -> None:
         """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.
@@ -341,8 +341,7 @@ class Calls:
         Raises:
             RankError: caused by `error`.
         """
-        if self.shards.ranks is not None:
-            lost(error, self.shards.ranks.planners.group_name)
+        lost(error, self.shards.planners.group_name)
 
     @contextlib.contextmanager
     def together(self, what: str, reads: bool = False) -> Iterator[None]:
@@ -360,8 +359,7 @@ class Calls:
 
     def end(self, outputs: Leaves, inputs: Leaves) -> None:
         """The forward is done; backwards from its outputs are held against the other ranks' too."""
-        ranks = self.ranks
-        if ranks is None or (channel := ranks.channel) is None:
+        if (channel := self.channel) is None:
             return
         channel.leave()
         if not torch.is_grad_enabled():
@@ -369,7 +367,7 @@ class Calls:
         input_ids = {id(x) for x in inputs}
         parts = itertools.chain(*[getattr(x, "micro_batches", ()) for x in outputs])
         graded = [x.grad_fn for x in (*outputs, *parts) if isinstance(x, Tensor) and id(x) not in input_ids]
-        ticket = Ticket(ranks, self.what, self.inventory.hooked[1], self.groups if self.values else None)
+        ticket = Ticket(self.ranks, self.what, self.inventory.hooked[1], self.groups if self.values else None)
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:
                 node.register_prehook(partial(ticket.backward, i))

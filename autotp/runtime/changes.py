@@ -274,8 +274,7 @@ class Watched:
     def _mesh(self, name: str, value: Any) -> None:
         """Refuse a tensor over another mesh than tp's, as data parallelism makes, where sums are to be the tree's."""
         shards = getattr(self.changes.whole, "_shards", None) if isinstance(value, DTensor) else None
-        host, ranks = (shards.host, shards.ranks) if shards is not None else (None, None)
-        if host is not None and (ranks is None or value.device_mesh != ranks.mesh):
+        if shards is not None and shards.host is not None and value.device_mesh != shards.ranks.mesh:
             self.refuse(name, SUMMED)
 
     def _parameter(self, part: nn.Module, name: str, value: Any) -> None:

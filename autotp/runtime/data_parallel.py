@@ -37,7 +37,7 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
         reduces: type in which gradients are added up, over the axis and over backwards without `no_sync`'s end.
     """
     ranks, axis = shards.ranks, shards.axis
-    assert ranks is not None and ranks.batch is not None
+    assert ranks.batch is not None
     units: dict[str, str] = {}
     for r in reads:
         if r.storage is not None and r.storage.owners == 1:  # stages of one rank may read a weight in several places
@@ -145,7 +145,7 @@ def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> s
     ranks = shards.ranks
     scalars = {p for p in parameters if p.ndim == 0}
     for p in scalars:
-        if p.requires_grad and ranks is not None and ranks.batch is not None and shards.by_torch.size > 1:
+        if p.requires_grad and ranks.batch is not None and shards.by_torch.size > 1:
             p.register_post_accumulate_grad_hook(functools.partial(_average, shards, ranks.batch))
     return scalars
 

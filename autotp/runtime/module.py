@@ -139,7 +139,7 @@ class ShardedModule(Batching, Part):
         """
         if self._generation is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in self._generation}
-        if self._source.ranks is None and self._source.tp * self._shards.axis.size > 1:
+        if self._source.ranks.mesh is None and self._source.tp * self._shards.axis.size > 1:
             raise no_ranks_error(self._source.tp, self._shards.axis.degrees)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)

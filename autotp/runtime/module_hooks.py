@@ -48,7 +48,7 @@ class Boundary:
     path: str
     takes: Sequence[Flow]
     gives: Sequence[Flow]
-    ranks: Ranks | None
+    ranks: Ranks
     hosts: Hosts = ()
 
     @property
@@ -124,13 +124,12 @@ class Boundary:
         r = self.ranks
         if self.hosts:
             return convert(value, source, target, self.hosts)
-        assert r is not None
         return function_for(source, target)(value, source, target, rank=r.rank, tp=r.tp, group=r.group_name)
 
     def _spec(self, value: Any, flow: Flow, graded: bool) -> Spec:
         """Return how the value of a flow, or its gradient, lies now."""
         first = values_of(value, 1)[0]
-        if not isinstance(first, Tensor) or flow.layout == I or (self.ranks is None and not self.hosts):
+        if not isinstance(first, Tensor) or flow.layout == I or (self.ranks.mesh is None and not self.hosts):
             return INVARIANT
         if flow.layout.mark not in "RPS":
             raise StateError(
@@ -195,7 +194,7 @@ def hooked(*tables: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
 
 
-def compare_hooks(ranks: Ranks | None, what: str, modules: Sequence[Any], places: Sequence[Sequence[int]]) -> None:
+def compare_hooks(ranks: Ranks, what: str, modules: Sequence[Any], places: Sequence[Sequence[int]]) -> None:
     """Refuse hooks that are shown values that all ranks gather for them, but are on some ranks only. Collective.
 
     Args:

@@ -84,7 +84,7 @@ def find(module: Any, call: Arguments) -> Match:
     # Where a program holds for some values alone, ranks with other values would choose other programs.
     values = source.check or any(p.capture.conditions is not None for p in module._programs_made)
     facts = {**state.input_text(call.whole, call.spec, values), **module._changes.facts()}
-    ranks = source.ranks and source.ranks.joint
+    ranks = source.ranks.joint
     agree(ranks, "the inputs of this call", facts)
     match = together(ranks, "reading the inputs", lambda: match_of(module, call))
     # What a rank knows is its own: an attribute that was set to an equal object is another value to it.
@@ -140,7 +140,7 @@ def _capture_once(module: Any, call: Arguments) -> Capture:
             return None, "the model's attributes cannot be compared"
         return repr((source.key, module._mode(), state.dtypes(module._shards), call.entry, changes)), ""
 
-    return capture_once(source.ranks and source.ranks.joint, source.agreed, key, make, take)[0]
+    return capture_once(source.ranks.joint, source.agreed, key, make, take)[0]
 
 
 def match_of(module: Any, call: Arguments) -> Match | None:
@@ -180,7 +180,7 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     """
     source, shards = module._source, module._shards
     # What a stage measures is its own.
-    ranks = replace(source.ranks, every=None) if source.ranks is not None and source.pipeline else source.ranks
+    ranks = replace(source.ranks, every=None) if source.pipeline else source.ranks
     judges = source.lowering.judges(ranks, source.tp, shards.place)
     peak = module._plan.memory.peak
     graph, fired = source.lowering.program(sharded, source.places(), shards.place, peak, judges)
@@ -230,7 +230,7 @@ def _along(module: Any) -> Iterator[str]:
 def _spread(module: Any, program: Program) -> None:
     """Hand what a program reads to torch's data parallelism, or have its gradients added up in a type by themselves."""
     reduces, shards = module._source.lowering.reduces, module._shards
-    if shards.by_torch.size > 1 and shards.ranks is not None:
+    if shards.by_torch.size > 1 and shards.ranks.mesh is not None:
         data_parallel.spread(shards, program.reads, reduces)
     elif reduces is not None:
         for _, piece, _ in shards.pieces():

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
-from autotp.comm.ranks import Ranks, own_place
+from autotp.comm.ranks import Ranks
 from autotp.comm.virtual import Host, Hosts, Virtual
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, Leaves, bind, without_cache
@@ -218,11 +218,11 @@ class Program:
         if len(shards.hosts) > 1:  # of each virtual micro-batch
             own = [seeds(self.seeds, place, base).to(shards.device) for place in shards.hosts[0].here]
             return [Virtual(own, "dp") if len(own) > 1 else own[0]]  # type: ignore[list-item]
-        return [seeds(self.seeds, own_place(shards.along("dp")), base).to(shards.device)]
+        return [seeds(self.seeds, shards.ranks.along("dp").rank, base).to(shards.device)]
 
-    def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks | None) -> Any:
+    def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks) -> Any:
         """An output of this rank as a DTensor."""
-        if ranks is None or not isinstance(value, Tensor):
+        if ranks.mesh is None or not isinstance(value, Tensor):
             return value
         layout, whole = self.sharded.result(position)
         return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
@@ -371,7 +371,7 @@ class Source:
             them; `make`: the program of a capture that is so decided, with such outputs as are wanted.
         capture: the capture of a skeleton for inputs on a device, in a mode, by a request.
         agreed: passes of a capture that every rank has made for itself.
-        ranks: None in one plain process.
+        ranks: of tp.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
         lowering: how programs run.
@@ -391,7 +391,7 @@ class Source:
     make: Callable[[Capture, Layouts, str, Decided], Sharded]
     capture: Callable[[nn.Module, Inputs, torch.device, Mode, CaptureRequest], Capture]
     agreed: Sequence[Pass[Capture]]
-    ranks: Ranks | None
+    ranks: Ranks
     tp: int
     aliases: dict[str, str]
     want: CaptureRequest = DEFAULT_CAPTURE
@@ -420,10 +420,9 @@ class Source:
         """The virtual ranks of this process on each axis; none where there are none."""
         hosts = []
         for axis, size in self.virtual.items():
-            ranks = self.ranks if axis == "tp" or self.ranks is None else self.ranks.beside.get(axis)
-            rank, group = (ranks.rank, ranks.group_name) if ranks is not None else (0, "")
+            ranks = self.ranks if axis == "tp" else self.ranks.along(axis)
             own = size // (self.tp if axis == "tp" else self.dp)
-            hosts.append(Host(rank * own, own, size, group, axis))
+            hosts.append(Host(ranks.rank * own, own, size, ranks.group_name, axis))
         return tuple(hosts)
 
     @cached_property
@@ -445,7 +444,7 @@ class Source:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
         if self.hosts:
             return {host.axis: MeshPlace(host.first, host.size, host.group) for host in self.hosts}
-        if self.ranks is None:
+        if self.ranks.mesh is None:
             return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
         axes = {"tp": self.ranks, **self.ranks.beside}
         return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items()}

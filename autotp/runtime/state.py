@@ -34,7 +34,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         placements: layouts of its parameters by name.
     """
     # A plain process holds no DTensors, and torch's own operators and redistribution stay as they are.
-    if shards.ranks is not None:
+    if shards.ranks.mesh is not None:
         dtensor_operators.install()
         ownership.know(shards.ranks.group_name, (shards.ranks.place or shards.ranks.planners).group_name)
     # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and as a copy of it
@@ -112,8 +112,8 @@ def _cut(shards: ShardState, storage: Storage, full: Tensor) -> list[Tensor]:
 
 def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
     """The inputs that this rank computes, and whether those that it is given are whole sequences over cp."""
-    parts = shards.along("cp")
-    return inputs.own_part(parts.rank, parts.tp) if parts is not None and shards.axis.cp > 1 else (inputs, False)
+    parts = shards.ranks.along("cp")
+    return inputs.own_part(parts.rank, parts.tp) if parts.tp > 1 else (inputs, False)
 
 
 def pieces(shards: ShardState, name: str) -> list[Any]:

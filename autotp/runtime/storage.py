@@ -119,18 +119,18 @@ class Storage(Pieces):
             out.append(part.unsqueeze(d + 1) if part.numel() else part.new_empty(shape))
         return out
 
-    def mine(self, pieces: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
+    def mine(self, pieces: Sequence[Tensor], ranks: Ranks) -> Tensor:
         """Return the rank's slice of the parameter, differentiable.
 
         Args:
-            pieces: the rank's slices of them. ranks: None in one plain process.
+            pieces: the rank's slices of them. ranks: of tp.
         """
-        if not self.held_whole or ranks is None:
+        if not self.held_whole or ranks.tp == 1:
             return self.local(pieces)
         whole, mine = INVARIANT, self.layout.to_runtime()
         return function_for(whole, mine)(pieces[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
-    def shard(self, full: Tensor, ranks: Ranks | None, device: torch.device) -> list[Tensor]:
+    def shard(self, full: Tensor, ranks: Ranks, device: torch.device) -> list[Tensor]:
         """Return this rank's DTensors of a whole parameter, in memory of their own; in one plain process whole pieces.
 
         Args:
@@ -145,8 +145,8 @@ class Storage(Pieces):
             if x.dim is None and self.owners == 1:
                 local = torch.empty_like(full.detach(), device=device)
                 stride = local.stride()
-            if ranks is not None:
-                mesh, cuts = ranks.mesh, [Whole() if x.dim is None else Split(x.dim)]
+            if (mesh := ranks.mesh) is not None:
+                cuts = [Whole() if x.dim is None else Split(x.dim)]
                 if self.owners > 1:
                     mesh, cuts = joined_mesh(ranks.batch.mesh, mesh), [Split(0), *cuts]  # type: ignore[union-attr]
                 shape = torch.Size(x.shape)
@@ -154,9 +154,9 @@ class Storage(Pieces):
             out.append(local)
         return self.write(out, full.detach())
 
-    def local_shape(self, piece: Piece, ranks: Ranks | None) -> tuple[int, ...]:
+    def local_shape(self, piece: Piece, ranks: Ranks) -> tuple[int, ...]:
         """Return the shape that a rank has of a piece; in one plain process the whole's."""
-        if ranks is None:
+        if ranks.mesh is None:
             return piece.shape
         return self.share(piece, ranks.rank, ranks.batch.rank if ranks.batch is not None else 0).size
 
@@ -366,7 +366,7 @@ class ShardState:
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
-        ranks: the tp ranks; None in one plain process.
+        ranks: the tp ranks.
         tp: how many shards a parameter is cut into, also where there are no ranks.
         axis: the axes beside tp that its processes are on.
         aliases: every name of a parameter or buffer -> its first name.
@@ -383,7 +383,7 @@ class ShardState:
     """
 
     bare: nn.Module
-    ranks: Ranks | None
+    ranks: Ranks
     tp: int
     aliases: dict[str, str]
     axis: Axes = ALONE
@@ -415,26 +415,22 @@ class ShardState:
     @property
     def device(self) -> torch.device:
         """The device of the rank's tensors."""
-        return self.ranks.device if self.ranks is not None else torch.device("cpu")
+        return self.ranks.device
 
     @property
     def place(self) -> torch.device:
         """The device of its parameters now, or to come: in one process they go where the user sends them."""
-        if self.ranks is not None:
+        if self.ranks.mesh is not None:
             return self.ranks.device
         kind = next((piece.device for _, piece, _ in self.pieces()), torch.device("cpu"))
         if kind.type != "meta":
             return kind
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def along(self, axis: str) -> Ranks | None:
-        """The ranks of this one's place on an axis beside tp; None where there is no such axis."""
-        return self.ranks.beside.get(axis) if self.ranks is not None else None
-
     @property
-    def planners(self) -> Ranks | None:
-        """The ranks of all axes; None in one plain process."""
-        return self.ranks and self.ranks.planners
+    def planners(self) -> Ranks:
+        """The ranks of all axes."""
+        return self.ranks.planners
 
     @property
     def root(self) -> nn.Module:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.comm.conversions import KEEPS
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks
 from autotp.comm.virtual import Hosts
 from autotp.ir.graph import Env, Function, Nodes, copy_node
 from autotp.ir.marks import mark
@@ -108,7 +108,7 @@ class Assembler:
 
     def __init__(
         self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
-        constants: Mapping[str, Tensor], compiler: Compiler | None = None, ranks: Ranks | None = None,
+        constants: Mapping[str, Tensor], compiler: Compiler | None = None, ranks: Ranks = PLAIN_PROCESS,
         hosts: Hosts = (),
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler

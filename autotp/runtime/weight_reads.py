@@ -106,19 +106,18 @@ class Place:
         )
 
 
-def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None) -> list[Place]:
+def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks) -> list[Place]:
     """Return the places of one parameter of the original.
 
     Args:
         storage: how it is held. module: the part that holds it. name: whole, of the original.
-        ranks: None in one plain process.
+        ranks: of tp.
     """
     owner, _, leaf = name.rpartition(".")
-    mesh = ranks.mesh if ranks is not None else None
     out = []
     for n, piece in zip(storage.names(leaf), storage.pieces, strict=True):
         local = torch.Size(storage.local_shape(piece, ranks))
-        out.append(Place(module, n, f"{owner}.{n}" if owner else n, local, mesh, storage.owners))
+        out.append(Place(module, n, f"{owner}.{n}" if owner else n, local, ranks.mesh, storage.owners))
     return out
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from autotp.comm.collectives import real
-from autotp.comm.ranks import Ranks, leads
+from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
@@ -54,7 +54,7 @@ Samples = dict[str, list[float]]  # a field of `Cluster`, or a dtype's name for 
 class Clock:
     """Times calls, on all ranks alike where there are some."""
 
-    ranks: Ranks | None
+    ranks: Ranks
     device: torch.device
     budget: float
 
@@ -78,7 +78,7 @@ class Clock:
 
     def worst(self, seconds: float) -> float:
         """Return the most of all ranks."""
-        if self.ranks is None or self.ranks.tp == 1:
+        if self.ranks.tp == 1:
             return seconds
         worst = torch.tensor([seconds], dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.ranks.group)
@@ -159,7 +159,7 @@ def calibrate(
         raise InputError(f"dtypes={dtypes!r}: give torch's dtypes, such as [torch.float32, torch.bfloat16].")
     ranks = Ranks.find(None, mesh)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    device = ranks.device if ranks else torch.device(here)
+    device = ranks.device if ranks.mesh is not None else torch.device(here)
     if base is None:
         base = "h100" if device.type == "cuda" else "local"
     start = Cluster.resolve(base)
@@ -167,12 +167,12 @@ def calibrate(
     clock = Clock(ranks, device, SIZES[device.type].budget)
     each = [(start, kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes])))]
     links: Samples = {}
-    if ranks is not None and ranks.tp > 1:
+    if ranks.tp > 1:
         links = _links(clock, ranks, start)
         own, each = each[0], [each[0]] * ranks.tp
         dist.all_gather_object(each, own, group=ranks.group)
     cluster, each = together(each, links)
-    if show and leads(ranks):
+    if show and ranks.rank == 0:
         for machine, samples in each:
             print(f"{machine.name}: {machine.device}", *_lines(machine, samples), sep="\n")
         if cluster.ranks:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def described(
-    name: str, base: Cluster, ranks: Ranks | None, device: torch.device, devices_per_node: int | None
+    name: str, base: Cluster, ranks: Ranks, device: torch.device, devices_per_node: int | None
 ) -> dict[str, object]:
     """The fields of this machine's cluster that are known without measuring, and the base's node size otherwise.
 
     Args:
         name: what plans will call it.
         base: gives what is not known.
-        ranks: None for this process alone. device: of this rank.
+        ranks: of this process. device: of this rank.
         devices_per_node: what the user says, or None.
     """
-    world = ranks.tp if ranks is not None else 1
+    world = ranks.tp
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     cuda = device.type == "cuda"
     per_node = torch.cuda.device_count() if cuda else base.devices_per_node

@@ -26,16 +26,15 @@ class RankOrder(Pass[Capture]):
     """Rank 0's order of operators, where a rank's program is the same but for that. A collective pass."""
 
     name = "rank-order"
-    ranks: Ranks | None
+    ranks: Ranks
 
     def idle(self, program: Capture) -> str:
         """There is another order only where there are other ranks."""
-        return "" if self.ranks is not None else "one process"
+        return "" if self.ranks.tp > 1 else "one process"
 
     def run(self, program: Capture) -> Changes:
         """Hear of rank 0's order, and take it."""
         ranks = self.ranks
-        assert ranks is not None
         order = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
         if order is None or ranks.rank == 0:
             return Changes(0, "this rank's order is the one")

@@ -49,9 +49,9 @@ def test_degrees_that_do_not(tp, world, words):
 
 
 def test_one_plain_process_has_no_ranks():
-    assert R.Ranks.find(4) is R.Ranks.find(1) is R.Ranks.find() is None
-    R.agree(None, "nothing", {"a": "b"})
-    assert R.together(None, "nothing", lambda: 3) == R.broadcast(None, 3) == 3
+    assert R.Ranks.find(4) is R.Ranks.find(1) is R.Ranks.find() is R.PLAIN_PROCESS
+    R.agree(R.PLAIN_PROCESS, "nothing", {"a": "b"})
+    assert R.together(R.PLAIN_PROCESS, "nothing", lambda: 3) == R.broadcast(R.PLAIN_PROCESS, 3) == 3
 
 
 def test_a_wrong_degree_under_torchrun_is_said_before_any_rank_waits(monkeypatch):

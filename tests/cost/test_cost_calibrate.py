@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 import autotp.cost.machines.calibrate as measuring
+from autotp.comm.ranks import PLAIN_PROCESS
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, collective_seconds
 from autotp.cost.machines.calibrate import SIZES, Clock, link_of, own_seconds, together, with_medians
@@ -100,7 +101,7 @@ def test_nodes_are_those_of_torchrun_or_given(monkeypatch):
 
 
 def test_calls_are_timed():
-    clock, calls = Clock(None, torch.device("cpu"), 0.01), []
+    clock, calls = Clock(PLAIN_PROCESS, torch.device("cpu"), 0.01), []
     assert (
         clock.time(lambda: calls.append(sum(range(20000)))) > 5 * clock.time(lambda: sum(range(200))) > 0 < len(calls)
     )
@@ -117,7 +118,7 @@ def test_a_throttled_device_is_as_slow_as_its_work_over_time(monkeypatch, pause)
         now[0] += 0.001 + pause * (calls[0] % 10 == 0)
 
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
-    clock = Clock(None, torch.device("cpu"), 0.2)
+    clock = Clock(PLAIN_PROCESS, torch.device("cpu"), 0.2)
     assert clock.alone(call) == pytest.approx(0.001 + pause / 10, rel=0.01)
     short = replace(clock, budget=0.03)
     assert (short.time(call) < 0.9 * short.alone(call)) == bool(pause)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autotp.comm.lockstep import lost, meet
-from autotp.comm.ranks import Ranks, from_all, own_place
+from autotp.comm.ranks import Ranks, from_all
 from autotp.errors import StateError
 from autotp.ir.graph import NamedTensors
 from autotp.plans.pieces import BUCKET, Block
@@ -335,7 +335,7 @@ class Peers(Archive):
     shared = True  # an optimizer's states and caches come beside the model
 
     def __init__(
-        self, ranks: Ranks | None, have: Boxes, holdings: Sequence[Holdings], extra: dict[str, Any],
+        self, ranks: Ranks, have: Boxes, holdings: Sequence[Holdings], extra: dict[str, Any],
         bucket: int = BUCKET, path: Path | str = "the source",
     ) -> None:  # fmt: skip
         super().__init__(path)
@@ -345,7 +345,7 @@ class Peers(Archive):
                 self.entries.setdefault(name, Entry(shape, dtype, Path(path)))
 
     @staticmethod
-    def of(ranks: Ranks | None, tensors: Tensors, extra: dict[str, Any], bucket: int = BUCKET) -> Peers:
+    def of(ranks: Ranks, tensors: Tensors, extra: dict[str, Any], bucket: int = BUCKET) -> Peers:
         """Tell all ranks what this one holds. A collective call.
 
         Args:
@@ -375,12 +375,11 @@ class Peers(Archive):
                 haves = {rank: own[name][2] for rank, own in enumerate(self.holdings) if name in own}
                 assert isinstance(entry.dtype, torch.dtype)
                 spreads[name] = Spread(entry.shape, entry.dtype.itemsize, haves, needs)
-        way, rank = transfer(spreads, self.bucket), own_place(ranks)
+        way, rank = transfer(spreads, self.bucket), ranks.rank
         for send in way.local:
             if send.target == rank:
                 _within(need, send).copy_(_within(self.have, send))
         for i, sends in enumerate(way.rounds, 1):
-            assert ranks is not None
             # Who has ended or left is heard of here: in a round each rank waits for those alone that it exchanges with.
             meet(ranks.channel, f"round {i} of {len(way.rounds)} of a move")
             _round([x for x in sends if rank in (x.source, x.target)], self.have, need, ranks)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 
 from autotp._version import __version__
-from autotp.comm.ranks import Ranks, agree, from_all, leads, own_place, together
+from autotp.comm.ranks import Ranks, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.ir.files import PathLike
@@ -62,12 +62,12 @@ def save(
     agree(ranks, "the options of a save", {**facts, "optimizer": optimizer is not None})
     shards.agree_on_writes("a save")
     shards.show_own()
-    first = leads(ranks)
+    first = ranks.rank == 0
     tensors, notes = {}, ""
     if format == "dcp":
         names = state.first_names(shards) if weights else ()
         tensors, own = together(ranks, "reading the state", lambda: collect(shards, optimizer, extra, names))
-        if shards.staged and ranks is not None:  # each stage of a pipeline has an optimizer of its own
+        if shards.staged:  # each stage of a pipeline has an optimizer of its own
             own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
         notes = together(ranks, "reading the state", lambda: as_json(own))
         agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
@@ -142,15 +142,15 @@ class Pending:
         ranks: that save. place: the folder. notes: beside the tensors, as JSON. tensors: of this rank.
     """
 
-    def __init__(self, ranks: Ranks | None, place: Path, notes: str, tensors: Tensors) -> None:
+    def __init__(self, ranks: Ranks, place: Path, notes: str, tensors: Tensors) -> None:
         self.ranks, self.place, self.writer, self.planner = ranks, place, Writer(place, notes), Planner(tensors)
-        self.first = leads(ranks)
+        self.first = ranks.rank == 0
         self.write_future: Future[Any] | None = None
         self.finished = False
         # Of the plans of all ranks each makes the same whole: what several have is written by one of them.
         plans = from_all(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
         plans, self.metadata = self.planner.create_global_plan(plans)
-        own = self.writer.prepare_global_plan(plans)[own_place(ranks)]
+        own = self.writer.prepare_global_plan(plans)[ranks.rank]
         self.mine = self.planner.finish_plan(own)
 
     def _plan(self) -> SavePlan:
@@ -219,7 +219,7 @@ def save_pretrained(self: Any, save_directory: PathLike, max_shard_size: int | s
     into = Path(os.path.abspath(save_directory))
     draft = into / ".weights"
     save(shards, draft, format="huggingface", max_file=size)
-    first = leads(ranks)
+    first = ranks.rank == 0
     together(ranks, "moving the weights", lambda: folders.writing(into, lambda: _move(draft, into)) if first else None)
 
 

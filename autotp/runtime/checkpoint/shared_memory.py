@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks, own_place
+from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box, ShardState
@@ -317,9 +317,7 @@ class KeptStep(Peers):
         records: of all its files, also those of other nodes.
     """
 
-    def __init__(
-        self, ranks: Ranks | None, folder: Path, records: Sequence[Record], here: Sequence[Sequence[Record]]
-    ) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, records: Sequence[Record], here: Sequence[Sequence[Record]]) -> None:
         """Map the files of this node.
 
         Args:
@@ -330,7 +328,7 @@ class KeptStep(Peers):
         tables = {node: _places(own) for node, own in nodes.items()}
         every = [tables[id(own)] for own in here]
         files, have = dict[str, Tensor](), dict[str, list[Box]]()
-        for name, (_, dtype, places) in every[own_place(ranks)].items():
+        for name, (_, dtype, places) in every[ranks.rank].items():
             have[name] = []
             for block, (record, start) in places.items():
                 file = record.file.name

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autotp import compat
 from autotp.comm.channel import Peers, connected
-from autotp.comm.ranks import Ranks, agree, from_all, own_place, together
+from autotp.comm.ranks import Ranks, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, RankError, StateError
 from autotp.ir.graph import NamedTensors
@@ -87,7 +87,7 @@ def resume(shards: ShardState) -> KeptStep | None:
     owner = together(ranks, "reading what the run is called", lambda: Owner.of(shards))
     folder = together(ranks, "opening memory of the node", owner.open)
     places, local = nodes(ranks, folder)
-    rank = own_place(ranks)
+    rank = ranks.rank
 
     def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
         return [(record, record.holds()) for record in shared_memory.records_of(owner)[local.index(rank) :: len(local)]]
@@ -124,7 +124,7 @@ class Snapshots:
         extra: Callable[[], dict[str, Any]] | None,
     ) -> None:  # fmt: skip
         self._shards, self._optimizer, self._every, self._give = shards, optimizer, every, extra
-        self._ranks, self._rank = shards.planners, own_place(shards.planners)
+        self._ranks, self._rank = shards.planners, shards.planners.rank
         together(self._ranks, "reading the options", lambda: _refuse(shards, every, redundancy))
         agree(self._ranks, "what is kept", {"every": every, "redundancy": redundancy})
         self._owner = together(self._ranks, "opening memory of the node", lambda: _opened(shards))
@@ -157,7 +157,7 @@ class Snapshots:
         """Find who is on this node, and connect to those that hold second copies."""
         places, self._local = nodes(self._ranks, self._folder)
         self._to, self._from, self._peers = -1, list[int](), {}
-        if redundancy and self._ranks is not None and len(places) > 1:
+        if redundancy and len(places) > 1:
             to = neighbours(places)
             self._to, self._from = to[self._rank], [rank for rank, other in enumerate(to) if other == self._rank]
             self._peers = connect(self._ranks)
@@ -377,10 +377,10 @@ def place_of(folder: Path) -> tuple[str, int, int]:
     return boot.read_text().strip() if boot.exists() else "", status.st_dev, status.st_ino
 
 
-def nodes(ranks: Ranks | None, folder: Path) -> tuple[list[Hashable], list[int]]:
+def nodes(ranks: Ranks, folder: Path) -> tuple[list[Hashable], list[int]]:
     """Return of each rank the memory that its folder lies in, and the ranks whose is this one's. A collective call."""
     places: list[Hashable] = [*from_all(ranks, place_of(folder), "the nodes' memory")]
-    return places, [rank for rank, place in enumerate(places) if place == places[own_place(ranks)]]
+    return places, [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
 
 
 def neighbours(places: Sequence[Hashable]) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from autotp.comm.ranks import Ranks, agree, leads, together
+from autotp.comm.ranks import Ranks, agree, together
 from autotp.errors import InputError
 from autotp.inputs import is_transformers
 from autotp.ir.graph import NamedTensors
@@ -41,7 +41,7 @@ class Wholes:
         shards: of the module. ranks: of all its axes; None in one plain process.
     """
 
-    def __init__(self, shards: ShardState, ranks: Ranks | None) -> None:
+    def __init__(self, shards: ShardState, ranks: Ranks) -> None:
         self.shards = shards
         firsts = state.first_names(shards)
         tensors = {first: (shards.storage_of(first).shape, state.boxes(shards, first)) for first in firsts}
@@ -147,13 +147,13 @@ def grouped(wholes: Wholes, names: Mapping[str, str], limit: int) -> Iterator[di
 ADAPTERS = "adapter_model.safetensors"
 
 
-def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) -> None:
+def save(shards: ShardState, ranks: Ranks, place: Path, max_file: int) -> None:
     """Write the files; one tensor at a time is whole on every rank, and one file's on the rank that writes.
 
     Args:
         shards, ranks: of the sharded module; rank 0 writes. place: the folder. max_file: bytes of a file, at most.
     """
-    writer = leads(ranks)
+    writer = ranks.rank == 0
     draft, weight_map = folders.draft_of(place), dict[str, str]()
     wholes = Wholes(shards, ranks)
     files = together(ranks, "choosing the tensors", lambda: _files(wholes, max_file))

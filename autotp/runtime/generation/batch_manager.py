@@ -30,7 +30,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from autotp import compat
 from autotp.capture.capture import skeleton
-from autotp.comm.ranks import broadcast, from_all, own_place
+from autotp.comm.ranks import broadcast, from_all
 from autotp.errors import AutoTPError, InputError, StateError
 from autotp.runtime.call_message import short
 from autotp.runtime.checkpoint.loading import activate
@@ -92,7 +92,7 @@ class Followers(DistributedHelper):
         super().__init__(None, None)  # heads are not the engine's to split
         self.calls, self.manager = Repeated(module), manager
         self.ranks = module._source.ranks
-        self.tp_local_rank = own_place(self.ranks)
+        self.tp_local_rank = self.ranks.rank
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
 
     @torch.no_grad()  # as in the batches, in which calls are made that those after them are held against

@@ -77,13 +77,13 @@ def _by_path(kind: type[nn.Module], call: Function, path: str) -> Function:
 
 
 @contextlib.contextmanager
-def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
+def one_generator(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Let every rank draw from rank 0's random numbers; those of the others go on as they were.
 
     What is drawn in a context within one, as that of an assistant which drafts, counts in the outer one.
     """
-    cp = ranks.beside.get("cp") if ranks is not None else None
-    if ranks is None or (ranks.tp == 1 and cp is None) or ranks.group_name in _drawing:
+    cp = ranks.along("cp")
+    if ranks.tp == cp.tp == 1 or ranks.group_name in _drawing:
         yield
         return
     own = compat.random_states(device)
@@ -94,5 +94,5 @@ def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
         yield
     finally:
         _drawing.remove(ranks.group_name)
-        if (ranks.rank or (cp is not None and cp.rank)) and not _drawing:
+        if (ranks.rank or cp.rank) and not _drawing:
             compat.draw_from(own, device)

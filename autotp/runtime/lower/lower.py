@@ -86,25 +86,25 @@ class Lowering:
         """Copy it for these machines, this objective, and these passes of a rank's program."""
         return replace(self, cluster=cluster, objective=objective, passes=tuple(passes))
 
-    def judges(self, ranks: Ranks | None, tp: int, device: torch.device) -> dict[str, Judge]:
+    def judges(self, ranks: Ranks, tp: int, device: torch.device) -> dict[str, Judge]:
         """Make what measures optimisations, by name: on CUDA devices those that are not switched.
 
         Where there is one process for several ranks, what they send cannot be measured, and the rest only if asked for.
 
         Args:
-            ranks: that run; None in one plain process. tp: of the plan. device: of this rank.
+            ranks: that run. tp: of the plan. device: of this rank.
         """
-        alone = ranks is None and tp > 1
+        alone = ranks.mesh is None and tp > 1
         wish = {x.name: self.switches.get(x.name) for x in OPTIMISATIONS if x.measurable and not (alone and x.sends)}
         default = device.type == "cuda" and not alone
         # Measuring takes seconds at the first use, so without a wish it is done where kernels may win: on CUDA devices.
         names = [name for name, on in wish.items() if on == MEASURED or (on is None and default)]
-        planners = ranks and ranks.planners
+        group = ranks.planners.group
         # Ranks of torch's fake group do not exist, and would never say what they measured.
-        if not names or (planners is not None and dist.get_backend(planners.group) == "fake"):
+        if not names or (group is not None and dist.get_backend(group) == "fake"):
             return {}
         compiled = None if self.backend == EAGER else self._compiled
-        return dict.fromkeys(names, Measures(planners, device, self.objective.training, path_of(), compiled))
+        return dict.fromkeys(names, Measures(ranks.planners, device, self.objective.training, path_of(), compiled))
 
     def program(
         self,

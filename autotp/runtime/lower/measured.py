@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autotp import compat, kernels
-from autotp.comm.ranks import Ranks, broadcast, from_all, leads
+from autotp.comm.ranks import Ranks, broadcast, from_all
 from autotp.errors import AutoTPError
 from autotp.ir.files import read_json
 from autotp.kernels.common import triton
@@ -67,7 +67,7 @@ class Measures:
     """The judge of a rank's program, which reads the table and extends it.
 
     Attributes:
-        ranks: those that take one verdict; None in one plain process.
+        ranks: those that take one verdict.
         device: where both ways run.
         training: whether the backward is measured too.
         path: of the table; None keeps it in this process alone.
@@ -75,7 +75,7 @@ class Measures:
         lines: of the table that were asked for.
     """
 
-    ranks: Ranks | None
+    ranks: Ranks
     device: torch.device
     training: bool
     path: Path | None
@@ -95,7 +95,7 @@ class Measures:
         return line.verdict
 
     def _line(self, key: str, alternative: Alternative) -> Line:
-        first = leads(self.ranks)
+        first = self.ranks.rank == 0
         line = broadcast(self.ranks, read_table(self.path).get(key) if first else None)
         if line is None:
             everyone = self._everyone(self.measure(alternative), alternative.name)
@@ -107,7 +107,7 @@ class Measures:
     @property
     def _link(self) -> str:
         """The way the ranks send, which times of conversions depend on beside the device."""
-        if self.ranks is None:
+        if self.ranks.group is None:
             return "sent nowhere"
         here = os.environ.get("LOCAL_WORLD_SIZE", "all")
         return f"{dist.get_backend(self.ranks.group)}, {self.ranks.tp} ranks, {here} on a host"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from autotp.comm.ranks import Ranks, agree, from_all, together
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks, agree, from_all, together
 from autotp.comm.turn import Turn, within
 from autotp.errors import InputError, StateError
 from autotp.ir.carried import Carried, Shape, describe, is_carrier, rebuilt
@@ -100,23 +100,22 @@ def _module(side: Any) -> Any:
     return side if side is None or hasattr(side, "_shards") else getattr(side, "module", side)
 
 
-def _ranks(group: ProcessGroup | None, modules: Sequence[Any]) -> Ranks | None:
-    """The ranks that move; None for one plain process."""
+def _ranks(group: ProcessGroup | None, modules: Sequence[Any]) -> Ranks:
+    """The ranks that move."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None
+        return PLAIN_PROCESS
     group = group or dist.group.WORLD
     assert group is not None
     devices = [x._shards.device for x in modules if _is_sharded(x)]
     device = devices[0] if devices else torch.device("cpu")
-    nothing: Any = None
-    return Ranks(nothing, dist.get_rank(group), dist.get_world_size(group), group, group.group_name, device, axes=AXES)
+    return Ranks(None, dist.get_rank(group), dist.get_world_size(group), group, group.group_name, device, axes=AXES)
 
 
-def _meet_sides(ranks: Ranks | None, shards: Sequence[ShardState | None]) -> None:
+def _meet_sides(ranks: Ranks, shards: Sequence[ShardState | None]) -> None:
     """Refuse ranks that have no part of either, and modules of which not all ranks are there. A collective call."""
-    if ranks is None:
+    if ranks.group is None:
         return
-    own = [x and x.planners and dist.get_process_group_ranks(x.planners.group) for x in shards]
+    own = [x and x.planners.group and dist.get_process_group_ranks(x.planners.group) for x in shards]
     everyone = from_all(ranks, own, "who moves")
     world = dist.get_process_group_ranks(ranks.group)
     for rank, sides in zip(world, everyone, strict=True):
@@ -183,7 +182,7 @@ class Sides:
         return need | boxes, [*ends, learn], objects
 
 
-def carry(ranks: Ranks | None, sides: Sides, bucket: int) -> dict[str, Any]:
+def carry(ranks: Ranks, sides: Sides, bucket: int) -> dict[str, Any]:
     """Do a move, step by step, in each of which all ranks fail together. A collective call.
 
     Args:
@@ -315,8 +314,8 @@ def _adopted(name: str, layout: Layout, before: int, tp: int) -> Layout:
 
 def _slice(module: Any, dims: int) -> tuple[int, int]:
     """Return this rank's slice of the batch, and how many there are; a vector or a number is no batch."""
-    dp = module._shards.along("dp") if dims > 1 else None
-    return (dp.rank, dp.tp) if dp is not None else (0, 1)
+    dp = module._shards.ranks.along("dp") if dims > 1 else PLAIN_PROCESS
+    return dp.rank, dp.tp
 
 
 def _local(carriers: Carriers, name: str, shape: tuple[int, ...], slices: int) -> list[int]:

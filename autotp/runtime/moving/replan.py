@@ -84,7 +84,7 @@ def _check(module: Any, tp: int, dp: int, optimizer: Optimizer | None) -> None:
     if within():
         raise StateError("replan() within a call of a sharded module, as of a hook. Replan between two calls.")
     special = shards.staged or shards.host is not None or shards.axis.cp > 1
-    if shards.ranks is None or special or module._source.again is None or module._source.origin is None:
+    if shards.ranks.mesh is None or special or module._source.again is None or module._source.origin is None:
         raise StateError(
             "replan() is for modules over ranks of tp and dp, made with example inputs: without stages, cp and virtual "
             "ranks. autotp.move() moves between two modules of any kind."

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 import autotp
+from autotp.comm.ranks import PLAIN_PROCESS
 from autotp.errors import InputError
 from autotp.passes.optimise import Alternative, Value
 from autotp.runtime.lower import lower, measured
@@ -56,7 +57,7 @@ def alternative(other: str) -> Alternative:
 def verdict(other: str, plain: float = 2.0, ours: float = 1.0, path: Path | None = None) -> Any:
     """The answer to whether a formula is used that takes so many seconds."""
     with patch.object(measured, "clock_of", clock_by_turns(plain, ours)):
-        return Measures(None, CPU, True, path)(alternative(other))
+        return Measures(PLAIN_PROCESS, CPU, True, path)(alternative(other))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
 
 import autotp
+from autotp.comm.ranks import PLAIN_PROCESS
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard
 from autotp.runtime.call_message import few
@@ -46,7 +47,7 @@ def storage_of(shape: tuple[int, ...], dim: int, segments: list[tuple[int, int]]
 def test_pieces_are_plain_chunks_and_come_back(what, shape, dim, segments, repeat, held, tp):
     storage = storage_of(shape, dim, segments, repeat, tp)
     full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    pieces = storage.shard(full, None, full.device)
+    pieces = storage.shard(full, PLAIN_PROCESS, full.device)
     assert torch.equal(storage.full(pieces), full)
     assert len(storage.names("w")) == len(pieces) and (len(pieces) <= held or tp == 4)
     assert storage.as_held or "plain" not in what and "uneven" not in what  # else by a tensor of other dimensions
