@@ -41,7 +41,7 @@ class Boundary:
     """Values that flow into one call of a module and out of it.
 
     Attributes:
-        path: of the module. ranks: over which the values lie; None in one plain process.
+        path: of the module. ranks: over which the values lie.
         hosts: of virtual ranks, those of this process.
     """
 

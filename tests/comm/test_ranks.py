@@ -97,6 +97,7 @@ def finding(rank, world, group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "other"))
     given = R.Ranks.find(mesh=mesh)
     assert given is not None
+    assert pairs.mesh is not None and whole.mesh is not None
     mine = torch.full((), float(rank))
     dist.all_reduce(mine, group=pairs.group)
     return {

@@ -327,7 +327,7 @@ class Peers(Archive):
     """Tensors that ranks hold, as an archive of which names, shapes and types are known; `fill` brings the values.
 
     Args:
-        ranks: that move; None for one process alone. have: this rank's boxes. holdings: of every rank, in numbers.
+        ranks: that move. have: this rank's boxes. holdings: of every rank, in numbers.
         extra: notes beside them, as of a checkpoint. bucket: bytes of messages that a rank holds at once.
         path: their name in messages.
     """

@@ -401,7 +401,7 @@ def neighbours(places: Sequence[Hashable]) -> list[int]:
 
 def connect(ranks: Ranks) -> Peers:
     """Connect to all other ranks, beside the connections that they take turns by. A collective call."""
-    peers = connected(ranks.group, ranks.rank, ranks.tp)
+    peers = connected(ranks.group, ranks.rank, ranks.tp)  # type: ignore[arg-type]  of several
     if peers is None:
         raise RankError("the ranks cannot connect to each other by TCP, to send_file each other what memory holds.")
     for peer in peers.values():

@@ -38,7 +38,7 @@ class Wholes:
     """The tensors of a module's state dict, of all stages, by first names. To make it is a collective call.
 
     Args:
-        shards: of the module. ranks: of all its axes; None in one plain process.
+        shards: of the module. ranks: of all its axes.
     """
 
     def __init__(self, shards: ShardState, ranks: Ranks) -> None:
