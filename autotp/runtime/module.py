@@ -102,7 +102,6 @@ class ShardedModule(Batching, Part):
     def _begin_stages(self) -> None:
         """Make what stages sum and compare of the weights that this module holds; nothing where there are none."""
         pipeline = self._source.pipeline
-        self._sums = pipeline.sums(self._shards) if pipeline is not None else None
         self._calls.tied = pipeline.tied(self._shards) if pipeline is not None else None
         if pipeline is not None and pipeline.grid.size > 1:
             know_stages(self)
@@ -235,7 +234,7 @@ class ShardedModule(Batching, Part):
 
         For gradient accumulation. The gradients of parameters may be absent until then.
         """
-        if self._sums is not None:
+        if self._shards.staged:
             raise StateError(
                 "no_sync() with stages: a step, or a backward, ends with its sums. Take more micro-batches."
             )
@@ -269,13 +268,13 @@ class ShardedModule(Batching, Part):
         examples = [fn(torch.empty(0, dtype=kind, device=self._shards.device)) for kind in PROBES]
         kinds = ", ".join(str(example.dtype) for example in examples)
         with self._calls.conversion(f"{kinds} on {examples[0].device.type}"):
-            if self._sums is not None:
+            if self._shards.staged:
                 weights.refuse_types(self, fn)
             return super()._apply(fn, recurse)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
         """Apply as on the whole model, so that what is drawn is the same at any number of ranks and stages."""
-        return super().apply(fn) if self._sums is None else weights.applied(self, fn)
+        return weights.applied(self, fn) if self._shards.staged else super().apply(fn)
 
     def share_memory(self) -> ShardedModule:
         """Move what this rank holds to memory that its other processes share: DTensors themselves cannot."""
@@ -400,8 +399,7 @@ class ShardedModule(Batching, Part):
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
         # Made again, on the copied parts.
-        memo |= {id(self._programs_made): Programs(), id(self._sums): None}
-        memo[id(self._changes)] = Changes()
+        memo |= {id(self._programs_made): Programs(), id(self._changes): Changes()}
         for part in self._order:
             if isinstance(part, Part):
                 memo |= {id(table): {} for table in (part._programs, part._boundaries, part._calls_made)}

@@ -251,7 +251,7 @@ def untied(rank: int, world: int, group: Any, case: Case) -> float:
     with double():
         model = made(case)
         pipe, schedule = staged(case, model)
-        pipe.module._sums.tied = {}
+        pipe.module._calls.tied.holders = {}
         pipe.step(schedule, **batch_of(model))
         on_one_device(model, batch_of(model))
         far = gradients_apart(pipe, model)

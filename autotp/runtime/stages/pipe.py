@@ -55,8 +55,6 @@ class Pipe:
     def __init__(self, plan: Plan, module: ShardedModule, staging: Staging, example: Inputs) -> None:
         self.plan, self.module, self.staging, self._example = plan, module, staging, example
         pipeline: Pipeline = module._source.pipeline
-        assert module._sums is not None
-        self._sums = module._sums
         self._pipeline, self._grid = pipeline, pipeline.grid
         self._schedules: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
 
@@ -136,7 +134,7 @@ class Pipe:
                 "make them with order='v' for torch's V schedules, 'loop' for all others."
             )
         self._schedules[torch_schedule] = microbatches, stages
-        self._sums.follow(torch_schedule)
+        self.module._calls.tied.follow(torch_schedule)
         return torch_schedule
 
     def _pipeline_stage(self, stage: Stage) -> PipelineStage:
@@ -281,7 +279,7 @@ class Pipe:
         Returns: the norm before, on every rank.
         """
         meet(self._grid.world.channel, f"clip_grad_norm_ to {max_norm} by norm {norm_type}")
-        return self._sums.clip(max_norm, norm_type)
+        return self.module._calls.tied.clip(max_norm, norm_type)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ autograd's graph. Of all stages of a module: the ranks that run them, what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.errors import InputError, StateError
-from autotp.ir.graph import SEEDS, Capture, Function
+from autotp.ir.graph import SEEDS, Capture, Function, NamedTensors
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Sharded
 from autotp.ir.sizes import substitute
@@ -33,7 +33,7 @@ from autotp.runtime.program_search import built
 from autotp.runtime.programs import Form, Program
 from autotp.runtime.storage import ShardState
 
-from .weights import Sums, Tied
+from .weights import Tied
 
 BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
 
@@ -72,11 +72,9 @@ class Stage(nn.Module):
                 "Pass what pipe.feed(...) gives to the schedule's step."
             )
         self.check_mode()
-        values = [*map(_contiguous_gradient, values_in), *(inputs[n] for n in self.piece.inputs)]
-        if self.draws:
-            values += self.program.random(self.module._shards, int(inputs[BASE]))
+        seeds = self.program.random(self.module._shards, int(inputs[BASE])) if self.draws else []
         with self.module.plain(self.program):
-            results = list(self.function(*values))
+            results = self.run(map(_contiguous_gradient, values_in), inputs, seeds)
         outputs = []
         for i, value in enumerate(results):
             taker = self.piece.capture.mutations.get(i)
@@ -89,6 +87,15 @@ class Stage(nn.Module):
         if self.loss:
             return outputs[0].reshape(1)  # so that a schedule can join those of its micro-batches
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def run(self, values_in: Iterable[Tensor], inputs: NamedTensors, seeds: Sequence[Tensor]) -> list[Any]:
+        """Run its program: what flows to the next stage comes after the model's results.
+
+        Args:
+            values_in: of the stage before. inputs: of the model. seeds: of random numbers, where it draws any.
+        """
+        own = map(inputs.__getitem__, self.piece.inputs)
+        return list(self.function(*values_in, *own, *(seeds if self.draws else ())))
 
     def check_mode(self) -> None:
         """Refuse a mode that the program was not captured in."""
@@ -134,16 +141,9 @@ class Pipeline:
     holders: Mapping[str, tuple[int, ...]]
     loss: bool
 
-    def sums(self, shards: ShardState) -> Sums:
-        """Sums of gradients of what a rank holds."""
-        own = {name: places for name, places in self.holders.items() if self.grid.rank in places}
-        # A weight of several stages has one gradient, their sum, and counts once in a norm: at its first holder.
-        elsewhere = {name for name, places in own.items() if places[0] != self.grid.rank}
-        return Sums(shards, own, frozenset(shards.storages.keys() - elsewhere), self.grid.pipeline)
-
     def tied(self, shards: ShardState) -> Tied:
-        """Comparison of the parameters that several ranks hold."""
-        return Tied(shards, self.holders, self.grid.world.tp // self.grid.size)
+        """The parameters that several ranks hold."""
+        return Tied(shards, self.holders, self.grid.pipeline, self.grid.world.tp // self.grid.size)
 
     def program(self, module: Any, captured: Capture, sharded: Sharded, key: int, call_form: Form) -> Program:
         """Install the stages of this rank.
@@ -159,7 +159,7 @@ class Pipeline:
             function = module._programs[key, index]
             stages[index] = Stage(module, piece, index, function, parts[-1].seeds > 0, self.loss and index == last)
         ranks = module._source.ranks
-        module._programs[key] = Relay(captured, sharded, stages, self.grid, ranks, module._sums)
+        module._programs[key] = Relay(captured, sharded, stages, self.grid, ranks, module._calls.tied)
         # Of all stages: ranks whose own draw nothing take part in the choice of the number that others draw from.
         count = max((x.node.meta["val"].shape[0] for x in captured.leaves if x.kind is SEEDS), default=0)
         program = Program(
@@ -245,7 +245,7 @@ class Relay:
     Attributes:
         captured, sharded: the program of one process, and that of the ranks with its pieces.
         stages: of this rank by their index. grid: the ranks; `tp` those of this stage.
-        sums: of gradients over stages and dp.
+        tied: what several stages hold.
     """
 
     captured: Capture
@@ -253,7 +253,7 @@ class Relay:
     stages: Mapping[int, Any]
     grid: Grid
     tp: Ranks
-    sums: Sums
+    tied: Tied
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
         count = len(self.names)  # the seeds come behind
@@ -268,9 +268,7 @@ class Relay:
             if index and grid.places[index - 1] != grid.rank:
                 empty = [self._empty(wire, sizes) for wire in piece.wires_in]
                 token, *values_in = _Receive.apply(self, index, token, *empty)  # type: ignore[misc]
-            values = [*values_in, *map(tensors.__getitem__, piece.inputs)]
-            values += seeds if stage.draws else ()
-            outputs = list(stage.function(*values))
+            outputs = stage.run(values_in, tensors, seeds)
             results.update(zip(piece.positions, outputs, strict=False))
             flow = tuple(outputs[len(piece.positions) :])
             if flow and grid.places[index + 1] != grid.rank:
@@ -393,7 +391,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        ctx.relay.sums.begin()
-        compat.after_backward(ctx.relay.sums.end)
+        ctx.relay.tied.begin()
+        compat.after_backward(ctx.relay.tied.end)
         own = grads if ctx.last else [None] * len(grads)
         return None, torch.zeros((), device=ctx.relay.tp.device), *own

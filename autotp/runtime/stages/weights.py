@@ -90,22 +90,27 @@ def _homes(names: Iterable[str]) -> set[str]:
     return homes
 
 
+MAX_TIED = 64  # tied weights of which values are compared: a message has a largest length
+UPDATED_APART = (
+    "Usual causes: another learning rate on one stage; weights that are initialised or written on one stage. Load a "
+    "checkpoint, or make the stages again. What is not to be trained has requires_grad_(False)."
+)
+
+
 @dataclass
-class Sums:
-    """Sums of gradients over the ranks of a pipeline, once a step's backwards are done.
+class Tied:
+    """The weights that several ranks of a pipeline hold: their gradients are summed once a step's backwards are done.
 
     Attributes:
-        shards: what this rank holds.
-        tied: first name of a parameter of this rank that several ranks of the pipeline hold -> all these.
-        counted: names of the parameters that count on this rank in a norm: a tied one on one rank alone.
-        pipeline: the group of this lane's ranks, one for each place in the pipeline.
+        shards: what this rank holds. holders: first name of each -> places in the pipeline that hold it.
+        pipeline: the group of this lane's ranks, one for each place. size: number of ranks of one place.
         before: gradients that are summed already, while a step or backward is under way.
     """
 
     shards: ShardState
-    tied: Mapping[str, tuple[int, ...]]
-    counted: frozenset[str]
+    holders: Mapping[str, tuple[int, ...]]
     pipeline: ProcessGroup
+    size: int
     before: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
     def follow(self, schedule: Any) -> None:
@@ -127,14 +132,14 @@ class Sums:
 
     def begin(self) -> None:
         """Begin a step, or a backward: what one before has summed must not be summed again."""
-        for p in self._parameters(self.tied):
+        for p in self._parameters(self.holders):
             self.before[p], p.grad = p.grad, None
 
     def end(self) -> None:
         """Sum the gradients that came: they are then those of one device."""
-        for name, holders in self.tied.items():
+        for name, places in self.holders.items():
             for p in self._parameters({name}):
-                self._sum(p, holders)
+                self._sum(p, places)
         for p, grad in self.before.items():
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
@@ -171,7 +176,10 @@ class Sums:
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most this; the norm before."""
-        own = [p.grad for p in self._parameters(self.counted) if p.grad is not None]
+        # A weight of several stages has one gradient, their sum, and counts once: at its first holder.
+        me = dist.get_rank(self.pipeline)
+        counted = self.shards.storages.keys() - {name for name, places in self.holders.items() if places[0] != me}
+        own = [p.grad for p in self._parameters(counted) if p.grad is not None]
         begin_step(self)  # all ranks are at it, and the norms of a stage are no mistake here
         norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
         end_step()
@@ -187,27 +195,6 @@ class Sums:
         norm = total.to(kind)
         torch.nn.utils.clip_grads_with_norm_(nn.Module.parameters(self.shards.root), max_norm, norm)
         return norm
-
-
-MAX_TIED = 64  # tied weights of which values are compared: a message has a largest length
-UPDATED_APART = (
-    "Usual causes: another learning rate on one stage; weights that are initialised or written on one stage. Load a "
-    "checkpoint, or make the stages again. What is not to be trained has requires_grad_(False)."
-)
-
-
-@dataclass(frozen=True)
-class Tied:
-    """The weights that several ranks of a pipeline hold.
-
-    Attributes:
-        shards: of this rank. holders: first name of each -> places in the pipeline that hold it.
-        size: number of ranks of one place.
-    """
-
-    shards: ShardState
-    holders: Mapping[str, tuple[int, ...]]
-    size: int
 
     def values(self, target: Any, values: bool) -> bytes:
         """A few values of each, as bytes, and of the target that a step is given; nothing but its absence where
