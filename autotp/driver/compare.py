@@ -23,7 +23,7 @@ from autotp import compat
 from autotp.comm.ranks import agree, by_value, from_all, together
 from autotp.errors import CompareError, InputError, StateError
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import CONSTANT, SEEDS, draws, shape_of, short_name
+from autotp.ir.graph import draws, shape_of, short_name
 from autotp.ir.layouts import I
 from autotp.ir.marks import mark
 from autotp.ir.program import Sharded
@@ -40,7 +40,7 @@ from autotp.proof.differences import (
     largest,
     rounding_of,
 )
-from autotp.proof.run import CallLayouts, Here, Simulated, Values, run
+from autotp.proof.run import CallLayouts, Here, Simulated, Values, leaf_values, run
 from autotp.runtime import data_parallel, state
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.program_search import match_of
@@ -247,25 +247,16 @@ class _Comparison:
     ) -> Values:
         """Run a program as the call ran, with these inputs, and weights and buffers by first name."""
         self.call.rewind()
-        tensors = iter(again([flat[i] for i in self.order]))
+        tensors, state = again([flat[i] for i in self.order]), {**self.capture.constants, **buffers, **weights}
         seeds = self.program.random(self.shards, base_seed() if self.program.seeds else 0)
-        values: list[Any] = []
-        for leaf in self.capture.leaves:
-            # A tied parameter is held once, under its first name.
-            name, val = self.shards.aliases.get(leaf.name, leaf.name), leaf.node.meta.get("val")
-            if leaf.kind.passed:
-                values.append(next(tensors) if isinstance(val, Tensor) else val)
-            elif leaf.kind in (SEEDS, CONSTANT):
-                values.append(seeds[0] if leaf.kind is SEEDS else self.capture.constants[leaf.name])
-            else:
-                values.append(weights[name] if leaf.kind.trained else buffers[name])
-        leaves = {leaf.node: value for leaf, value in zip(self.capture.leaves, values, strict=True)}
+        aliases = self.shards.aliases  # a tied parameter is held once, under its first name
+        leaves = leaf_values(self.capture, tensors, lambda name: state[aliases.get(name, name)], *seeds)
         self.layouts = CallLayouts(self.capture, self.sharded, leaves, Simulated(1))
-        placeholders = {n: [v] for n, v in zip(program.graph.find_nodes(op="placeholder"), values, strict=True)}
+        placeholders = zip(program.graph.find_nodes(op="placeholder"), leaves.values(), strict=True)
         # The graph holds its casts: under autocast they would be made again.
         cast = self.capture.state[-1] is not None
         with torch.autocast(self.call.device.type, enabled=False) if cast else nullcontext():
-            return run(program, placeholders, Here(self.places), watch=True)
+            return run(program, {n: [v] for n, v in placeholders}, Here(self.places), watch=True)
 
     def _program(self, rounding: Rounding, backward: bool = False) -> _Fault | None:
         """Find the first value of this rank's program, or the last gradient, that is not its part of the original's."""

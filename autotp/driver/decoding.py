@@ -25,7 +25,7 @@ from autotp.cost.objective import Objective
 from autotp.errors import InputError
 from autotp.inputs import CACHES, Inputs, bind
 from autotp.ir.carried import describe, is_carrier
-from autotp.ir.graph import SEEDS, Capture, copy_graph
+from autotp.ir.graph import Capture, copy_graph
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import Names, follow
 from autotp.ir.program import MeshPlace, Planned, Sharded
@@ -36,7 +36,7 @@ from autotp.plans.plan import Plan
 from autotp.proof.differences import Rounding, differences
 from autotp.proof.equality import compare
 from autotp.proof.report import Decoded, Difference
-from autotp.proof.run import Values, real, run, weights_of
+from autotp.proof.run import Values, leaf_values, real, run, weights_of
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generate_methods import calling
@@ -223,18 +223,9 @@ class Decoding:
 
     def _leaves(self, captured: Capture, tensors: Sequence[Tensor]) -> Values:
         """Take copies of the model's weights and of these inputs as the leaves."""
-        arguments, weights = iter(tensors), weights_of(self.model)
-        leaves: dict[Any, list[Any]] = {}
-        for leaf in captured.leaves:
-            value: Any = leaf.node.meta.get("val")
-            if leaf.kind is SEEDS:
-                value = torch.arange(len(value))
-            elif not leaf.kind.passed:
-                value = real(weights.get(leaf.name, captured.constants.get(leaf.name)))
-            elif isinstance(value, Tensor):
-                value = next(arguments)
-            leaves[leaf.node] = [_own(value)]
-        return Values(leaves)
+        state = {**captured.constants, **weights_of(self.model)}
+        values = leaf_values(captured, tensors, lambda name: real(state[name]))
+        return Values({node: [_own(value)] for node, value in values.items()})
 
     # ---- programs --------------------------------------------------------------------------------------------------
 

@@ -191,15 +191,8 @@ class Values:
             inputs: of one call.
         """
         state = {**program.constants, **weights_of(model)}
-        inputs = without_cache(model, inputs)[0]
-        flat = iter(inputs.leaves)
-        leaves: dict[fx.Node, list[Any]] = {}
-        for x in program.leaves:
-            if x.kind is SEEDS:
-                leaves[x.node] = [torch.arange(len(x.node.meta["val"]))]
-            else:
-                leaves[x.node] = [next(flat) if x.kind.passed else real(state[x.name])]
-        return cls(leaves)
+        tensors = [x for x in without_cache(model, inputs)[0].leaves if isinstance(x, Tensor)]
+        return cls({n: [v] for n, v in leaf_values(program, tensors, lambda name: real(state[name])).items()})
 
     def doubled(self) -> dict[fx.Node, Any]:
         """Return whole values in float64 (and complex128)."""
@@ -209,6 +202,28 @@ class Values:
         """Return a value of a run of the whole, by node and place in its results; None where there is none."""
         results = self.nodes.get(value[0], [None])[0]
         return results[value[1]] if isinstance(results, list | tuple) else results
+
+
+def leaf_values(
+    program: Capture, tensors: Iterable[Tensor], state: Callable[[str], Any], seeds: Tensor | None = None
+) -> dict[fx.Node, Any]:
+    """Return the value of every leaf.
+
+    Args:
+        program: the capture. tensors: of a call, in order. state: gives a parameter, buffer or constant by its name.
+        seeds: of random numbers; by default 0, 1, and so on.
+    """
+    given, values = iter(tensors), dict[fx.Node, Any]()
+    for x in program.leaves:
+        value = x.node.meta.get("val")  # of what is no tensor, such as a number
+        if x.kind is SEEDS:
+            value = torch.arange(len(value)) if seeds is None else seeds
+        elif not x.kind.passed:
+            value = state(x.name)
+        elif isinstance(value, Tensor):
+            value = next(given)
+        values[x.node] = value
+    return values
 
 
 @dataclass
