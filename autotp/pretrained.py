@@ -83,7 +83,7 @@ def from_pretrained(
             "example_inputs, as for autotp.compile."
         )
     if sharded.__dict__.get("_kept") is None:  # else it has the weights of a later step
-        source: Any = Adapted(sharded._source.bare, path, beside, trusted) if beside else path
+        source: Any = Adapted(sharded._shards.bare, path, beside, trusted) if beside else path
         sharded.load_checkpoint(source, cast=dtype is not None or bool(beside), trusted=trusted)
     if beside:
         sharded.set_adapter(next(iter(beside)))

@@ -155,7 +155,7 @@ class _Comparison:
         self.module, self.program, self.order, self.call = module, program, order, call
         self.shards, self.capture, self.sharded = module._shards, program.capture, program.sharded
         self.ranks = self.shards.planners
-        self.places = module._source.places()
+        self.places = module._shards.places()
         self.place = self.places["tp"].rank, self.places["tp"].size  # over tp
         # The graph that the ranks' program was made from, which is not always the captured one.
         self.original = Sharded(next(iter(self.sharded.origin.values()))[0].graph)

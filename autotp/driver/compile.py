@@ -49,6 +49,7 @@ from autotp.runtime import state
 from autotp.runtime.call_message import few
 from autotp.runtime.lower.lower import EAGER, Lowering
 from autotp.runtime.programs import Source
+from autotp.runtime.storage import ShardState
 
 from .begun_cache import BegunCache, begun_cache
 from .options import Options, warn_of_cache
@@ -140,11 +141,15 @@ class Compilation:
         # Of no part of `self`: the module lives on with this, and would keep the original's weights.
         of_plan: dict[str, Any] = {"plan": plan, "options": self.options}
         make = partial(_program, **of_plan)
+        virtual = {**plan.batch.degrees, "tp": plan.tp} if self.hosts else {}
+        shards = ShardState(
+            skeleton(self.model, self.ranks.device), self.ranks, self.hosts.get("tp", plan.tp), aliases(self.model),
+            Axes(self.hosts.get("dp", 1)) if virtual else plan.batch, hosts=self.ranks.hosts(virtual, self.hosts),
+        )  # fmt: skip
         source = Source(
-            bare=skeleton(self.model, self.ranks.device), decide=partial(decided_for, **of_plan), make=make,
-            capture=further, agreed=schedule(ranks=self.ranks).agreed, ranks=self.ranks, dp=self.hosts.get("dp", 1),
-            tp=self.hosts.get("tp", plan.tp), virtual={**plan.batch.degrees, "tp": plan.tp} if self.hosts else {},
-            aliases=aliases(self.model), want=self.request, check=bool(self.check), sample=self.check is not False,
+            shards, decide=partial(decided_for, **of_plan), make=make,
+            capture=further, agreed=schedule(ranks=self.ranks).agreed, want=self.request,
+            check=bool(self.check), sample=self.check is not False,
             lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
             again=partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering),
             origin=captured.origin[1] if captured is not None and captured.origin is not None else None,

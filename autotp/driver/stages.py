@@ -31,6 +31,7 @@ from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.stage import Grid, Pipeline
+from autotp.runtime.storage import ShardState
 from autotp.text import counts
 
 from .compare import kind_of
@@ -135,15 +136,17 @@ def _staged_pipe(
     elsewhere = []
     for own in holdings:
         elsewhere.append(frozenset(n for n, f in first.items() if f not in own))
+    shards = ShardState(
+        skeleton(model, ranks.device), ranks, plan.tp, first, plan.batch, elsewhere=elsewhere[grid.rank], staged=True
+    )
     source = Source(
-        bare=skeleton(model, ranks.device),
+        shards,
         decide=partial(decided_for, plan=plan, options=options),
         make=partial(_cut, plan=plan, options=options, division=division, absent=[elsewhere[i] for i in grid.places]),
-        capture=further, agreed=schedule(ranks=grid.world).agreed, ranks=ranks, tp=plan.tp, aliases=first,
+        capture=further, agreed=schedule(ranks=grid.world).agreed,
         want=compilation.request, sample=compilation.check is not False,
         lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
         ready=[(captured, sharded)], pipeline=Pipeline(grid, holders, loss),
-        elsewhere=elsewhere[grid.rank],
     )  # fmt: skip
     module = ShardedModule(model, plan, source)
     return Pipe(plan, module, division, without_cache(model, inputs)[0])

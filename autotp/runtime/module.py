@@ -42,7 +42,7 @@ from .changes import Changes
 from .module_hooks import hooked
 from .part import Part, watch, whole_class
 from .programs import CallKind, Program, Programs, Source
-from .storage import ShardState, Storage
+from .storage import Storage
 
 PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
 
@@ -74,24 +74,19 @@ class ShardedModule(Batching, Part):
     @uncollected()
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
         super().__init__(model)
-        if source.tp * source.axis(plan).size == 1:
+        shards = source.shards
+        if shards.tp * shards.axis.size == 1:
             self.__dict__[LOADED] = False
-        self._plan = plan
-        self.__dict__["config"] = getattr(source.bare, "config", None)  # which may be a property of the class
-        self._source = source
-        self._shards = ShardState(
-            source.bare, source.ranks, source.tp, source.aliases, source.axis(plan), elsewhere=source.elsewhere,
-            staged=source.pipeline is not None, hosts=source.hosts,
-        )  # fmt: skip
-        self._programs_made = Programs()
-        place, layouts = source.places()["tp"], plan.states
-        self._carriers = Carriers.of(source.bare, place.rank, place.size, source.want.states, source.hosts, layouts)
-        state.populate(self._shards, self, model, plan.placements)
-        methods.load_by_original(self._shards)
-        self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
-        self._changes = watch(self._shards.parts, source.bare, Changes())
-        kind, compares = type(source.bare).__name__, source.sample and not source.check
-        self._calls = Calls(self._shards, kind, self._order, self._changes, compares)
+        self._plan, self._source, self._shards, self._programs_made = plan, source, shards, Programs()
+        self.__dict__["config"] = getattr(shards.bare, "config", None)  # which may be a property of the class
+        place, layouts = shards.places()["tp"], plan.states
+        self._carriers = Carriers.of(shards.bare, place.rank, place.size, source.want.states, shards.hosts, layouts)
+        state.populate(shards, self, model, plan.placements)
+        methods.load_by_original(shards)
+        self._order = list(dict.fromkeys(shards.parts.values()))  # as the original's `modules()`
+        self._changes = watch(shards.parts, shards.bare, Changes())
+        kind, compares = type(shards.bare).__name__, source.sample and not source.check
+        self._calls = Calls(shards, kind, self._order, self._changes, compares)
         self._begin_stages()
         optimizer_steps.watch(self._calls)
         for captured, sharded in source.ready:
@@ -138,8 +133,8 @@ class ShardedModule(Batching, Part):
         """
         if self._generation is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in self._generation}
-        if self._source.ranks.mesh is None and self._source.tp * self._shards.axis.size > 1:
-            raise no_ranks_error(self._source.tp, self._shards.axis.degrees)
+        if self._shards.ranks.mesh is None and self._shards.tp * self._shards.axis.size > 1:
+            raise no_ranks_error(self._shards.tp, self._shards.axis.degrees)
         refuse_transforms([*args, *kwargs.values()])
         call = self._arguments(args, kwargs, entry)
         program, outputs, inputs = self._ran(call, program_search.kind_of(self, call))
@@ -190,12 +185,12 @@ class ShardedModule(Batching, Part):
 
     def _first(self, program: Program, inputs: list[Tensor], seed: int) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
-        if self._source.tp == 1 or program.draws:
+        if self._shards.tp == 1 or program.draws:
             return self._run(program, inputs, seed)
         before = state.random_state(self._shards.device)
         outputs = self._run(program, inputs, seed)
         if state.random_state(self._shards.device) != before:
-            agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
+            agree(self._shards.ranks, "the state of the random numbers", {"random numbers": before})
             program.draws = True
         return outputs
 
@@ -404,7 +399,7 @@ class ShardedModule(Batching, Part):
             if isinstance(part, Part):
                 memo |= {id(table): {} for table in (part._programs, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        watch(new._shards.parts, self._source.bare, new._changes).stale = True
+        watch(new._shards.parts, self._shards.bare, new._changes).stale = True
         new._begin_stages()
         for own in self._programs_made:
             program_search.install(new, own.capture, own.sharded, own.changes, own.entry)

@@ -84,7 +84,7 @@ def find(module: Any, call: Arguments) -> Match:
     # Where a program holds for some values alone, ranks with other values would choose other programs.
     values = source.check or any(p.capture.conditions is not None for p in module._programs_made)
     facts = {**state.input_text(call.whole, call.spec, values), **module._changes.facts()}
-    ranks = source.ranks.joint
+    ranks = module._shards.ranks.joint
     agree(ranks, "the inputs of this call", facts)
     match = together(ranks, "reading the inputs", lambda: match_of(module, call))
     # What a rank knows is its own: an attribute that was set to an equal object is another value to it.
@@ -140,14 +140,14 @@ def _capture_once(module: Any, call: Arguments) -> Capture:
             return None, "the model's attributes cannot be compared"
         return repr((source.key, module._mode(), state.dtypes(module._shards), call.entry, changes)), ""
 
-    return capture_once(source.ranks.joint, source.agreed, key, make, take)[0]
+    return capture_once(module._shards.ranks.joint, source.agreed, key, make, take)[0]
 
 
 def match_of(module: Any, call: Arguments) -> Match | None:
     """A program that was captured for such a call in this mode and accepts these sizes."""
     state.refuse_meta(module._shards)
     call.check()
-    call_form, _ = form(module._source.bare.get_submodule(call.entry), call.whole, call.spec)
+    call_form, _ = form(module._shards.bare.get_submodule(call.entry), call.whole, call.spec)
     return module._programs_made.find(call_form, call.whole, module._mode(), call.entry, _changes(module, call))
 
 
@@ -159,7 +159,7 @@ def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable 
         changes, entry: as of a program.
     """
     key = module._programs_made.key()
-    values, own = [x.node.meta.get("val") for x in captured.inputs], module._source.bare.get_submodule(entry)
+    values, own = [x.node.meta.get("val") for x in captured.inputs], module._shards.bare.get_submodule(entry)
     call_form = form(own, values, captured.in_spec)[0]
     if sharded.pieces:
         program = module._source.pipeline.program(module, captured, sharded, key, call_form)
@@ -180,24 +180,24 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     """
     source, shards = module._source, module._shards
     # What a stage measures is its own.
-    ranks = replace(source.ranks, every=None) if source.pipeline else source.ranks
-    judges = source.lowering.judges(ranks, source.tp, shards.place)
+    ranks = replace(shards.ranks, every=None) if source.pipeline else shards.ranks
+    judges = source.lowering.judges(ranks, shards.tp, shards.place)
     peak = module._plan.memory.peak
-    graph, fired = source.lowering.program(sharded, source.places(), shards.place, peak, judges)
+    graph, fired = source.lowering.program(sharded, shards.places(), shards.place, peak, judges)
     inputs, reads, count = readings(captured, graph, shards)
     constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
     compiler = source.lowering.compiler()
     write_in_place(captured, graph)
     steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
     random = any(map(draws, graph.nodes))
-    if source.hosts:
-        *over, host = source.hosts
-        host_program(graph, source.hosts)
+    if shards.hosts:
+        *over, host = shards.hosts
+        host_program(graph, shards.hosts)
         host_states(graph, captured, sharded.states, host)
         for batch in over:
             host_batch(graph, captured, batch)
         fired = (("tp_invariant", TREE.format("; ".join(_along(module)))), *fired)
-    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks, source.hosts)
+    assembler = Assembler(shards.parts, graph, reads, key, constants, compiler, shards.ranks, shards.hosts)
     assembler.build(inputs, one=steps)
     return Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, reads)
 
@@ -292,12 +292,12 @@ def _foresee(module: Any, call: Arguments) -> None:
 
 def _copy_for(module: Any, call: Arguments) -> tuple[nn.Module, Inputs]:
     """The original's skeleton, as the module's parts are now, and the inputs of a call as it takes them."""
-    source = module._source
-    bare = skeleton(source.bare, module._shards.device, state.dtypes(module._shards))
+    shards = module._shards
+    bare = skeleton(shards.bare, shards.device, state.dtypes(shards))
     for original, part in zip(bare.modules(), module._order, strict=True):
         original.training = part.training
     module._changes.apply(zip(bare.modules(), module._order, strict=True))
-    return bare, form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+    return bare, form(shards.bare.get_submodule(call.entry), call.whole, call.spec)[1]
 
 
 @torch.inference_mode(False)

@@ -16,19 +16,17 @@ from autotp import compat
 from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Host, Hosts, Virtual
+from autotp.comm.virtual import Virtual
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, Leaves, bind, without_cache
 from autotp.ir.graph import SEEDS, Capture, Function, SizeBounds
 from autotp.ir.layouts import Layouts
 from autotp.ir.precision import LATEST
-from autotp.ir.program import Decided, MeshPlace, Sharded
+from autotp.ir.program import Decided, Sharded
 from autotp.passes.base import Pass
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
 from autotp.passes.shard.batch_axis import BatchRules
-from autotp.plans.estimates import Axes
-from autotp.plans.plan import Plan
 from autotp.runtime.generation.arguments import Returns
 from autotp.runtime.generation.generate_methods import LEFT_ON_MODELS
 from autotp.runtime.lower.lower import Lowering
@@ -366,70 +364,45 @@ class Source:
     """Remainder of the original that a sharded module keeps: its skeleton, and how a further capture becomes a program.
 
     Attributes:
-        bare: the original with fake tensors; it holds no weights.
+        shards: the record of this rank, which holds no tensors yet.
         decide: how the operators of a capture run under the module's plan, with states where programs before have
             them; `make`: the program of a capture that is so decided, with such outputs as are wanted.
         capture: the capture of a skeleton for inputs on a device, in a mode, by a request.
         agreed: passes of a capture that every rank has made for itself.
-        ranks: of tp.
-        aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
         lowering: how programs run.
         check: compare input values between the ranks at every call; `sample`: a few of them.
         ready: captures that exist already.
         pipeline: the ranks of its stages, and sums over them; None where it is not cut.
-        elsewhere: names of the parameters and buffers that other stages hold.
-        virtual: ranks that the plan is of on each axis, the outermost first and tp last, where processes run several of
-            these; none where each runs one. dp: processes that share the batch then.
         again: what makes a plan and all this anew for other degrees over the same ranks, of a model on the meta device,
             inputs, tp and the axes beside it; None where that cannot be.
         origin: inputs that it was planned for.
     """
 
-    bare: nn.Module
+    shards: ShardState
     decide: Callable[[Capture, Layouts], Decided]
     make: Callable[[Capture, Layouts, str, Decided], Sharded]
     capture: Callable[[nn.Module, Inputs, torch.device, Mode, CaptureRequest], Capture]
     agreed: Sequence[Pass[Capture]]
-    ranks: Ranks
-    tp: int
-    aliases: dict[str, str]
     want: CaptureRequest = DEFAULT_CAPTURE
     lowering: Lowering = field(default_factory=Lowering)
     check: bool = False
     sample: bool = True
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
     pipeline: Any = None
-    elsewhere: frozenset[str] = frozenset()
-    virtual: Mapping[str, int] = field(default_factory=dict)
-    dp: int = 1
     again: Callable[[nn.Module, Any, int, Any], tuple[nn.Module, Any, Source]] | None = None
     origin: Any = None
 
     def __post_init__(self) -> None:
         # Set anew by every `generate()`, and read by no forward: as a change of the model it would be another program.
         for name in LEFT_ON_MODELS:
-            vars(self.bare).pop(name, None)
-
-    def axis(self, plan: Plan) -> Axes:
-        """The axes beside tp that processes are on."""
-        return Axes(self.dp) if self.virtual else plan.batch
-
-    @cached_property
-    def hosts(self) -> Hosts:
-        """The virtual ranks of this process on each axis; none where there are none."""
-        hosts = []
-        for axis, size in self.virtual.items():
-            ranks = self.ranks if axis == "tp" else self.ranks.along(axis)
-            own = size // (self.tp if axis == "tp" else self.dp)
-            hosts.append(Host(ranks.rank * own, own, size, ranks.group_name, axis))
-        return tuple(hosts)
+            vars(self.shards.bare).pop(name, None)
 
     @cached_property
     def key(self) -> str | None:
         """Key of what captures depend on of the model, as `model_key`; None where that cannot be told."""
         try:
-            return model_key(self.bare)
+            return model_key(self.shards.bare)
         except Untold:
             return None
 
@@ -439,15 +412,6 @@ class Source:
         if entry:
             return replace(self.want, outputs="full", carried=())
         return replace(self.want, outputs="full") if generating and self.want.outputs == "loss" else self.want
-
-    def places(self) -> dict[str, MeshPlace]:
-        """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
-        if self.hosts:
-            return {host.axis: MeshPlace(host.first, host.size, host.group) for host in self.hosts}
-        if self.ranks.mesh is None:
-            return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
-        axes = {"tp": self.ranks, **self.ranks.beside}
-        return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items()}
 
 
 def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:

@@ -25,11 +25,12 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp.comm.conversions import function_for
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks
 from autotp.comm.virtual import Host, Hosts
 from autotp.compat import joined_mesh, like_dtensor, local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
+from autotp.ir.program import MeshPlace
 from autotp.ir.specs import INVARIANT
 from autotp.plans.estimates import ALONE, Axes
 from autotp.plans.pieces import Block, Piece, Pieces
@@ -407,6 +408,14 @@ class ShardState:
     def by_torch(self) -> Axes:
         """The axes over which torch sums gradients."""
         return ALONE if self.hosts else self.axis
+
+    def places(self) -> dict[str, MeshPlace]:
+        """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
+        if self.hosts:
+            return {host.axis: MeshPlace(host.first, host.size, host.group) for host in self.hosts}
+        axes = {"dp": PLAIN_PROCESS, "cp": PLAIN_PROCESS, "tp": self.ranks, **self.ranks.beside}
+        places = {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items()}
+        return places | {"tp": places["tp"]._replace(size=self.tp)}
 
     def storage(self, shape: Sequence[int], layout: Layout, owners: int = 1) -> Storage:
         """Return how a tensor of this shape is held under a layout, of which so many ranks have a part each."""

@@ -20,7 +20,7 @@ def sharded_outputs(rank: int, world: int, group: Any) -> dict[str, Any]:
     model = transformer("llama")
     inputs = inputs_of(model)
     sharded: Any = autotp.compile(model, 2, example_inputs=inputs, outputs="sharded")
-    ranks = sharded._source.ranks
+    ranks = sharded._shards.ranks
     found: dict[str, Any] = {"ranks": dist.get_process_group_ranks(ranks.group) if ranks else None}
     for case in (inputs, inputs_of(model, 3, 5, seed=rank // 2)):  # the groups may see different data
         sharded.zero_grad()

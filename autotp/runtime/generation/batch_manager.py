@@ -91,7 +91,7 @@ class Followers(DistributedHelper):
     def __init__(self, module: Any, manager: Manager) -> None:
         super().__init__(None, None)  # heads are not the engine's to split
         self.calls, self.manager = Repeated(module), manager
-        self.ranks = module._source.ranks
+        self.ranks = module._shards.ranks
         self.tp_local_rank = self.ranks.rank
         self.is_tp_driver, self.dp_rank = self.tp_local_rank == 0, 0
 
@@ -257,9 +257,9 @@ def pages_for(module: Any, config: Any, options: Any, adapters: Sequence[str]) -
     # all ranks, and so are schedules.
     mine = sum(pool(name, 1).numel() for name in states) / (len(states) * find_head_dim(config))
     config = copy.copy(config)
-    config.num_key_value_heads = max(from_all(module._source.ranks, math.ceil(mine), "heads of the pools"))
+    config.num_key_value_heads = max(from_all(module._shards.ranks, math.ceil(mine), "heads of the pools"))
     most = pages(options.max_batch_tokens, options.num_blocks)
-    every = from_all(module._source.ranks, (most.max_batch_tokens, most.num_blocks), "sizes of the pools")
+    every = from_all(module._shards.ranks, (most.max_batch_tokens, most.num_blocks), "sizes of the pools")
     shared = pages(*map(min, zip(*every, strict=True)))
     shared.fill(partial(pool, memory=True))
     return shared
@@ -267,7 +267,7 @@ def pages_for(module: Any, config: Any, options: Any, adapters: Sequence[str]) -
 
 def _states(module: Any, config: Any) -> dict[str, torch.Size]:
     """Shapes of each layer's keys and values, as the model itself puts them into a cache."""
-    bare = skeleton(module._source.bare, module._shards.device, dtypes(module._shards))
+    bare = skeleton(module._shards.bare, module._shards.device, dtypes(module._shards))
     ids = torch.ones(1, 2, dtype=torch.int64, device=module._shards.device)
     with compat.mode_of([*bare.parameters()]), torch.no_grad():
         cache: Any = bare(input_ids=ids, use_cache=True).past_key_values
@@ -325,8 +325,9 @@ def refuse(module: Any, generation: Any, options: Any) -> None:
         StateError: it names the option.
     """
     # Ranks of these axes run other calls, or parts of one.
-    axis, source = module._shards.axis, module._source
-    axes = {"dp": axis.size > 1, "cp": axis.cp > 1, "stages": source.pipeline, "tp_invariant": source.hosts}
+    shards = module._shards
+    axis = shards.axis
+    axes = {"dp": axis.size > 1, "cp": axis.cp > 1, "stages": shards.staged, "tp_invariant": shards.hosts}
     if beside := [name for name, there in axes.items() if there]:
         raise StateError(AXES.format(axes=", ".join(beside)))
     # A forward that takes them among `**kwargs` may not read them.

@@ -95,7 +95,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
         StateError: the class has no `generate`; there is cp; or an option is one that ranks cannot follow.
     """
-    shards, calls, original = self._shards, self._calls, type(self._source.bare)
+    shards, calls, original = self._shards, self._calls, type(self._shards.bare)
     function = getattr(original, "generate", None)
     if not callable(function):
         raise StateError(NO_GENERATE.format(name=original.__name__))
@@ -105,7 +105,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "generation_config", None)
         calls.agree("generate()", option_texts(args, kwargs, config))
         refuse(args, kwargs, config, shards.axis.size)
-        with one_generator(self._source.ranks, shards.device), _under_way(self):
+        with one_generator(self._shards.ranks, shards.device), _under_way(self):
             outputs = function(self, *args, **kwargs)
         calls.agree("end of generate()", {})
         return outputs
@@ -253,6 +253,6 @@ class Batching:
 
 
 def _check(module: Any, method: str) -> None:
-    bare = module._source.bare
+    bare = module._shards.bare
     if not callable(getattr(type(bare), method, None)):
         raise StateError(NO_BATCHES.format(name=type(bare).__name__, method=method))

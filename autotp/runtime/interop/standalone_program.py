@@ -87,8 +87,8 @@ def program(
         CaptureError: torch cannot export the program.
         RankError: that is so on another rank.
     """
-    ranks = self._source.ranks
-    if self._source.virtual:
+    ranks = self._shards.ranks
+    if self._shards.hosts:
         raise StateError("program() is of one rank, and with tp_invariant a process runs several. Compile without it.")
     with self._calls.together("program"):
         call = together(ranks, "reading the inputs", lambda: _call_of(self, example_inputs, training, group))
@@ -176,7 +176,7 @@ class _Writer:
 
     def module(self, names: Sequence[str], group: str, rank_bytes: float) -> fx.GraphModule:
         """The module; it takes tensors by these names, in the order of the program's."""
-        places = self.source.places()
+        places = self.shards.places()
         places["tp"] = places["tp"]._replace(group=group)
         flat, _ = self.source.lowering.program(self.program.sharded, places, self.shards.device, rank_bytes)
         self._leaves(flat.find_nodes(op="placeholder"), names)

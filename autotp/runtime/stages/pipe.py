@@ -155,7 +155,7 @@ class Pipe:
             InputError: the model was captured for another kind of call.
         """
         flat, spec = compat.tree_flatten((inputs.args, dict(inputs.kwargs)))
-        own_form, leaves = form(self.module._source.bare, flat, spec)[0], program.capture.inputs
+        own_form, leaves = form(self.module._shards.bare, flat, spec)[0], program.capture.inputs
         names = {i: x.name for i, x in enumerate(leaves) if x.is_tensor}
         if own_form.key != program.form.key:
             raise InputError(

@@ -158,7 +158,7 @@ class Pipeline:
             parts.append(built(module, piece.capture, piece.sharded, (key, index), Form((), ())))
             function = module._programs[key, index]
             stages[index] = Stage(module, piece, index, function, parts[-1].seeds > 0, self.loss and index == last)
-        ranks = module._source.ranks
+        ranks = module._shards.ranks
         module._programs[key] = Relay(captured, sharded, stages, self.grid, ranks, module._calls.tied)
         # Of all stages: ranks whose own draw nothing take part in the choice of the number that others draw from.
         count = max((x.node.meta["val"].shape[0] for x in captured.leaves if x.kind is SEEDS), default=0)

@@ -67,7 +67,7 @@ def more_of(sharded: Any, model: Any) -> dict[str, Any]:
     """Sampled and cancelled requests."""
     found: dict[str, Any] = {"sampled": answers(model, **sampling())[0], "drawn": answers(sharded, **sampling())[0]}
     found |= managed(sharded, model) | {"programs after": sharded._programs_made.total}
-    return found | {"writing": writing(sharded, sharded._source.ranks.rank)}
+    return found | {"writing": writing(sharded, sharded._shards.ranks.rank)}
 
 
 def wrong_of(sharded: Any, rank: int) -> dict[str, Any]:
