@@ -18,9 +18,8 @@ from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
 from autotp.driver.compile import Compilation, capture_model, plain, solve_plan
-from autotp.driver.expert_choice import choose_experts
 from autotp.driver.like import plan_like
-from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
+from autotp.driver.mesh_search import choose_experts, choose_mesh, refuse_beside_devices
 from autotp.driver.options import (
     CaptureKeywords,
     CompileKeywords,
@@ -47,9 +46,8 @@ from autotp.plans.choices import MeshChoice, Sweep
 from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.plan import Plan
 from autotp.runtime.checkpoint import resumed
-from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
-from autotp.runtime.module import ShardedModule
+from autotp.runtime.module import LazyModule, ShardedModule
 
 from .errors import InputError, PlanError
 from .inputs import Inputs

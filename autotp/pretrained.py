@@ -16,8 +16,7 @@ from autotp.capture.selfcheck import MAX_WEIGHT_BYTES
 from autotp.comm.ranks import Ranks, together
 from autotp.ir import files
 from autotp.runtime.checkpoint.loading import Adapted, add_adapters
-from autotp.runtime.lazy import LazyModule
-from autotp.runtime.module import ShardedModule
+from autotp.runtime.module import LazyModule, ShardedModule
 
 from .api import compile as compile_model
 from .errors import InputError

@@ -21,7 +21,7 @@ from transformers import BatchEncoding
 
 import autotp
 from autotp.errors import CaptureError, InputError, PlanError, RankError, StateError
-from autotp.runtime.lazy import LazyModule
+from autotp.runtime.module import LazyModule
 from tests.helpers.errors import error_of
 from tests.helpers.models import inputs_of, redrawn, transformer
 
