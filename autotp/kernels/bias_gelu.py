@@ -133,11 +133,10 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 register(
     "bias_gelu(Tensor x, Tensor bias, bool tanh) -> Tensor",
-    twin=bias_gelu, launch=_launch, fake=lambda x, bias, tanh: empty_like(x), check=_check,
+    twin=bias_gelu, launch=_launch, check=_check,
 )  # fmt: skip
 register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias, bool tanh) -> (Tensor, Tensor)",
     twin=bias_gelu_backward, launch=_launch_backward,
-    fake=lambda grad, x, bias, tanh: (empty_like(x), empty_like(bias)),
 )  # fmt: skip
 differentiable("bias_gelu", _gradient, _setup)

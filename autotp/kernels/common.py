@@ -32,14 +32,16 @@ def jit(function: Function) -> Any:
     return triton.jit(function) if triton is not None else function
 
 
-def register(schema: str, *, twin: Function, launch: Function, fake: Function, check: Function | None = None) -> None:
+def register(
+    schema: str, *, twin: Function, launch: Function, fake: Function | None = None, check: Function | None = None
+) -> None:
     """Enter an operator into torch's library as `autotp::<name>`.
 
     Args:
         schema: as for `torch.library.define`, without the namespace: "name(Tensor x) -> Tensor".
         twin: what it computes, in plain PyTorch; it returns new, contiguous tensors.
         launch: the same by Triton; runs with the tensors' device as the current one.
-        fake: empty results for fake arguments.
+        fake: empty results for fake arguments; where it is left out those of the twin.
         check: called with the same arguments before each of them; raises InputError.
     """
     name = schema.partition("(")[0]
@@ -52,16 +54,16 @@ def register(schema: str, *, twin: Function, launch: Function, fake: Function, c
 
         return call
 
-    enter(schema, checked(twin), checked(fake))
+    enter(schema, checked(twin), fake and checked(fake))
     _on_cuda(name, checked(launch))
 
 
-def enter(schema: str, function: Function, fake: Function) -> None:
+def enter(schema: str, function: Function, fake: Function | None = None) -> None:
     """Enter an operator that has no kernel of ours; arguments as of `register`, with the result in the schema."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autotp::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"autotp::{name}", fake or function, lib=LIBRARY)
 
 
 def _on_cuda(name: str, launch: Function) -> None:
@@ -111,7 +113,7 @@ def check_vector(name: str, what: str, vector: Tensor | None, x: Tensor) -> None
 
 def as_rows(x: Tensor) -> Tensor:
     """[rows, columns] with neighbouring columns: a view where the memory allows it, otherwise a copy."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 

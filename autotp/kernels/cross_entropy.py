@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES, WIDE, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
-from .operators import _sums_gradient_fake, class_sums_backward
+from .operators import class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8
@@ -162,15 +162,6 @@ def _check(scores: Tensor, target: Tensor, total: bool) -> None:
         )
 
 
-def _fake_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
-    dtype = torch.promote_types(scores.dtype, WIDE)
-    return torch.empty((4 if total else 3, scores.shape[0]), dtype=dtype, device=scores.device)
-
-
-def _fake_sums(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor, total: bool) -> Tensor:
-    return terms.new_empty((3 if total else 2, scores.shape[0]))
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     scores, most, target, _, ctx.total = inputs
     ctx.save_for_backward(scores, most, target)
@@ -183,14 +174,14 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 OPS: Any = torch.ops.autotp
 register(
     "class_terms(Tensor scores, Tensor target, bool total) -> Tensor",
-    twin=class_terms, launch=_launch_terms, fake=_fake_terms, check=_check,
+    twin=class_terms, launch=_launch_terms, check=_check,
 )  # fmt: skip
 register(
     "class_sums_of(Tensor scores, Tensor most, Tensor target, Tensor terms, bool total) -> Tensor",
-    twin=class_sums_of, launch=_launch_sums_of, fake=_fake_sums,
+    twin=class_sums_of, launch=_launch_sums_of,
 )  # fmt: skip
 differentiable("class_sums_of", _gradient, _setup)
 register(
     "class_terms_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
-    twin=class_sums_backward, launch=_launch_backward, fake=_sums_gradient_fake,
+    twin=class_sums_backward, launch=_launch_backward,
 )  # fmt: skip

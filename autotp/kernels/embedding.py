@@ -81,14 +81,6 @@ def _check(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: in
         refuse("vocabulary_rows", f"takes a weight of two dimensions and int64 or int32 ids, not {what}")
 
 
-def _fake(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
-    return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-
-
-def _fake_backward(grad: Tensor, ids: Tensor, start: int, rows: int, padding: int) -> Tensor:
-    return torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device=grad.device)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, ids, ctx.start, _, ctx.padding = inputs
     ctx.rows = weight.shape[0]
@@ -103,10 +95,10 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 OPS: Any = torch.ops.autotp
 register(
     "vocabulary_rows(Tensor weight, Tensor ids, int start, int vocabulary, int padding) -> Tensor",
-    twin=vocabulary_rows, launch=_launch, fake=_fake, check=_check,
+    twin=vocabulary_rows, launch=_launch, check=_check,
 )  # fmt: skip
 register(
     "vocabulary_rows_backward(Tensor grad, Tensor ids, int start, int rows, int padding) -> Tensor",
-    twin=vocabulary_rows_backward, launch=vocabulary_rows_backward, fake=_fake_backward,
+    twin=vocabulary_rows_backward, launch=vocabulary_rows_backward,
 )  # fmt: skip
 differentiable("vocabulary_rows", _gradient, _setup)

@@ -235,24 +235,12 @@ def _amax_fake(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
     return torch.amax(x, list(dim), keepdim)
 
 
-def _same_fake(x: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def _linear_fake(x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], weight.shape[0])), x.new_empty(())
 
 
 def _gradients_fake(grad: Tensor, amax: Tensor, x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _before_fake(history: Tensor, latest: Tensor) -> Tensor:
-    return history.new_empty((3,))
-
-
-def _history_fake(history: Tensor, *_: Tensor) -> Tensor:
-    return history.new_empty(history.shape)
 
 
 def _rows_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,16 +260,16 @@ _PRODUCT = "Tensor x, Tensor weight, Tensor x_amax, Tensor weight_amax"
 _ROWS = "Tensor x_columns, Tensor weight_columns"
 _ENTRIES = (
     ("float8_amax(Tensor x, int[] dim, bool keepdim) -> Tensor", float8_amax, _amax_fake),
-    ("float8_cast(Tensor x, Tensor amax) -> Tensor", float8_cast, _same_fake),
+    ("float8_cast(Tensor x, Tensor amax) -> Tensor", float8_cast, None),
     (f"float8_linear({_PRODUCT}) -> (Tensor, Tensor)", float8_linear, _linear_fake),
     (f"float8_linear_backward(Tensor grad, Tensor amax, {_PRODUCT}) -> (Tensor, Tensor)", float8_linear_backward,
      _gradients_fake),
     ("float8_delayed(Tensor x, Tensor weight, Tensor x_amax, Tensor amaxes, Tensor latest) -> (Tensor, Tensor)",
      float8_delayed, _linear_fake),
-    ("float8_before(Tensor history, Tensor latest) -> Tensor", float8_before, _before_fake),
+    ("float8_before(Tensor history, Tensor latest) -> Tensor", float8_before, None),
     ("float8_record(Tensor history, Tensor latest, Tensor x_amax, Tensor weight_amax) -> Tensor", float8_record,
-     _history_fake),
-    ("float8_seen(Tensor y, Tensor zero) -> Tensor", float8_seen, _same_fake),
+     None),
+    ("float8_seen(Tensor y, Tensor zero) -> Tensor", float8_seen, None),
     (f"float8_rows(Tensor x, Tensor weight, Tensor x_rows, Tensor weight_rows, {_ROWS}) -> (Tensor, Tensor, Tensor)",
      float8_rows, _rows_fake),
     ("float8_rows_backward(Tensor grad, Tensor rows, Tensor columns, Tensor x, Tensor weight, "
@@ -290,8 +278,8 @@ _ENTRIES = (
      "-> (Tensor, Tensor)", float8_rows_hp, _rows_hp_fake),
     ("float8_rows_hp_backward(Tensor grad, Tensor rows, Tensor x, Tensor weight, Tensor weight_amax) "
      "-> (Tensor, Tensor)", float8_rows_hp_backward, _gradients_fake),
-    ("float8_row_seen(Tensor y, Tensor rows) -> Tensor", float8_row_seen, _same_fake),
-    ("float8_rows_seen(Tensor y, Tensor rows, Tensor columns) -> Tensor", float8_rows_seen, _same_fake),
+    ("float8_row_seen(Tensor y, Tensor rows) -> Tensor", float8_row_seen, None),
+    ("float8_rows_seen(Tensor y, Tensor rows, Tensor columns) -> Tensor", float8_rows_seen, None),
 )  # fmt: skip
 for _schema, _function, _fake in _ENTRIES:
     enter(_schema, _function, _fake)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .common import (
-    WIDE,
     as_rows,
     check_floats,
     check_same,
@@ -295,23 +294,6 @@ def _check_add(
     check_same("add_norm", x, residual, "x and a residual")
 
 
-def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Norm:
-    return empty_like(x), x.new_empty((2, x.shape[:-1].numel()), dtype=WIDE)
-
-
-def _fake_add(x: Tensor, residual: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    y, stats = _fake(x, *options)
-    return y, empty_like(x), stats
-
-
-def _fake_backward(
-    grad: Any, extra: Any, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    to_weight = stats.new_empty(0) if weight is None else empty_like(weight)
-    to_bias = stats.new_empty(0) if bias is None else empty_like(bias)
-    return empty_like(x), to_weight, to_bias
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Norm) -> None:
     x, weight, bias, _, ctx.centred = inputs
     _keep(ctx, x, output[1], weight, bias)
@@ -346,17 +328,17 @@ def _gradient_add(ctx: Any, grad: Tensor | None, extra: Tensor | None, _: Any) -
 
 register(
     "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
-    twin=norm, launch=_launch, fake=_fake, check=_check,
+    twin=norm, launch=_launch, check=_check,
 )  # fmt: skip
 register(
     "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, bool centred) "
     "-> (Tensor, Tensor, Tensor)",
-    twin=add_norm, launch=launch_forward, fake=_fake_add, check=_check_add,
+    twin=add_norm, launch=launch_forward, check=_check_add,
 )  # fmt: skip
 register(
     "norm_backward(Tensor? grad, Tensor? extra, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, bool centred) "
     "-> (Tensor, Tensor, Tensor)",
-    twin=norm_backward, launch=_launch_backward, fake=_fake_backward,
+    twin=norm_backward, launch=_launch_backward,
 )  # fmt: skip
 differentiable("norm", _gradient, _setup)
 differentiable("add_norm", _gradient_add, _setup_add)

@@ -49,15 +49,6 @@ def _shifted(scores: Tensor, most: Tensor) -> Tensor:
     return scores.to(wide) - most.to(wide).unsqueeze(1)
 
 
-def _sums_fake(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    wide = torch.promote_types(scores.dtype, WIDE)
-    return scores.new_empty((3 if total else 2, scores.shape[0]), dtype=wide)
-
-
-def _sums_gradient_fake(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.total = inputs
     ctx.save_for_backward(*tensors)
@@ -190,9 +181,9 @@ def batch_norm(
 
 OTHER = ", Tensor? other=None, int other_dim=0"  # in schemas
 _ENTRIES = (
-    ("class_sums(Tensor scores, Tensor most, Tensor target, bool total)", class_sums, _sums_fake),
+    ("class_sums(Tensor scores, Tensor most, Tensor target, bool total)", class_sums, None),
     ("class_sums_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total)", class_sums_backward,
-     _sums_gradient_fake),
+     None),
     ("checked_classes(Tensor target, SymInt classes, SymInt ignored)", checked_classes, _checked_fake),
     (f"counter_uniform(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype{OTHER})",
      counter_uniform, _uniform_fake),
