@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +10,7 @@ from .common import (
     as_rows,
     check_floats,
     check_vector,
-    differentiable,
+    derived,
     empty_like,
     jit,
     power_of_two,
@@ -122,15 +120,6 @@ def _check(x: Tensor, bias: Tensor, tanh: bool) -> None:
     check_vector("bias_gelu", "bias", bias, x)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, ctx.tanh = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *torch.ops.autotp.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
-
-
 register(
     "bias_gelu(Tensor x, Tensor bias, bool tanh) -> Tensor",
     twin=bias_gelu, launch=_launch, check=_check,
@@ -139,4 +128,4 @@ register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias, bool tanh) -> (Tensor, Tensor)",
     twin=bias_gelu_backward, launch=_launch_backward,
 )  # fmt: skip
-differentiable("bias_gelu", _gradient, _setup)
+derived("bias_gelu", "bias_gelu_backward", (0, 1), (2,))

@@ -82,6 +82,26 @@ def differentiable(name: str, backward: Function, setup: Function) -> None:
     torch.library.register_autograd(f"autotp::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
+def derived(name: str, backward: str, keep: Sequence[int], options: Sequence[int] = ()) -> None:
+    """Give the operator a gradient that is another operator of the gradients, what is kept, and options.
+
+    Args:
+        name, backward: the operator, and that of its gradient, which gives those of its first arguments.
+        keep: places of the arguments, tensors, that are kept. options: and of those that are none.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*[inputs[i] for i in keep])
+        ctx.options, ctx.count = [inputs[i] for i in options], len(inputs)
+
+    def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        given = getattr(torch.ops.autotp, backward)(*grads, *ctx.saved_tensors, *ctx.options)
+        given = given if isinstance(given, tuple) else (given,)
+        return *given, *[None] * (ctx.count - len(given))
+
+    differentiable(name, gradient, setup)
+
+
 def refuse(name: str, why: str) -> None:
     """Raise the error of a kernel that cannot take its arguments."""
     raise InputError(f"autotp::{name} {why}. Call the operators that it stands for, or switch 'kernels' off.")

@@ -9,12 +9,10 @@ writes a copy of them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .common import DTYPES, WIDE, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
+from .common import DTYPES, WIDE, derived, jit, power_of_two, refuse, register, tiles, tl, wide
 from .operators import class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
@@ -162,16 +160,6 @@ def _check(scores: Tensor, target: Tensor, total: bool) -> None:
         )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    scores, most, target, _, ctx.total = inputs
-    ctx.save_for_backward(scores, most, target)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return OPS.class_terms_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
-
-
-OPS: Any = torch.ops.autotp
 register(
     "class_terms(Tensor scores, Tensor target, bool total) -> Tensor",
     twin=class_terms, launch=_launch_terms, check=_check,
@@ -180,7 +168,7 @@ register(
     "class_sums_of(Tensor scores, Tensor most, Tensor target, Tensor terms, bool total) -> Tensor",
     twin=class_sums_of, launch=_launch_sums_of,
 )  # fmt: skip
-differentiable("class_sums_of", _gradient, _setup)
+derived("class_sums_of", "class_terms_backward", (0, 1, 2), (4,))
 register(
     "class_terms_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
     twin=class_sums_backward, launch=_launch_backward,

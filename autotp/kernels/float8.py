@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import differentiable, enter
+from .common import derived, differentiable, enter
 from .operators import OPS
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -293,14 +293,6 @@ def _same_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _linear_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
-    return *OPS.float8_linear_backward(grad, amax, *ctx.saved_tensors), None, None
-
-
 def _keep_latest(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
     *operands, ctx.latest = inputs  # it is written to, which autograd refuses of what is saved
     ctx.save_for_backward(*operands)
@@ -321,24 +313,6 @@ def _gradient_and_amax(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad, float8_amax(grad, range(grad.ndim), False)
 
 
-def _keep_rows(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
-    x, weight, _, _, x_columns, weight_columns = inputs
-    ctx.save_for_backward(x, weight, x_columns, weight_columns)
-
-
-def _rows_gradients(ctx: Any, grad: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, ...]:
-    return *OPS.float8_rows_backward(grad, rows, columns, *ctx.saved_tensors), None, None, None, None
-
-
-def _keep_rows_hp(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
-    x, weight, _, _, weight_amax = inputs
-    ctx.save_for_backward(x, weight, weight_amax)
-
-
-def _rows_hp_gradients(ctx: Any, grad: Tensor, rows: Tensor) -> tuple[Tensor | None, ...]:
-    return *OPS.float8_rows_hp_backward(grad, rows, *ctx.saved_tensors), None, None, None
-
-
 def _row_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad, float8_amax(grad, [grad.ndim - 1], True)
 
@@ -350,12 +324,11 @@ def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 for _name, _backward, _setup in (
     ("cast", _same_gradient, _nothing),
-    ("linear", _linear_gradients, _keep),
     ("delayed", _delayed_gradients, _keep_latest),
     ("seen", _gradient_and_amax, _nothing),
-    ("rows", _rows_gradients, _keep_rows),
-    ("rows_hp", _rows_hp_gradients, _keep_rows_hp),
     ("row_seen", _row_seen, _nothing),
     ("rows_seen", _rows_seen, _nothing),
 ):
     differentiable(f"float8_{_name}", _backward, _setup)
+for _name, _kept in (("linear", (0, 1, 2, 3)), ("rows", (0, 1, 4, 5)), ("rows_hp", (0, 1, 4))):
+    derived(f"float8_{_name}", f"float8_{_name}_backward", _kept)

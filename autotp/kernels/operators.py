@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import LIBRARY, WIDE, differentiable, enter
+from .common import LIBRARY, WIDE, derived, differentiable, enter
 
 GOLDEN = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as int64
 
@@ -47,15 +47,6 @@ def class_sums_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tens
 def _shifted(scores: Tensor, most: Tensor) -> Tensor:
     wide = torch.promote_types(scores.dtype, WIDE)
     return scores.to(wide) - most.to(wide).unsqueeze(1)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.total = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return OPS.class_sums_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None
 
 
 def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
@@ -198,5 +189,5 @@ LIBRARY.define(
 )
 LIBRARY.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")
 OPS: Any = torch.ops.autotp
-differentiable("class_sums", _backward, _keep)
+derived("class_sums", "class_sums_backward", (0, 1, 2), (3,))
 differentiable("counter_dropout", _dropout_backward, _keep_seed)
