@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import PLAIN_PROCESS, Ranks, agree, broadcast, mesh_of, of_first, together, versions
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks, agree, mesh_of, of_first, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
@@ -301,9 +301,8 @@ def _automatic(
     tps = DEGREES
     if world.mesh is not None:
         tps = [n for n in range(1, world.tp + 1) if world.tp % n == 0]
-    first, name = world.rank == 0, type(model).__name__
-    plan = together(world, "planning", lambda: automatic(captured, notes, tps, keywords, name) if first else None)
-    return broadcast(world, plan), (captured, notes)  # type: ignore[return-value]
+    plan = of_first(world, "planning", lambda: automatic(captured, notes, tps, keywords, type(model).__name__))
+    return plan, (captured, notes)
 
 
 def _ranks(

@@ -48,11 +48,12 @@ from autotp.plans.plan import Plan
 from autotp.runtime import state
 from autotp.runtime.call_message import few
 from autotp.runtime.lower.lower import EAGER, Lowering
+from autotp.runtime.lower.measured import FOLDER, warn_of_cache
 from autotp.runtime.programs import Source
 from autotp.runtime.storage import ShardState
 
 from .begun_cache import BegunCache, begun_cache
-from .options import Options, warn_of_cache
+from .options import Options
 from .schedule import ready, schedule
 from .shares import Staged, find_shares, refuse_full, unlike
 
@@ -307,7 +308,7 @@ def capture_model(
         check: `check_capture` of the public functions.
         request: what else they were asked for.
     """
-    warn_of_cache(os.environ.get("AUTOTP_CACHE", ""))
+    warn_of_cache(os.environ.get(FOLDER, ""))
     inputs, note = without_cache(model, inputs)
     model = plain(model, request)
     refuse_unsaid(model, inputs)

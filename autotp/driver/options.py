@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from autotp.cost.solver.solve import SECONDS
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, examples_of, for_model, normalise
 from autotp.ir.sizes import UnitsBy
-from autotp.log import log
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axes, refuse_travel
@@ -89,7 +87,15 @@ class AxisKeywords(ExpertKeywords, total=False):
     check_capture: bool | None
 
 
-class StageKeywords(Steering, AxisKeywords, StateKeywords, RunKeywords, total=False):
+class AxisRunKeywords(AxisKeywords, StateKeywords, total=False):
+    """Keywords of axes, and of what a call carries over them."""
+
+
+class StagedKeywords(AxisRunKeywords, RunKeywords, total=False):
+    """Keywords of stages, but those that steer planning."""
+
+
+class StageKeywords(Steering, StagedKeywords, total=False):
     """Keywords of `autotp.stages`."""
 
 
@@ -105,7 +111,11 @@ class VerifyKeywords(Steering, ExpertKeywords, total=False):
     dp_invariant: int | None
 
 
-class PlanKeywords(Steering, CaptureKeywords, AxisKeywords, total=False):
+class CapturedAxisKeywords(CaptureKeywords, AxisKeywords, total=False):
+    """Keywords of captures, and of the axes that they are dealt over."""
+
+
+class PlanKeywords(Steering, CapturedAxisKeywords, total=False):
     """Keywords of `autotp.plan`."""
 
 
@@ -486,14 +496,3 @@ def required_inputs(
             "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
     return inputs
-
-
-@functools.cache
-def warn_of_cache(folder: str) -> None:
-    """Log once that the variable which named a cache of captures and plans is not followed for them."""
-    if folder.strip().lower() not in ("", "0", "off", "false", "no"):
-        log.warning(
-            "AUTOTP_CACHE=%s keeps no captures and plans, only what kernels measured. For a start without planning "
-            "save the plan, plan.save(path), and give it again: autotp.compile(model, plan=autotp.Plan.load(path)).",
-            folder,
-        )

@@ -36,8 +36,10 @@ from autotp.runtime.call_message import short
 from autotp.runtime.checkpoint.loading import activate
 from autotp.runtime.module_hooks import hooked
 from autotp.runtime.program_search import kind_of, program_of
+from autotp.runtime.programs import CallKind, Program
 from autotp.runtime.state import dtypes
 
+from .arguments import Arguments
 from .paged import SIDES, RankPages, example, name_of
 from .per_request import CHOSEN, Choices, Fair
 
@@ -394,9 +396,9 @@ MAX_KINDS = 64
 class Repetition(NamedTuple):
     """Knowledge of calls of one kind: the last one, its program, where its new tensors lie, and where its logits."""
 
-    call: Any
-    kind: Any
-    program: Any
+    call: Arguments
+    kind: CallKind
+    program: Program
     places: Sequence[int]
     logits: int
 

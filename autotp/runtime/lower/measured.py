@@ -247,6 +247,17 @@ def path_of() -> Path | None:
     return Path(folder).expanduser() / "measured.json"
 
 
+@functools.cache
+def warn_of_cache(folder: str) -> None:
+    """Log once that the variable which named a cache of captures and plans is not followed for them."""
+    if folder.strip().lower() not in ("", "0", "off", "false", "no"):
+        log.warning(
+            "AUTOTP_CACHE=%s keeps no captures and plans, only what kernels measured. For a start without planning "
+            "save the plan, plan.save(path), and give it again: autotp.compile(model, plan=autotp.Plan.load(path)).",
+            folder,
+        )
+
+
 def read_table(path: Path | None) -> dict[str, Line]:
     """Read a file; no line of it, but one in the log, where it is broken."""
     if path is None or not path.exists():
