@@ -13,6 +13,7 @@ from .common import (
     derived,
     empty_like,
     jit,
+    loaded,
     power_of_two,
     programs,
     register,
@@ -50,9 +51,9 @@ def _forward(x, bias, out, columns, x_row, TANH: tl.constexpr, TILE: tl.constexp
     row = (tl.program_id(0) // per_row).to(tl.int64)
     column = tl.program_id(0) % per_row * TILE + tl.arange(0, TILE)
     inside = column < columns
-    value = tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32)
-    value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * columns + column, _gelu(value, TANH).to(out.dtype.element_ty), mask=inside)
+    value = loaded(x + row * x_row + column, inside)
+    value += loaded(bias + column, inside)
+    tl.store(out + row * columns + column, _gelu(value, TANH), mask=inside)
 
 
 @jit
@@ -63,13 +64,13 @@ def _backward(
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < columns
-    b = tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    b = loaded(bias + column, inside)
     total = tl.zeros([TILE], tl.float32)
     for i in range(first, rows, step):
         row = tl.cast(i, tl.int64)
-        value = tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) + b
-        d = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32) * _slope(value, TANH)
-        tl.store(to_x + row * columns + column, d.to(to_x.dtype.element_ty), mask=inside)
+        value = loaded(x + row * x_row + column, inside) + b
+        d = loaded(grad + row * grad_row + column, inside) * _slope(value, TANH)
+        tl.store(to_x + row * columns + column, d, mask=inside)
         total += d
     tl.store(sums + first * columns + column, total, mask=inside)
 

@@ -32,6 +32,12 @@ def jit(function: Function) -> Any:
     return triton.jit(function) if triton is not None else function
 
 
+@jit
+def loaded(place, inside):
+    """Numbers in memory, in float32; 0 outside."""
+    return tl.load(place, mask=inside, other=0).to(tl.float32)
+
+
 def register(
     schema: str, *, twin: Function, launch: Function, fake: Function | None = None, check: Function | None = None
 ) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import DTYPES, WIDE, derived, jit, power_of_two, refuse, register, tiles, tl, wide
+from .common import DTYPES, WIDE, derived, jit, loaded, power_of_two, refuse, register, tiles, tl, wide
 from .operators import class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
@@ -39,7 +39,7 @@ def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.con
         pivot = new
     own = tl.load(target + row)
     in_range = (own >= 0) & (own < classes)
-    score = tl.load(scores + tl.where(in_range, own, 0).to(tl.int64) * step, mask=in_range, other=0).to(tl.float32)
+    score = loaded(scores + tl.where(in_range, own, 0).to(tl.int64) * step, in_range)
     tl.store(out + row, most)
     tl.store(out + examples + row, parts)
     tl.store(out + 2 * examples + row, score)
@@ -53,7 +53,7 @@ def _sums(terms, most, target, out, examples, classes, TOTAL: tl.constexpr, TILE
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < examples
     local = tl.load(terms + row, mask=inside, other=0)
-    by = tl.load(most + row, mask=inside, other=0).to(tl.float32)
+    by = loaded(most + row, inside)
     up = tl.where(local == -float("inf"), 0.0, local) - by
     own = tl.load(target + row, mask=inside, other=-1)
     score = tl.load(terms + 2 * examples + row, mask=inside, other=0)
@@ -72,12 +72,12 @@ def _gradients(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = column < classes
-    x = tl.load(scores + row * row_step + column * step, mask=inside, other=0).to(tl.float32)
+    x = loaded(scores + row * row_step + column * step, inside)
     gradient = tl.exp(x - tl.load(most + row).to(tl.float32)) * tl.load(grad + row)
     gradient += tl.where(column == tl.load(target + row), tl.load(grad + examples + row), 0.0)
     if TOTAL:
         gradient += tl.load(grad + 2 * examples + row)
-    tl.store(out + row * classes + column, gradient.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * classes + column, gradient, mask=inside)
 
 
 def _launch_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import DTYPES, differentiable, jit, power_of_two, register, tiles, tl
+from .common import DTYPES, differentiable, jit, loaded, power_of_two, register, tiles, tl
 from .operators import OTHER, _dropout_fake, _keep_seed, counter_dropout, dropout_gradient
 
 TILE = 1024
@@ -52,9 +52,9 @@ def _where(place, columns, length, whole, BY: tl.constexpr, TILE: tl.constexpr):
 def _drop(x, out, seed, place, columns, length, whole, least, keep, BY: tl.constexpr, TILE: tl.constexpr):
     column, here, index = _where(place, columns, length, whole, BY, TILE)
     inside = column < columns
-    value = tl.load(x + here, mask=inside, other=0).to(tl.float32)
+    value = loaded(x + here, inside)
     result = tl.where(_uniform_bits(seed, index) >= least, tl.div_rn(value, keep), 0.0)
-    tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + here, result, mask=inside)
 
 
 def _launch_dropout(

@@ -18,6 +18,7 @@ from .common import (
     differentiable,
     empty_like,
     jit,
+    loaded,
     power_of_two,
     programs,
     refuse,
@@ -36,9 +37,9 @@ TILE = 1024  # elements that a program holds at least: of several rows, where th
 @jit
 def _value(x, residual, at, residual_at, inside, ADD: tl.constexpr):
     """Load what is normalised, in float32: rounded to x's dtype after the addition, as it is stored."""
-    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    value = loaded(x + at, inside)
     if ADD:
-        value += tl.load(residual + residual_at, mask=inside, other=0).to(tl.float32)
+        value += loaded(residual + residual_at, inside)
         value = value.to(x.dtype.element_ty).to(tl.float32)
     return value
 
@@ -46,9 +47,9 @@ def _value(x, residual, at, residual_at, inside, ADD: tl.constexpr):
 @jit
 def _scaled(value, weight, bias, column, columns, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
     if WEIGHT:
-        value *= tl.load(weight + column, mask=column < columns, other=0).to(tl.float32)
+        value *= loaded(weight + column, column < columns)
     if BIAS:
-        value += tl.load(bias + column, mask=column < columns, other=0).to(tl.float32)
+        value += loaded(bias + column, column < columns)
     return value
 
 
@@ -64,14 +65,14 @@ def _forward(
     inside = (row < rows) & (column < columns)
     value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
     if ADD:
-        tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
+        tl.store(total + row * columns + column, value, mask=inside)
     mean = tl.zeros([ROWS, 1], tl.float32)
     if CENTRED:
         mean = tl.sum(value, 1, keep_dims=True) / columns
         value = tl.where(inside, value - mean, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / columns + eps)
     y = _scaled(value * scale, weight, bias, column, columns, WEIGHT, BIAS)
-    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, y, mask=inside)
     tl.store(stats + row, mean, mask=row < rows)
     tl.store(stats + rows + row, scale, mask=row < rows)
 
@@ -81,17 +82,17 @@ def _normal_and_slope(
     grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT: tl.constexpr
 ):  # fmt: skip
     """The normalised value, the gradient that comes, and that gradient times the weight."""
-    normal = (tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) - mean) * scale
+    normal = (loaded(x + row * x_row + column, inside) - mean) * scale
     normal = tl.where(inside, normal, 0.0)
-    comes = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32)
+    comes = loaded(grad + row * grad_row + column, inside)
     return normal, comes, _scaled(comes, weight, weight, column, columns, WEIGHT, False)
 
 
 @jit
 def _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA: tl.constexpr):
     if EXTRA:
-        value += tl.load(extra + row * extra_row + column, mask=inside, other=0).to(tl.float32)
-    tl.store(to_x + row * columns + column, value.to(to_x.dtype.element_ty), mask=inside)
+        value += loaded(extra + row * extra_row + column, inside)
+    tl.store(to_x + row * columns + column, value, mask=inside)
 
 
 @jit
