@@ -17,6 +17,7 @@ from .common import (
     power_of_two,
     programs,
     register,
+    row_and_columns,
     tiles,
     tl,
     wide,
@@ -47,9 +48,7 @@ def _slope(x, TANH: tl.constexpr):
 
 @jit
 def _forward(x, bias, out, columns, x_row, TANH: tl.constexpr, TILE: tl.constexpr):
-    per_row = tl.cdiv(columns, TILE)
-    row = (tl.program_id(0) // per_row).to(tl.int64)
-    column = tl.program_id(0) % per_row * TILE + tl.arange(0, TILE)
+    row, column = row_and_columns(columns, TILE)
     inside = column < columns
     value = loaded(x + row * x_row + column, inside)
     value += loaded(bias + column, inside)

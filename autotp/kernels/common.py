@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,13 @@ def jit(function: Function) -> Any:
 def loaded(place, inside):
     """Numbers in memory, in float32; 0 outside."""
     return tl.load(place, mask=inside, other=0).to(tl.float32)
+
+
+@jit
+def row_and_columns(columns, TILE: tl.constexpr):
+    """The row of a program, and its columns, where tiles of columns make up a row."""
+    tiles_of_row = tl.cdiv(columns, TILE)
+    return (tl.program_id(0) // tiles_of_row).to(tl.int64), tl.program_id(0) % tiles_of_row * TILE + tl.arange(0, TILE)
 
 
 def register(
@@ -139,7 +147,7 @@ def check_vector(name: str, what: str, vector: Tensor | None, x: Tensor) -> None
 
 def as_rows(x: Tensor) -> Tensor:
     """[rows, columns] with neighbouring columns: a view where the memory allows it, otherwise a copy."""
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # a size of torch makes a number of symbols
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 

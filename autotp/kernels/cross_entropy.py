@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import DTYPES, WIDE, derived, jit, loaded, power_of_two, refuse, register, tiles, tl, wide
+from .common import DTYPES, WIDE, derived, jit, loaded, power_of_two, refuse, register, row_and_columns, tiles, tl, wide
 from .operators import class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
@@ -68,9 +68,8 @@ def _sums(terms, most, target, out, examples, classes, TOTAL: tl.constexpr, TILE
 def _gradients(
     grad, scores, most, target, out, examples, classes, row_step, step, TOTAL: tl.constexpr, TILE: tl.constexpr
 ):
-    blocks = tl.cdiv(classes, TILE)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
+    row, column = row_and_columns(classes, TILE)
+    column = column.to(tl.int64)
     inside = column < classes
     x = loaded(scores + row * row_step + column * step, inside)
     gradient = tl.exp(x - tl.load(most + row).to(tl.float32)) * tl.load(grad + row)

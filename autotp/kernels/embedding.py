@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl
+from .common import check_floats, differentiable, jit, power_of_two, refuse, register, row_and_columns, tiles, tl
 
 aten = torch.ops.aten
 TILE = 2048
@@ -21,9 +21,8 @@ IDS = (torch.int64, torch.int32)
 
 @jit
 def _look_up(weight, ids, out, start, rows, width, row_step, step, TILE: tl.constexpr):
-    blocks = tl.cdiv(width, TILE)
-    place = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
+    place, column = row_and_columns(width, TILE)
+    column = column.to(tl.int64)
     row = tl.load(ids + place).to(tl.int64) - start
     columns = tl.where((row >= 0) & (row < rows), width, 0)
     value = tl.load(weight + row * row_step + column * step, mask=column < columns, other=0)
