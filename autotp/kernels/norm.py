@@ -168,31 +168,28 @@ def launch_forward(
     return out, total, stats
 
 
-def launch_backward(
-    grad: Tensor, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: bool, centred: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradient for x, and where there are weight or bias theirs in float32, [1 + bias, columns].
-
-    Args:
-        grad: of the result, [rows, width]; extra: of the sum with the residual, or None.
-        x: what was normalised. stats: what `launch_forward` gave for its rows.
-        weight: [width], or None. bias: whether there is one. centred: as in `launch_forward`.
-    """
-    to_x, rows, d = empty_like(x), as_rows(x), as_rows(grad)
+def _launch_backward(
+    grad: Tensor | None, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    to_x, rows, d = empty_like(x), as_rows(x), as_rows(torch.zeros_like(x) if grad is None else grad)
     other = d if extra is None else as_rows(extra)
     n, columns = rows.shape
     compiled = _block(columns)
     count = min(tiles(n, compiled["ROWS"]), programs(x, max(2, 32 // compiled["num_warps"])))
-    make = torch.empty if n else torch.zeros
-    vectors = 1 + bias if bias or weight is not None else 0
+    # Of no rows no kernel runs, and the sums are zeros.
+    make, biased = torch.empty if n else torch.zeros, bias is not None
+    vectors = 1 + biased if biased or weight is not None else 0
     summed = make((vectors, count, columns), dtype=torch.float32, device=x.device)
     if n:
         _backward[count,](
             d, other, rows, stats, x if weight is None else weight.contiguous(), to_x, summed, n, columns,
             d.stride(0), other.stride(0), rows.stride(0),
-            CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, BIAS=bias, **compiled,
+            CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, BIAS=biased, **compiled,
         )  # fmt: skip
-    return to_x, summed.sum(1)
+    sums = summed.sum(1)
+    to_weight = _gradient_of(weight, stats if weight is None else sums[0])
+    return to_x, to_weight, _gradient_of(bias, stats if bias is None else sums[1])
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Norm:
@@ -268,17 +265,6 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, c
     return y, stats
 
 
-def _launch_backward(
-    grad: Tensor | None, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None,
-    centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grad = torch.zeros_like(x) if grad is None else grad
-    to_x, sums = launch_backward(grad, extra, x, stats, weight, bias is not None, centred)
-    to_weight = _gradient_of(weight, stats if weight is None else sums[0])
-    to_bias = _gradient_of(bias, stats if bias is None else sums[1])
-    return to_x, to_weight, to_bias
-
-
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> None:
     check_floats("norm", x=x, weight=weight, bias=bias)
     check_vector("norm", "weight", weight, x)
@@ -295,36 +281,20 @@ def _check_add(
     check_same("add_norm", x, residual, "x and a residual")
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Norm) -> None:
-    x, weight, bias, _, ctx.centred = inputs
-    _keep(ctx, x, output[1], weight, bias)
-
-
-def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, weight, bias, _, ctx.centred = inputs
-    _keep(ctx, output[1], output[2], weight, bias)
-
-
-def _keep(ctx: Any, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *_, weight, bias, _, ctx.centred = inputs
+    *_, x, stats = inputs[0], *output[1:]  # with a residual what was normalised is the sum
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, stats, weight, bias)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, extra: Tensor | None) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
     x, stats, weight, bias = ctx.saved_tensors  # once: a checkpoint gives them once
-    to_x, to_weight, to_bias = OPS.norm_backward(grad, extra, x, stats, weight, bias, ctx.centred)
+    *extra, _ = others  # of the sum, where there is one, and of the statistics
+    to_x, to_weight, to_bias = OPS.norm_backward(grad, *(extra or [None]), x, stats, weight, bias, ctx.centred)
     to_weight = None if weight is None else to_weight
-    return to_x, to_weight, None if bias is None else to_bias
-
-
-def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    return *_gradients(ctx, grad, None), None, None
-
-
-def _gradient_add(ctx: Any, grad: Tensor | None, extra: Tensor | None, _: Any) -> tuple[Any, ...]:
-    to_x, *vectors = _gradients(ctx, grad, extra)
-    return to_x, to_x, *vectors, None, None
+    return *[to_x] * len(others), to_weight, None if bias is None else to_bias, None, None
 
 
 register(
@@ -342,4 +312,4 @@ register(
     twin=norm_backward, launch=_launch_backward,
 )  # fmt: skip
 differentiable("norm", _gradient, _setup)
-differentiable("add_norm", _gradient_add, _setup_add)
+differentiable("add_norm", _gradient, _setup)
