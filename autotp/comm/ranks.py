@@ -28,7 +28,6 @@ from autotp.text import BESIDE, divisors, message_of, processor
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
-from .virtual import Host, Hosts
 
 T = TypeVar("T")
 Facts = dict[str, Any]  # names and values that ranks compare, in words that are the same in every process
@@ -107,19 +106,6 @@ class Ranks:
     def along(self, axis: str) -> Ranks:
         """The ranks of this one's place on an axis beside tp; this process alone where there is no such axis."""
         return self.beside.get(axis, PLAIN_PROCESS)
-
-    def hosts(self, virtual: Mapping[str, int], processes: Mapping[str, int]) -> Hosts:
-        """The virtual ranks that this process runs on each axis.
-
-        Args:
-            virtual: how many there are on each axis, the outermost first and tp last; none where a rank is a process.
-            processes: that share those of each axis.
-        """
-        hosts = []
-        for axis, size in virtual.items():
-            ranks, own = self if axis == "tp" else self.along(axis), size // processes[axis]
-            hosts.append(Host(ranks.rank * own, own, size, ranks.group_name, axis))
-        return tuple(hosts)
 
     def over(self, degrees: Mapping[str, int]) -> DeviceMesh | None:
         """A mesh of these degrees over the same ranks; None where they are all that there are. A collective call."""

@@ -49,7 +49,7 @@ from autotp.runtime import state
 from autotp.runtime.call_message import few
 from autotp.runtime.lower.lower import EAGER, Lowering
 from autotp.runtime.lower.measured import FOLDER, warn_of_cache
-from autotp.runtime.programs import Source
+from autotp.runtime.programs import Source, hosts_of
 from autotp.runtime.storage import ShardState
 
 from .begun_cache import BegunCache, begun_cache
@@ -145,7 +145,7 @@ class Compilation:
         virtual = {**plan.batch.degrees, "tp": plan.tp} if self.hosts else {}
         shards = ShardState(
             skeleton(self.model, self.ranks.device), self.ranks, self.hosts.get("tp", plan.tp), aliases(self.model),
-            Axes(self.hosts.get("dp", 1)) if virtual else plan.batch, hosts=self.ranks.hosts(virtual, self.hosts),
+            Axes(self.hosts.get("dp", 1)) if virtual else plan.batch, hosts=hosts_of(self.ranks, virtual, self.hosts),
         )  # fmt: skip
         source = Source(
             shards, decide=partial(decided_for, **of_plan), make=make,

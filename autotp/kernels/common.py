@@ -109,9 +109,9 @@ def derived(name: str, backward: str, keep: Sequence[int], options: Sequence[int
         ctx.options, ctx.count = [inputs[i] for i in options], len(inputs)
 
     def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        given = getattr(torch.ops.autotp, backward)(*grads, *ctx.saved_tensors, *ctx.options)
-        given = given if isinstance(given, tuple) else (given,)
-        return *given, *[None] * (ctx.count - len(given))
+        gradients = getattr(torch.ops.autotp, backward)(*grads, *ctx.saved_tensors, *ctx.options)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return *gradients, *[None] * (ctx.count - len(gradients))
 
     differentiable(name, gradient, setup)
 

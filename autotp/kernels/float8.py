@@ -330,5 +330,5 @@ for _name, _backward, _setup in (
     ("rows_seen", _rows_seen, _nothing),
 ):
     differentiable(f"float8_{_name}", _backward, _setup)
-for _name, _kept in (("linear", (0, 1, 2, 3)), ("rows", (0, 1, 4, 5)), ("rows_hp", (0, 1, 4))):
-    derived(f"float8_{_name}", f"float8_{_name}_backward", _kept)
+for _name, _operands in (("linear", (0, 1, 2, 3)), ("rows", (0, 1, 4, 5)), ("rows_hp", (0, 1, 4))):
+    derived(f"float8_{_name}", f"float8_{_name}_backward", _operands)

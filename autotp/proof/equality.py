@@ -20,7 +20,6 @@ from autotp.passes.shard.deal import Dealt
 from autotp.text import first_line
 
 from .differences import (
-    Gap,
     Parts,
     Rounding,
     backward,
@@ -167,20 +166,18 @@ class _Proof:
         rounding = Rounding(TOLERANCE, lambda key: self._written_scale(key[0]))
         gap = differences(ours, theirs, rounding)
         self.output_error = rounding.worst
-        return gap and self._output(gap)
+        if gap is None:
+            return None
+        position = gap.key[0]
+        state = self.whole.becomes(position)
+        what = f"output {position}" if state is None else f"the state {state}"
+        return self._blame(self._output_nodes()[position], gap.error, f"{what} is off by {gap.error:.2e}")
 
     def _layouts(self, position: int) -> list[Layout]:
         """Return how an output lies over each axis: those of axes beside tp are of its tensors alone."""
         wholes = self.expected.outputs[0]
         at = sum(isinstance(x, Tensor) for x in wholes[:position])
         return [*(axis.outputs[at] for axis in self.on.beside), self.call.output_layout(position)]
-
-    def _output(self, gap: Gap[tuple[int, int]]) -> Difference:
-        """Return what makes an output that differs."""
-        position = gap.key[0]
-        node, state = self._output_nodes()[position], self.whole.becomes(position)
-        what = f"output {position}" if state is None else f"the state {state}"
-        return self._blame(node, gap.error, f"{what} is off by {gap.error:.2e}")
 
     def _output_nodes(self) -> list[Any]:
         return compat.tree_leaves(self.sharded.graph.output_node().args[0])
@@ -209,12 +206,7 @@ class _Proof:
         nothing = Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}")
         return first or result, result or nothing
 
-    def _gradient_gap(
-        self,
-        pairs: tuple[Mapping[fx.Node, Any], Mapping[fx.Node, Tensor]],
-        rounding: Rounding,
-        failed: Exception | None,
-    ) -> Difference | None:
+    def _gradient_gap(self, pairs: Pairs, rounding: Rounding, failed: Exception | None) -> Difference | None:
         """Find the first gradient that differs."""
         gap = differences(*pairs, rounding)
         if gap is None:

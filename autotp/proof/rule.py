@@ -14,9 +14,8 @@ from autotp import compat
 from autotp.comm.ranks import check_degree
 from autotp.errors import InputError, RuleError
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Layout
 from autotp.ir.op import Factor, Rule
-from autotp.ir.program import Decision, Planned, Sharded
+from autotp.ir.program import Decision, Planned
 from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
 from autotp.rules.core import function_of, rule_of
@@ -123,19 +122,16 @@ def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set
     return {("linear", frozenset(i for i, x in enumerate(decision.ins) if x.partial))} - {("linear", frozenset())}
 
 
-def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
-    if layout.partial and x.dtype == torch.bool:
-        raise _Differs("a truth value has no summands")
-    return p.spec(layout).split(x, p.planned.tp, seed)
-
-
 def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) -> None:
     """Run one choice on all ranks, and hold its results and gradients against the whole's.
 
     Raises:
         _Differs: in what they are others.
     """
-    sharded, tp = _sharded(p, decision), p.planned.tp
+    # The ranks' program of the choice, whose operands come as the choice wants them.
+    p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(p.leaves, decision.ins, strict=True)}
+    p.planned.decisions[p.node] = decision
+    sharded, tp = Rewriter(p.planned, None, _AsProduced()).run(), p.planned.tp
     operands = _operand_parts(p, decision)
     placeholders = sharded.graph.find_nodes(op="placeholder")
     ranks = run(sharded, dict(zip(placeholders, operands, strict=True)), Simulated(tp)).outputs
@@ -160,19 +156,14 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     _judge(case, ours, theirs)
 
 
-def _sharded(p: RuleProgram, decision: Decision) -> Sharded:
-    """The ranks' program of a choice, whose operands come as the choice wants them."""
-    p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(p.leaves, decision.ins, strict=True)}
-    p.planned.decisions[p.node] = decision
-    return Rewriter(p.planned, None, _AsProduced()).run()
-
-
 def _operand_parts(p: RuleProgram, decision: Decision) -> list[list[Tensor]]:
     """Return each rank's part of every operand, as a leaf of its own."""
     out = []
     for i, (x, layout, slot) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True)):
-        graded = slot in p.planned.grads
-        out.append([part.clone().requires_grad_(graded) for part in _summands(p, x, layout, i)])
+        if layout.partial and x.dtype == torch.bool:
+            raise _Differs("a truth value has no summands")
+        parts, graded = p.spec(layout).split(x, p.planned.tp, i), slot in p.planned.grads
+        out.append([part.clone().requires_grad_(graded) for part in parts])
     return out
 
 
@@ -180,10 +171,8 @@ def _upstream_parts(p: RuleProgram, decision: Decision, expected: _Expected) -> 
     """Return each rank's part of the gradient of every result, which lies as the dual of the result."""
     out: list[list[Any]] = []
     for whole, layout in zip(expected.gradients_in, decision.outs, strict=True):
-        if whole is None:
-            out.append([None] * p.planned.tp)
-        else:
-            out.append(p.spec(layout).dual.split(whole, p.planned.tp, 7))
+        tp = p.planned.tp
+        out.append([None] * tp if whole is None else p.spec(layout).dual.split(whole, tp, 7))
     return out
 
 

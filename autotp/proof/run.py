@@ -31,8 +31,6 @@ from autotp.passes.shard.rewrite import specialise
 from .differences import Parts, grad_or_zeros, largest
 
 HANDS_ON = (operator.getitem, aten.detach.default)  # what these give is made where their operand is
-
-
 Env = Mapping[fx.Node, list[Any]]  # of each node, its value on every rank that runs here
 
 
@@ -187,8 +185,7 @@ class Values:
         """Take the model's own parameters and buffers, and these inputs, as the leaves.
 
         Args:
-            program: the capture. model: whose values they are; random ones where it is on the meta device.
-            inputs: of one call.
+            program: the capture. model: whose values they are; random ones on the meta device. inputs: of one call.
         """
         state = {**program.constants, **weights_of(model)}
         tensors = [x for x in without_cache(model, inputs)[0].leaves if isinstance(x, Tensor)]
@@ -213,7 +210,7 @@ def leaf_values(
         program: the capture. tensors: of a call, in order. state: gives a parameter, buffer or constant by its name.
         seeds: of random numbers; by default 0, 1, and so on.
     """
-    given, values = iter(tensors), dict[fx.Node, Any]()
+    inputs, values = iter(tensors), dict[fx.Node, Any]()
     for x in program.leaves:
         value = x.node.meta.get("val")  # of what is no tensor, such as a number
         if x.kind is SEEDS:
@@ -221,7 +218,7 @@ def leaf_values(
         elif not x.kind.passed:
             value = state(x.name)
         elif isinstance(value, Tensor):
-            value = next(given)
+            value = next(inputs)
         values[x.node] = value
     return values
 
@@ -348,18 +345,15 @@ class StepError(RuntimeError):
 
 
 def run(
-    program: Capture | Sharded,
-    leaves: Mapping[fx.Node, Sequence[Any]],
-    on: Simulated | Here = WHOLE,
+    program: Capture | Sharded, leaves: Mapping[fx.Node, Sequence[Any]], on: Simulated | Here = WHOLE,
     watch: bool = False,
-) -> Values:
+) -> Values:  # fmt: skip
     """Run a program node by node.
 
     Args:
-        program: a capture, or the program of the ranks before the rank is known.
-        leaves: for every placeholder its value on each rank that runs.
-        on: what runs it.
-        watch: have every value keep its gradient.
+        program: a capture, or the program of the ranks before the rank is known. leaves: for every placeholder its
+            value on each rank that runs.
+        on: what runs it. watch: have every value keep its gradient.
 
     Raises:
         StepError: an operator failed on some rank.

@@ -16,7 +16,7 @@ from autotp import compat
 from autotp.capture.rank0 import Untold, model_key
 from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, serves
 from autotp.comm.ranks import Ranks
-from autotp.comm.virtual import Virtual
+from autotp.comm.virtual import Host, Hosts, Virtual
 from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs, Leaves, bind, without_cache
 from autotp.ir.graph import SEEDS, Capture, Function, SizeBounds
@@ -412,6 +412,20 @@ class Source:
         if entry:
             return replace(self.want, outputs="full", carried=())
         return replace(self.want, outputs="full") if generating and self.want.outputs == "loss" else self.want
+
+
+def hosts_of(ranks: Ranks, virtual: Mapping[str, int], processes: Mapping[str, int]) -> Hosts:
+    """Return the virtual ranks that this process runs on each axis.
+
+    Args:
+        ranks: of tp. virtual: how many there are on each axis, the outermost first and tp last; none where a rank is a
+            process. processes: that share those of each axis.
+    """
+    hosts = []
+    for axis, size in virtual.items():
+        along, own = ranks if axis == "tp" else ranks.along(axis), size // processes[axis]
+        hosts.append(Host(along.rank * own, own, size, along.group_name, axis))
+    return tuple(hosts)
 
 
 def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
