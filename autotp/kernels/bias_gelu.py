@@ -13,15 +13,14 @@ from .common import (
     derived,
     empty_like,
     jit,
-    loaded,
     power_of_two,
     programs,
     register,
-    row_and_columns,
     tiles,
     tl,
     wide,
 )
+from .within import loaded, row_and_columns
 
 TILE = 1024  # columns of a row that a program computes
 

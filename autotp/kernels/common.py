@@ -33,19 +33,6 @@ def jit(function: Function) -> Any:
     return triton.jit(function) if triton is not None else function
 
 
-@jit
-def loaded(place, inside):
-    """Numbers in memory, in float32; 0 outside."""
-    return tl.load(place, mask=inside, other=0).to(tl.float32)
-
-
-@jit
-def row_and_columns(columns, TILE: tl.constexpr):
-    """The row of a program, and its columns, where tiles of columns make up a row."""
-    tiles_of_row = tl.cdiv(columns, TILE)
-    return (tl.program_id(0) // tiles_of_row).to(tl.int64), tl.program_id(0) % tiles_of_row * TILE + tl.arange(0, TILE)
-
-
 def register(
     schema: str, *, twin: Function, launch: Function, fake: Function | None = None, check: Function | None = None
 ) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import DTYPES, WIDE, derived, jit, loaded, power_of_two, refuse, register, row_and_columns, tiles, tl, wide
+from .common import DTYPES, WIDE, derived, jit, power_of_two, refuse, register, tiles, tl, wide
 from .operators import class_sums_backward
+from .within import loaded, row_and_columns
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8

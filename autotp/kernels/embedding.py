@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import check_floats, differentiable, jit, power_of_two, refuse, register, row_and_columns, tiles, tl
+from .common import check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl
+from .within import row_and_columns
 
 aten = torch.ops.aten
 TILE = 2048

@@ -18,7 +18,6 @@ from .common import (
     differentiable,
     empty_like,
     jit,
-    loaded,
     power_of_two,
     programs,
     refuse,
@@ -27,6 +26,7 @@ from .common import (
     tl,
     wide,
 )
+from .within import loaded
 
 OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]

@@ -212,7 +212,7 @@ def leaf_values(
     """
     inputs, values = iter(tensors), dict[fx.Node, Any]()
     for x in program.leaves:
-        value = x.node.meta.get("val")  # of what is no tensor, such as a number
+        value: Any = x.node.meta.get("val")  # of what is no tensor, such as a number
         if x.kind is SEEDS:
             value = torch.arange(len(value)) if seeds is None else seeds
         elif not x.kind.passed:

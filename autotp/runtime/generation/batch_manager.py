@@ -448,6 +448,7 @@ class Repeated:
                 match = last.kind.program(call.shapes)
                 if match is not None and match[0] is last.program:
                     outputs = module._run(last.program, inputs := [call.flat[i] for i in match[1]], 0)
+                    taker: Any  # the place of an input: a state that is passed
                     for at, taker in last.program.capture.mutations.items():
                         if outputs[at] is not inputs[taker]:  # a state that is not written in place
                             inputs[taker].copy_(outputs[at])
