@@ -1,4 +1,4 @@
-"""What kernels have in common within: the numbers that a program loads, and its place in rows."""
+"""Parts of kernels: the numbers that a program loads, and its place in rows."""
 
 from __future__ import annotations
 
