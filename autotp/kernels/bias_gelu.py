@@ -6,21 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common import (
-    as_rows,
-    check_floats,
-    check_vector,
-    derived,
-    empty_like,
-    jit,
-    power_of_two,
-    programs,
-    register,
-    tiles,
-    tl,
-    wide,
-)
-from .within import loaded, row_and_columns
+from .common import check_floats, check_vector, derived, jit, register, tl
+from .rows import as_rows, empty_like, loaded, power_of_two, programs, row_and_columns, tiles, wide
 
 TILE = 1024  # columns of a row that a program computes
 

@@ -1,8 +1,7 @@
-"""Helpers of the kernels: Triton where it is installed, the operator library, and tensors seen as rows."""
+"""Helpers of the kernels: Triton where it is installed, the operator library, and what operators refuse."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,34 +129,3 @@ def check_vector(name: str, what: str, vector: Tensor | None, x: Tensor) -> None
     if not x.ndim or (vector is not None and list(vector.shape) != [x.shape[-1]]):
         shape = None if vector is None else list(vector.shape)
         refuse(name, f"takes a {what} as long as x's last dimension; x is {list(x.shape)}, {what} is {shape}")
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """[rows, columns] with neighbouring columns: a view where the memory allows it, otherwise a copy."""
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # a size of torch makes a number of symbols
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, WIDE))
-
-
-def power_of_two(n: int, limit: int) -> int:
-    """The smallest power of two that is no less than n, and `limit` at most."""
-    return min(1 << max(n - 1, 0).bit_length(), limit)
-
-
-def tiles(n: int, size: int) -> int:
-    """Count the tiles of this size that cover n."""
-    return -(-n // size)
-
-
-def programs(x: Tensor, each: int) -> int:
-    """Count the programs that share a sum over rows: `each` for every multiprocessor of the tensor's device."""
-    return each * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
-
-
-def empty_like(x: Tensor, shape: Sequence[int] | torch.Size | None = None) -> Tensor:
-    """Contiguous memory of x's dtype, in its shape or this one."""
-    return torch.empty(x.shape if shape is None else shape, dtype=x.dtype, device=x.device)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import DTYPES, WIDE, derived, jit, power_of_two, refuse, register, tiles, tl, wide
+from .common import DTYPES, WIDE, derived, jit, refuse, register, tl
 from .operators import class_sums_backward
-from .within import loaded, row_and_columns
+from .rows import loaded, power_of_two, row_and_columns, tiles, wide
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import DTYPES, differentiable, jit, power_of_two, register, tiles, tl
+from .common import DTYPES, differentiable, jit, register, tl
 from .operators import OTHER, _dropout_fake, _keep_seed, counter_dropout, dropout_gradient
-from .within import loaded
+from .rows import loaded, power_of_two, tiles
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl
-from .within import row_and_columns
+from .common import check_floats, differentiable, jit, refuse, register, tl
+from .rows import power_of_two, row_and_columns, tiles
 
 aten = torch.ops.aten
 TILE = 2048

@@ -10,23 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import (
-    as_rows,
-    check_floats,
-    check_same,
-    check_vector,
-    differentiable,
-    empty_like,
-    jit,
-    power_of_two,
-    programs,
-    refuse,
-    register,
-    tiles,
-    tl,
-    wide,
-)
-from .within import loaded
+from .common import check_floats, check_same, check_vector, differentiable, jit, refuse, register, tl
+from .rows import as_rows, empty_like, loaded, power_of_two, programs, tiles, wide
 
 OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]
