@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common import check_floats, check_vector, derived, jit, register, tl
-from .rows import as_rows, empty_like, loaded, power_of_two, programs, row_and_columns, tiles, wide
+from .tiles import as_rows, empty_like, loaded, power_of_two, programs, row_and_columns, tiles, wide
 
 TILE = 1024  # columns of a row that a program computes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .common import DTYPES, WIDE, derived, jit, refuse, register, tl
 from .operators import class_sums_backward
-from .rows import loaded, power_of_two, row_and_columns, tiles, wide
+from .tiles import loaded, power_of_two, row_and_columns, tiles, wide
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .common import DTYPES, differentiable, jit, register, tl
 from .operators import OTHER, _dropout_fake, _keep_seed, counter_dropout, dropout_gradient
-from .rows import loaded, power_of_two, tiles
+from .tiles import loaded, power_of_two, tiles
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`

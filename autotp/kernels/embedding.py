@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .common import check_floats, differentiable, jit, refuse, register, tl
-from .rows import power_of_two, row_and_columns, tiles
+from .tiles import power_of_two, row_and_columns, tiles
 
 aten = torch.ops.aten
 TILE = 2048

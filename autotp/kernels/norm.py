@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .common import check_floats, check_same, check_vector, differentiable, jit, refuse, register, tl
-from .rows import as_rows, empty_like, loaded, power_of_two, programs, tiles, wide
+from .tiles import as_rows, empty_like, loaded, power_of_two, programs, tiles, wide
 
 OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]
