@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp.errors import InputError
 from autotp.kernels import bias_gelu, norm
@@ -173,6 +174,21 @@ assert not common.available()
 y, _ = torch.ops.autotp.norm(torch.ones(2, 4), None, None, 0.0, False)
 assert torch.equal(y, torch.ones(2, 4))
 """
+
+
+@pytest.mark.parametrize("name", ["norm", "add_norm", "bias_gelu"])
+def test_counts_of_rows_stay_symbols(name):
+    args = {"norm": (None, EPS, True), "add_norm": (None, EPS, True), "bias_gelu": (False,)}[name]
+
+    def call(x, vector):
+        y = getattr(OPS, name)(*[x] * (2 if name == "add_norm" else 1), vector, *args)
+        return torch.autograd.grad(y.sum() if name == "bias_gelu" else y[0].sum(), (x, vector))
+
+    program = make_fx(call, tracing_mode="symbolic")(
+        torch.randn(3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    )
+    rows = next(iter(program.graph.nodes)).meta["val"].shape[:2]
+    assert not any(n.node.expr.is_number for n in rows)
 
 
 @pytest.mark.ranks
