@@ -161,6 +161,7 @@ def unpack(data: bytes, device: torch.device) -> Capture:
         raise Unpackable(failure(error)) from error
     if len(graph.nodes) != len(names):
         raise Unpackable("its nodes are others here")
+    compat.know_structure(rest["out_spec"])
     nodes = dict(zip(names, graph.nodes, strict=True))
     for name, node in nodes.items():
         node.name = name  # a copy renames what Python knows too, such as an argument `input`

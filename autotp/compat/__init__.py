@@ -93,6 +93,7 @@ from .trees import (
     is_node,
     is_user_node,
     know_records,
+    know_structure,
     named_leaves,
     register_node,
     registered,

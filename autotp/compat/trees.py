@@ -35,17 +35,28 @@ def know_records(tree: Any) -> Any:
     Torch knows a class for good. One that somebody registered before stays as it is.
     """
     for leaf in pytree.tree_leaves(tree):
-        kind = type(leaf)
-        if dataclasses.is_dataclass(kind):
-            pytree.register_pytree_node(
-                kind,
-                _fields,
-                _record(kind),
-                serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
-                flatten_with_keys_fn=_named_fields,
-            )
+        if dataclasses.is_dataclass(type(leaf)):
+            _know(type(leaf))
             know_records(leaf)
     return tree
+
+
+def know_structure(spec: pytree.TreeSpec) -> None:
+    """Make containers of the plain dataclasses in a structure that another process made."""
+    if dataclasses.is_dataclass(spec.type) and not registered(spec.type):
+        _know(spec.type)
+    for inner in spec.children():
+        know_structure(inner)
+
+
+def _know(kind: type) -> None:
+    pytree.register_pytree_node(
+        kind,
+        _fields,
+        _record(kind),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=_named_fields,
+    )
 
 
 def _fields(record: Any) -> tuple[list[Any], list[str]]:

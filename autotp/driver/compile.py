@@ -28,8 +28,8 @@ from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, first_part, without_cache
-from autotp.ir.graph import Capture, draws
-from autotp.ir.layouts import Layout
+from autotp.ir.graph import TABLE, Capture, draws
+from autotp.ir.layouts import Layout, Replicate
 from autotp.ir.named_states import check_names, name_states
 from autotp.ir.precision import DELAYED
 from autotp.ir.program import Decided, Planned, Sharded
@@ -447,7 +447,9 @@ def _under(captured: Capture, plan: Plan, options: Options, states: Mapping[str,
             "it is called in here."
         )
     options = replace(options, shares=plan.shares, units=plan.units)
-    return _builder(ready(captured, plan.tp), options, plan.placements, {**plan.states, **(states or {})})
+    # What the plan does not split is whole on a rank, also where its own program wrote to it, and this one could split it.
+    whole = {x.name: Replicate() for x in captured.leaves if x.kind is TABLE}
+    return _builder(ready(captured, plan.tp), options, whole | plan.placements, {**plan.states, **(states or {})})
 
 
 def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Planned:

@@ -166,6 +166,11 @@ class Op:
         """Slot of the (first) tensor given for the schema argument `name`."""
         return self.names.index(name) if name in self.names else None
 
+    def size(self, name: str) -> Size:
+        """The argument of this name, a number or a node whose value is one."""
+        value = self.args[name]
+        return expression(value.meta["val"]) if isinstance(value, fx.Node) else value
+
     def dim(self) -> int:
         """The argument `dim`, a dimension of the first operand, counted from the front."""
         return self.args["dim"] % max(len(self.ins[0]), 1)

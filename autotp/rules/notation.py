@@ -81,7 +81,7 @@ def attempt(
     sums = _sums(op, linear)
     if exact and sums and rounds(op, min(sums[0])):
         sums = ()
-    lengths = {letter: op.args[name] for letter, name in (sizes or {}).items()}
+    lengths = {letter: op.size(name) for letter, name in (sizes or {}).items()}
     return loops(op, *labels, linear=sums, addends=_slots(op, addends.split()), sizes=lengths, strict=strict, **fields)
 
 

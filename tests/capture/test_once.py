@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,19 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5, self.training)) * self.scale
+
+
+@dataclass
+class Scores:
+    """A plain dataclass, which torch's containers do not know of themselves."""
+
+    scores: Tensor
+    names: list[str]
+
+
+class Scored(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"all": Scores(super().forward(x), ["up"])}
 
 
 class Counted:
@@ -70,6 +84,8 @@ def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
         with patch.object(packing.compat, "unpacked_graph", side_effect=LookupError("unknown") if rank else None):
             autotp.compile(model, mesh=mesh, example_inputs=X)
         found["unread"] = counted.times
+    named = autotp.compile(Scored().eval(), mesh=mesh, example_inputs=X)(X)["all"]
+    found["named"] = type(named) is Scores and torch.allclose(named.scores, model(X)) and named.names
     other = Net().eval()
     other.scale = 2.0 + rank
     found["other"] = error_of(lambda: autotp.compile(other, mesh=mesh, example_inputs=X))
@@ -83,6 +99,7 @@ def test_one_rank_captures_and_all_run_its_program(pool):
     for each in ("hooked", "labelled"):
         assert [one[each] for one in told] == [1, 1], each
     assert [one["unread"] for one in told] == [1, 1] and [one["plainly hooked"] for one in told] == [1, 0]
+    assert [one["named"] for one in told] == [["up"], ["up"]]  # where torch has not met the class in any capture
     for one in told:
         assert one["other"][0] == "RankError" and "do not agree on the model" in one["other"][1]
 

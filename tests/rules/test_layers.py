@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,12 @@ def standardised(x: Tensor, up: nn.Conv2d, down: nn.Conv2d) -> Tensor:
     return x
 
 
+def modulated(x: Tensor, gains: nn.Module, up: nn.Conv2d) -> Tensor:
+    """A convolution whose kernel is scaled for each example: one group for each of them."""
+    kernels = up.weight * gains(x.mean((2, 3)))[:, None, :, None, None]
+    return F.conv2d(x.reshape(1, -1, 9, 9), kernels.flatten(0, 1), groups=len(x)).view(len(x), 64, 7, 7)
+
+
 def bags(mode: str) -> nn.Module:
     return Layers(lambda x, bag, up: up(bag(x)), bag=nn.EmbeddingBag(64, 32, mode=mode), up=nn.Linear(32, 8))
 
@@ -74,6 +81,15 @@ def test_a_rank_holds_its_part(what, monkeypatch):
     monkeypatch.delitem(RULES, target)
     totals = autotp.plan(model, 2, example_inputs=example).totals
     assert totals.local_parameters > 0.6 * totals.parameters, "the negative control"
+
+
+def test_groups_are_as_many_as_examples():
+    torch.manual_seed(0)
+    model = Layers(modulated, gains=nn.Linear(4, 4), up=nn.Conv2d(4, 64, 3))
+    slow = dataclasses.replace(autotp.Cluster.preset("h100"), name="slow", peak_flops={"float32": 1e7})
+    plan = autotp.plan(model, 2, example_inputs=IMAGE, cluster=slow)
+    assert plan.totals.local_flops <= 0.6 * plan.totals.flops
+    assert autotp.verify(model, 2, IMAGE, plan=plan)
 
 
 def test_batch_norms_in_training_split_with_their_channels_and_write_their_statistics(monkeypatch):
