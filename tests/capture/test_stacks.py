@@ -235,3 +235,32 @@ class Gaps(nn.Module):
 def test_a_list_with_an_empty_place_is_captured():
     report = autotp.verify(Gaps(), 2, torch.randn(4, 8))
     assert report and report.output_error < 1e-9
+
+
+class Sliced(nn.Module):
+    """Calls slices of its lists, and has one module in two places: torch then names modules by the slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.Tanh()
+        self.ends = nn.Sequential(nn.Linear(4, 16), act, nn.Linear(16, 4), act)
+        self.between = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ends[2:](self.ends[:2](x))
+        for layer in self.between[1:][:-1]:
+            x = layer(x)
+        return x
+
+
+def test_modules_in_slices_of_lists_are_called_by_their_own_names():
+    torch.manual_seed(0)
+    model, x = Sliced(), torch.randn(3, 4)
+    sharded: Any = autotp.compile(model, 1, example_inputs=x)
+    seen: list[list[str]] = []
+    for each in (model, sharded):
+        seen.append([])
+        for name, module in each.named_modules():
+            module.register_forward_hook(lambda *_, name=name, to=seen[-1]: to.append(name))
+    torch.testing.assert_close(sharded(x), model(x))
+    assert seen[0] == seen[1] and seen[0][:2] == ["ends.0", "ends.1"] and "between.2" in seen[0]
