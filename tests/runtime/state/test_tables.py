@@ -121,7 +121,9 @@ def held(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
 @pytest.mark.ranks
 def test_a_rank_holds_its_part_of_a_buffer_and_saves_and_loads_it(pool, tmp_path):
     for found in pool.run(held, str(tmp_path / "saved"), world=2):
-        assert max(found["difference"], found["loaded"], found["by state"], found["zeros"], found["codes"]) < 1e-4, found
+        assert max(found["difference"], found["loaded"], found["by state"], found["zeros"], found["codes"]) < 1e-4, (
+            found
+        )
         assert found["other"] > 1e-2
         assert found["state"] and found["kinds"] == [True, False], found
         assert found["part"] == ((16, 16), torch.int8)
