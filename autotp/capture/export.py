@@ -28,7 +28,7 @@ from autotp.passes.canonicalise.functionalise import regions
 from .autograd_functions import functions_kept, read_functions
 from .capture_errors import Stores, attributes_written, library_calls, refuse_gradients, unvalidated
 from .copies import RECIPES
-from .export_passes import EXPORTED, Exported
+from .export_passes import EXPORTED, Exported, name_slices
 from .repeated_blocks import Repeats
 from .request import GRAD, INFERENCE
 from .state_objects import carries, carrying, forwarding, is_number, restored
@@ -159,6 +159,7 @@ class Attempt:
         # Once the graph is functional: a Function may stand in a checkpointed region as well as in the graph itself.
         for graph in (exported.graph, *regions(exported.graph)):
             read_functions(graph)
+            name_slices(graph, self.bare)
         return exported
 
     def state_tensors(self) -> list[Tensor]:

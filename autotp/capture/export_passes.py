@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -134,45 +134,37 @@ def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
                 raise CaptureError(f"the forward writes to the parameter {owner_of[min(overlap)]} ({line_of(node)})")
 
 
-class NameSlices(Pass[Exported]):
-    """Modules that are called in a slice of a list get their own paths.
-
-    Where a model has one module in two places, torch makes up a path for the slice, at which there is no module.
-    """
-
-    name = "name-slices"
-
-    def run(self, program: Exported) -> Changes:
-        count = 0
-        for node in chain.from_iterable(g.nodes for g in (program.graph, *regions(program.graph))):
-            stack = node.meta.get("nn_module_stack") or {}
-            if any(SLICE in path for path, _ in stack.values()):
-                named = {key: (path_in_list(program.bare, path), kind) for key, (path, kind) in stack.items()}
-                node.meta["nn_module_stack"] = {key: entry for key, entry in named.items() if entry[0] is not None}
-                count += 1
-        return Changes(count, "operators of modules in slices of lists" if count else "no slices of lists")
-
-
 SLICE = "slice("
 
 
-def path_in_list(root: nn.Module, path: str) -> str | None:
-    """The path of a module without slices, such as `layers.2` of `layers.slice(1, None, None).1`; of a slice None."""
-    module, steps, picked = root, [], None
-    for step in filter(None, path.split(".")):
+def name_slices(graph: fx.Graph, model: nn.Module) -> None:
+    """Give modules that were called in a slice of a list their own paths.
+
+    Where a model has one module in two places, torch makes up a path for the slice, at which there is no module.
+    """
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if any(SLICE in path for path, _ in stack.values()):
+            levels = {key: entry for key, entry in stack.items() if not entry[0].endswith(")")}
+            named = {key: (path_in_lists(model, path), kind) for key, (path, kind) in levels.items()}
+            node.meta["nn_module_stack"] = named
+
+
+def path_in_lists(root: nn.Module, path: str) -> str:
+    """The path of a module without slices, such as `layers.2` of `layers.slice(1, None, None).1`."""
+    module, steps, names = root, [], list[str]()
+    for step in path.split("."):
+        names = names or list(module._modules)
         if step.startswith(SLICE):
-            ends = [None if x == "None" else int(x) for x in step[len(SLICE) : -1].split(", ")]
-            picked = (picked or list(module._modules))[slice(*ends)]
+            names = names[slice(*literal_eval(step.removeprefix("slice")))]
             continue
-        name, call, count = step.partition("@")
-        if picked is not None and isinstance(module, nn.ModuleList):  # which counts again; a Sequential keeps names
-            name = picked[int(name)]
-        module, picked = module.get_submodule(name), None
-        steps.append(name + call + count)
-    return ".".join(steps) if picked is None else None
+        # A slice of a ModuleList counts again; one of a Sequential keeps the names.
+        steps.append(names[int(step)] if isinstance(module, nn.ModuleList) else step)
+        module, names = module.get_submodule(steps[-1]), []
+    return ".".join(steps)
 
 
-EXPORTED: tuple[Pass[Exported], ...] = (RetraceVmap(), CheckExport(), Functionalise(), RepeatBlocks(), NameSlices())
+EXPORTED: tuple[Pass[Exported], ...] = (RetraceVmap(), CheckExport(), Functionalise(), RepeatBlocks())
 
 
 # ---- conditions on values --------------------------------------------------------------------------------------------

@@ -447,7 +447,7 @@ def _under(captured: Capture, plan: Plan, options: Options, states: Mapping[str,
             "it is called in here."
         )
     options = replace(options, shares=plan.shares, units=plan.units)
-    # What the plan does not split is whole on a rank, also where its own program wrote to it, and this one could split it.
+    # What the plan does not split is whole on a rank, also what its own program wrote to and this one does not.
     whole = {x.name: Replicate() for x in captured.leaves if x.kind is TABLE}
     return _builder(ready(captured, plan.tp), options, whole | plan.placements, {**plan.states, **(states or {})})
 

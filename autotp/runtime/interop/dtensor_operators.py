@@ -276,6 +276,14 @@ def _on_parts(op: Any, args: Leaves, kwargs: Any) -> Any:
     return compat.by_default(op, args, kwargs)
 
 
+def _written(op: Any, args: Leaves, kwargs: Any) -> Any:
+    """Write to a tensor that lies over ranks what every rank has whole: each takes its part of that."""
+    into, *others = args
+    if ours(into):
+        others = [x if isinstance(x, DTensor) else _whole(x, into.device_mesh) for x in others]
+    return compat.by_default(op, (into, *others), kwargs)
+
+
 def _view(op: Any, args: Leaves, kwargs: Any) -> Any:
     """A row, slice or view: where it is a copy on a rank, a write to it would be lost, so it is refused.
 
@@ -327,6 +335,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(PART_BY_PART, _on_parts),
     **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(compat.operators_named("copy_", "add_.T", "sub_.T", "mul_.T", "div_.T", "lerp_."), _written),
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
     **dict.fromkeys(COMPARISONS, _compared),

@@ -69,6 +69,13 @@ class Remembers(Net):
         return self.up(x)
 
 
+class Gives(Net):
+    """Gives back the buffer that it wrote to, itself."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.steps
+
+
 def capture_of(model: nn.Module, check: bool | None = None, inputs: Any = X) -> Any:
     return capture_model(model, inputs if isinstance(inputs, Inputs) else Inputs(inputs), torch.device("cpu"), check)
 
@@ -88,6 +95,10 @@ def test_a_right_capture_passes_and_nothing_is_disturbed(training):
     assert torch.equal(torch.rand(2), wanted[0]) and random.random() == wanted[1]
     assert torch.equal(model.up.weight.grad, torch.ones(WIDTH, WIDTH)) and model.up.bias.grad is None
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items()) and model.calls == 0
+
+
+def test_a_buffer_that_is_given_back_is_compared_as_the_call_left_it():
+    assert capture_of(Gives())[0].error == 0.0
 
 
 @pytest.mark.parametrize(

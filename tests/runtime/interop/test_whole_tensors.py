@@ -132,6 +132,11 @@ def written(model: Any, sharded: Any) -> dict[str, Any]:
     for m in (model, sharded):
         elements(m[0].weight)
         elements(m[2].weight.data)
+        # A tensor that is whole on every rank, also one that is broadcast.
+        m[0].weight.copy_(torch.arange(256.0, dtype=torch.float64).view(32, 8) / 256)
+        m[0].bias += torch.arange(32.0, dtype=torch.float64)
+        m[2].weight.data.lerp_(torch.ones(8, 1, dtype=torch.float64), 0.5)
+        m[2].weight[1:3] = torch.arange(32.0, dtype=torch.float64)
     for name, write in WRITES.items():
         refusals = 0
         for i in (0, 2):
