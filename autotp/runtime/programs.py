@@ -115,11 +115,16 @@ def _by_name(forward: Function, inputs: Inputs) -> tuple[list[Any], dict[str, An
             positional += value
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             by_name |= dict(sorted(value.items()))
-        elif value is not parameter.default:
+        elif not _alike(value, parameter.default):
             by_name[name] = value
     if by_name.get("use_cache") is False:  # captures are without a cache, said or unsaid
         del by_name["use_cache"]
     return positional, by_name
+
+
+def _alike(value: Any, default: Any) -> bool:
+    """Whether an argument is its default: also a number or word that came from another process, and is no more it."""
+    return value is default or (isinstance(value, str | float) and (type(value), value) == (type(default), default))
 
 
 Match = tuple["Program", list[int]]  # what runs a call, and the order in which it takes the leaves
