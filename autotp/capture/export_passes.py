@@ -145,9 +145,8 @@ def name_slices(graph: fx.Graph, model: nn.Module) -> None:
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         if any(SLICE in path for path, _ in stack.values()):
-            levels = {key: entry for key, entry in stack.items() if not entry[0].endswith(")")}
-            named = {key: (path_in_lists(model, path), kind) for key, (path, kind) in levels.items()}
-            node.meta["nn_module_stack"] = named
+            modules = [(key, path, kind) for key, (path, kind) in stack.items() if path[-1:] != ")"]
+            node.meta["nn_module_stack"] = {key: (path_in_lists(model, path), kind) for key, path, kind in modules}
 
 
 def path_in_lists(root: nn.Module, path: str) -> str:

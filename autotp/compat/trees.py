@@ -43,8 +43,9 @@ def know_records(tree: Any) -> Any:
 
 def know_structure(spec: pytree.TreeSpec) -> None:
     """Make containers of the plain dataclasses in a structure that another process made."""
-    if dataclasses.is_dataclass(spec.type) and not registered(spec.type):
-        _know(spec.type)
+    kind: Any = spec.type
+    if dataclasses.is_dataclass(kind) and not registered(kind):
+        _know(kind)
     for inner in spec.children():
         know_structure(inner)
 

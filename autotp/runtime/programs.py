@@ -124,7 +124,7 @@ def _by_name(forward: Function, inputs: Inputs) -> tuple[list[Any], dict[str, An
 
 def _alike(value: Any, default: Any) -> bool:
     """Whether an argument is its default: also a number or word that came from another process, and is no more it."""
-    return value is default or (isinstance(value, str | float) and (type(value), value) == (type(default), default))
+    return value is default or (type(value) is type(default) in (str, float) and repr(value) == repr(default))
 
 
 Match = tuple["Program", list[int]]  # what runs a call, and the order in which it takes the leaves
