@@ -43,7 +43,7 @@ def know_records(tree: Any) -> Any:
 
 def know_structure(spec: pytree.TreeSpec) -> None:
     """Make containers of the plain dataclasses in a structure that another process made."""
-    kind: Any = spec.type
+    kind: type = spec.type  # none of a leaf
     if dataclasses.is_dataclass(kind) and not registered(kind):
         _know(kind)
     for inner in spec.children():
