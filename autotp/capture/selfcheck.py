@@ -105,7 +105,7 @@ class Trial:
         """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
         self.called_model  # noqa: B018  # the first call
         with self._undisturbed(), torch.enable_grad(), around or nullcontext():
-            return self._called(inputs)
+            return self._outputs(inputs)
 
     def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
         """Refuse a change with which the model computes something else."""
@@ -176,14 +176,17 @@ class Trial:
         where = f"on {self.ground}" if self.ground else "on the example inputs"
         return f"the model itself fails {where}: {failure(error)}"
 
-    def _called(self, inputs: Inputs) -> dict[str, Any]:
+    def _outputs(self, inputs: Inputs) -> dict[str, Any]:
         """The outputs of a call. One that is a buffer is copied: buffers are afterwards as they were."""
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
         buffers = set(map(id, self.copied.buffers()))
-        return {name: x.clone() if id(x) in buffers else x for name, x in outputs.items()}
+        for name, value in outputs.items():
+            if id(value) in buffers:
+                outputs[name] = value.clone()
+        return outputs
 
     def _results(self, inputs: Inputs) -> Results:
-        outputs = self._called(inputs)
+        outputs = self._outputs(inputs)
         state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _leaves_by_name(inputs)
         try:
             return {OUTPUT: outputs, STATE: state, GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))}

@@ -123,7 +123,7 @@ def _by_name(forward: Function, inputs: Inputs) -> tuple[list[Any], dict[str, An
 
 
 def _alike(value: Any, default: Any) -> bool:
-    """Whether an argument is its default: also a number or word that came from another process, and is no more it."""
+    """Say whether an argument is its default, also a number or word that came from another process as bytes."""
     return value is default or (type(value) is type(default) in (str, float) and repr(value) == repr(default))
 
 

@@ -224,9 +224,10 @@ def _is_list(value: Any) -> bool:
 
 
 def _whole(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the same memory as a DTensor that is whole on every rank."""
-    lies = [Replicate()] * mesh.ndim
-    return DTensor.from_local(value.detach(), mesh, lies, run_check=False) if isinstance(value, Tensor) else value
+    """Return the same memory as a DTensor that is whole on every rank; what is no tensor, or is one of these, as it is."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _local(value: Any) -> Any:
@@ -276,11 +277,11 @@ def _on_parts(op: Any, args: Leaves, kwargs: Any) -> Any:
     return compat.by_default(op, args, kwargs)
 
 
-def _written(op: Any, args: Leaves, kwargs: Any) -> Any:
+def _write(op: Any, args: Leaves, kwargs: Any) -> Any:
     """Write to a tensor that lies over ranks what every rank has whole: each takes its part of that."""
     into, *others = args
     if ours(into):
-        others = [x if isinstance(x, DTensor) else _whole(x, into.device_mesh) for x in others]
+        others = [_whole(x, into.device_mesh) for x in others]
     return compat.by_default(op, (into, *others), kwargs)
 
 
@@ -335,7 +336,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(PART_BY_PART, _on_parts),
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(compat.operators_named("copy_", "add_.T", "sub_.T", "mul_.T", "div_.T", "lerp_."), _written),
+    **dict.fromkeys(compat.operators_named("copy_", "add_.T", "sub_.T", "mul_.T", "div_.T", "lerp_."), _write),
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
     **dict.fromkeys(COMPARISONS, _compared),
