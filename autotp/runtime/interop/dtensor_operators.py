@@ -224,7 +224,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _whole(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the same memory as a DTensor that is whole on every rank; what is no tensor, or is one of these, as it is."""
+    """Return the same memory as a DTensor that is whole on every rank; as it is what is one, or is no tensor."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     return DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
