@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
-from autotp.ir.graph import Capture, placed_outputs, resolve, shape_of, tensors
-from autotp.ir.op import Op, aten, sizes, symbols_of
+from autotp.ir.graph import Capture, placed_outputs, resolve, shape_of, tensor_at
+from autotp.ir.op import Op, aten, packet_of, sizes, symbols_of
 from autotp.ir.program import GraphPart, Planned
 
 from .prices import lengths, nbytes, sizer
@@ -52,12 +52,12 @@ def cache_of(
     after = {program.becomes(i): (i, node) for i, node in placed_outputs(program)}
     for name, layout in planned.states.items():
         position, node = after.get(name, (-1, None))
-        ends = [_value(n) for n in (before.get(name), node) if n is not None]
+        ends = [tensor_at(resolve(n)) for n in (before.get(name), node) if n is not None]
         share = layout.share(planned.tp, sizer(hints)) * (times or {}).get(position, 1)
         cache += _state(ends, share, spoken, hints)
     for position, node in placed_outputs(program):
         if position in plain:
-            cache += _state([_value(node)], (times or {}).get(position, 1), spoken, hints)
+            cache += _state([tensor_at(resolve(node))], (times or {}).get(position, 1), spoken, hints)
     return cache
 
 
@@ -85,15 +85,14 @@ def _entering(part: GraphPart, planned: Planned, hints: Hints) -> float:
     if part.heads is None or _sees_all(planned.ops[part.heads.at[0]]):
         return 0.0
     node, slot, _ = part.heads.kv_at
-    maker, index = resolve(planned.ops[node].slots[slot])
     hint, share = sizer(hints), planned.decisions[node].ins[slot].share(planned.tp, sizer(hints))
     values = hint(part.heads.value) / hint(part.heads.width)
-    return (1 + values) * nbytes(tensors(maker)[index], hint) * share
+    return (1 + values) * nbytes(tensor_at(resolve(planned.ops[node].slots[slot])), hint) * share
 
 
 def _sees_all(op: Op) -> bool:
     """Return whether it is a fused attention in which every token sees every other: no mask of pairs of tokens."""
-    if getattr(op.target, "overloadpacket", None) is not aten.scaled_dot_product_attention or op.args["is_causal"]:
+    if packet_of(op.target) is not aten.scaled_dot_product_attention or op.args["is_causal"]:
         return False
     mask = op.args["attn_mask"]
     sides = mask.meta["val"] if mask is not None else None
@@ -124,8 +123,3 @@ def _rows(ends: list[Tensor], spoken: set[Any], hints: Hints) -> float | None:
         if len(set(each)) > 1:
             return 1 / max(hint(each[-1]), 1)
     return None
-
-
-def _value(node: fx.Node) -> Tensor:
-    maker, index = resolve(node)
-    return tensors(maker)[index]

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autotp.cost.machines.cluster import Cluster
 from autotp.errors import InputError
+from autotp.ir.op import operator_name, packet_of
 
 from .terms import NOTHING, Cost
 
@@ -67,14 +68,13 @@ def node_flops(node: fx.Node) -> int:
     Raises:
         InputError: an input of a counted operator has no `meta["val"]`.
     """
-    packet = getattr(node.target, "overloadpacket", None)
-    own, registered = _FORMULAS.get(_name(node.target)), flop_registry.get(packet) if packet else None
+    own, registered = _FORMULAS.get(operator_name(node.target)), flop_registry.get(packet_of(node.target))
     if own is None and registered is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _example)  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)  # type: ignore[arg-type]
     if own is not None:
-        return int(own(_example(node), *args, **kwargs))
-    return int(registered(*args, **kwargs, out_val=_example(node))) if registered else 0
+        return int(own(_value(node), *args, **kwargs))
+    return int(registered(*args, **kwargs, out_val=_value(node))) if registered else 0
 
 
 def peak_share(target: Any, cluster: Cluster) -> float:
@@ -83,29 +83,28 @@ def peak_share(target: Any, cluster: Cluster) -> float:
     Args:
         target: what the node calls. cluster: gives the rate.
     """
-    return cluster.attention_rate if _FORMULAS.get(_name(target)) is _attention else 1.0
+    return cluster.attention_rate if _FORMULAS.get(operator_name(target)) is _attention else 1.0
 
 
-def _name(target: Any) -> str:
-    packet = getattr(target, "overloadpacket", None)
-    return str(packet) if packet else getattr(target, "__name__", "")
-
-
-def _example(node: fx.Node) -> Any:
-    """The node's value with hints for symbolic sizes, on the meta device."""
+def _value(node: fx.Node) -> Any:
     if "val" not in node.meta:
         raise InputError(f"node {node.name} has no meta['val']: flops are counted on a captured graph, with shapes.")
-    return _hinted(node.meta["val"])
+    return example(node.meta["val"])
 
 
-def _hinted(val: Any) -> Any:
+def example(val: Any, graded: bool = False) -> Any:
+    """A value on the meta device, with the example inputs' sizes; memory of its own.
+
+    Args:
+        val: of a node. graded: its tensors ask for gradients, where they may have some.
+    """
     if isinstance(val, torch.Tensor):
-        return torch.empty([size_hint(s) for s in val.shape], dtype=val.dtype, device="meta")
-    if isinstance(val, torch.SymInt):
-        return size_hint(val)
+        shape, stride = ([size_hint(n) for n in sides] for sides in (val.shape, val.stride()))
+        x = torch.empty_strided(shape, stride, dtype=val.dtype, device="meta")
+        return x.requires_grad_(graded and (x.is_floating_point() or x.is_complex()))
     if isinstance(val, list | tuple):
-        return [_hinted(v) for v in val]
-    return val
+        return [example(v, graded) for v in val]
+    return size_hint(val) if isinstance(val, torch.SymInt) else val
 
 
 def _matmul(out: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -179,9 +178,9 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten.conv_transpose3d": _transposed,
     **dict.fromkeys(("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"), _recurrent),
     **dict.fromkeys(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"), _cell),
-    "autotp.float8_linear": lambda out, *operands, **_: _matmul(out[0], *operands),
-    "autotp.float8_rows": lambda out, *operands, **_: _matmul(out[0], *operands),
-    "autotp.float8_rows_hp": lambda out, *operands, **_: _matmul(out[0], *operands),
-    "autotp.float8_delayed": lambda out, *operands, **_: _matmul(out[0], *operands),
+    **{
+        f"autotp.float8_{way}": lambda out, *operands: _matmul(out[0], *operands)
+        for way in ("linear", "rows", "rows_hp", "delayed")
+    },
     "transformers.grouped_mm_fallback": _matmul,  # [tokens, k] by [experts, k, n], every token by one expert
 }

@@ -9,7 +9,7 @@ from torch import fx
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, tensors
 from autotp.ir.layouts import Size
-from autotp.ir.op import EXPERTS, Op
+from autotp.ir.op import EXPERTS, Op, factors_of, packet_of
 from autotp.ir.program import Planned
 
 from .objective import Objective
@@ -71,10 +71,9 @@ class _Reads:
         if is_free(op):
             return self._most(user)
         slot = op.slots.index(node) if node in op.slots else 0
-        if slot == 0 and getattr(op.target, "overloadpacket", None) in LOOKUPS:
+        if slot == 0 and packet_of(op.target) in LOOKUPS:
             return self._rows(op)
-        rule = self.planned.rules[user]
-        by_expert = rule is not None and any(f.label == EXPERTS for f in rule.factors)
+        by_expert = any(f.label == EXPERTS for f in factors_of(self.planned.rules[user]))
         return experts_read(op, self.hint).get(slot, 1.0) if by_expert else 1.0
 
     def _rows(self, op: Op) -> float:

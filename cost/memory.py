@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensors
+from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensor_at, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
@@ -196,7 +196,7 @@ class _Line:
         if number not in self.sizes:
             (value, layout), past = self.sized[number], self.planned.past
             parts = NO_PARTS if value in past.stored else past.values.get(value, NO_PARTS)
-            whole = nbytes(tensors(value[0])[value[1]], self.hint, parts, self.whole)
+            whole = nbytes(tensor_at(value), self.hint, parts, self.whole)
             self.sizes[number] = whole * self.share(layout)
         return self.sizes[number]
 

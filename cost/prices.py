@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from autotp.comm import conversions
 from autotp.cost.machines.cluster import Cluster
 from autotp.cost.solver.problem import Traffic
-from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
+from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensor_at, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
-from autotp.ir.op import EXPERTS, Factor, Op, aten, sizes
+from autotp.ir.op import EXPERTS, Factor, Op, aten, dtype_name, gives_views, packet_of, sizes
 from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
 
 from .collective_costs import call_seconds, collective_bytes
@@ -157,7 +158,7 @@ class Prices:
 
     def cache_bytes(self, value: Any) -> float:
         """Bytes that the whole value (node, result) has of earlier tokens."""
-        return nbytes(tensors(value[0])[value[1]], self.hint, self.past.values[value], self.whole)
+        return nbytes(tensor_at(value), self.hint, self.past.values[value], self.whole)
 
     def seconds(self, cost: Cost) -> float:
         """Return what a cost weighs in a step of the objective."""
@@ -230,12 +231,12 @@ class Prices:
         load = self.imbalance if by_expert else 1.0
         for i, x in enumerate([*op.slots, *outs][: len(sides)]):
             sides[i] *= 1.0 if x in self.weights else load
-        if getattr(op.target, "overloadpacket", None) in LOOKUPS:
+        if packet_of(op.target) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
         nbytes = sum(sides)
         # The part of the loop that a rank runs: of a split one the least that any operand or result has of it.
         part = min(map(self.share, [*ins, *outs]), default=1.0) if split is not None else 1.0
-        dtype = ARITHMETIC.get(str(op.target), str(results[0].dtype if results else "int64").removeprefix("torch."))
+        dtype = ARITHMETIC.get(str(op.target), dtype_name(results[0].dtype if results else torch.int64))
         if split is not None:
             nbytes *= 1 + 2 * split.copies  # read once more, and written
         flops = self.flops(op.node)
@@ -309,7 +310,7 @@ class Prices:
         cost = self._conversion(value, a, b)
         if cost is None or self.surcharge is None:
             return cost
-        return cost + Cost(surcharge=self.surcharge.conversion(a, b, self.bytes(tensors(value[0])[value[1]])))
+        return cost + Cost(surcharge=self.surcharge.conversion(a, b, self.bytes(tensor_at(value))))
 
     def _conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
         node = value[0]
@@ -324,7 +325,7 @@ class Prices:
             return None
         # Forward a to b; backward the gradient goes from the dual of b to the dual of a. A plan that does not train has
         # no backward, but stays legal for one that does: both ways must exist, and only the first is paid.
-        ways = self._ways(value, a, b)
+        ways = self.ways(value, a, b)
         seconds = [self.one_way(*way) for way in ways]
         if None in seconds:
             return None
@@ -336,12 +337,15 @@ class Prices:
             out[name] = out.get(name, 0.0) + (RESCUE if moves else 1) * (spent or 0.0)
         return Cost(**out)
 
-    def _ways(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
+    def ways(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
         """Conversions forward and, of what has a gradient, backward, each with the bytes of the whole that is sent."""
-        node, i = value
-        size = self.bytes(tensors(node)[i])
+        node, size = value[0], self.bytes(tensor_at(value))
         back = [(b.dual, a.dual, size)] if node in self.grads else []
-        return [(a, b, size * self.narrow(node, a, b)), *back]
+        return [(a, b, size * self._narrow(node, a, b)), *back]
+
+    def paid(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
+        """Those of `ways` that a step of the objective has."""
+        return self.ways(value, a, b)[: 1 + self.objective.training]
 
     def traffic(self, value: Any, a: Layout, b: Layout) -> Traffic:
         """Return what a rank sends for a conversion of a value (node, result) in a step, forward and backward.
@@ -350,11 +354,10 @@ class Prices:
             value: node and number of its result.
             a, b: the layouts before and after.
         """
-        ways = self._ways(value, a, b)[: 1 + self.objective.training]
-        calls = [call for way in ways if (call := conversions.sending(*way, self.tp))[0] != "none"]
+        calls = [call for way in self.paid(value, a, b) if (call := conversions.sending(*way, self.tp))[0] != "none"]
         return Traffic(sum(collective_bytes(*call) for call in calls), len(calls))
 
-    def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
+    def _narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
         """The part of a value's bytes that its conversion sends forward."""
         if self.greedy and (share := argmax_share(node, a, b, self.tp)) is not None:
             return share
@@ -423,8 +426,4 @@ def nbytes(
 
 def is_free(op: Op) -> bool:
     """Return whether the operator only makes a view."""
-    schema = getattr(op.target, "_schema", None)
-    if schema is None:
-        return False
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return views or getattr(op.target, "overloadpacket", None) in FREE
+    return gives_views(op.target) or packet_of(op.target) in FREE

@@ -18,13 +18,12 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autotp.comm.conversions import FUNCTIONS
-from autotp.ir.graph import Value, draws, on_meta, resolve, tensors
+from autotp.ir.graph import Value, draws, on_meta, resolve, tensor_at, tensors
 from autotp.ir.marks import Saved, mark, write
-from autotp.ir.op import Op
+from autotp.ir.op import Op, gives_views, operator_name
 
-from .compute import size_hint
+from .compute import example, size_hint
 
-META = torch.device("meta")
 STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
 
 
@@ -48,9 +47,8 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
     if not tensors(op.node) or op.target in FUNCTIONS.values():
         return Saved()  # a conversion keeps nothing
     if op.node not in grads:
-        return Saved(views=((0, 0),) if _views(op) else ())
-    name = getattr(op.target, "__name__", "") if not hasattr(op.target, "_schema") else op.target.overloadpacket
-    kernel = KERNELS.get(str(name))
+        return Saved(views=((0, 0),) if op.slots and gives_views(op.target) else ())
+    kernel = KERNELS.get(operator_name(op.target))
     answer = kernel(op, grads) if kernel is not None else None
     if answer is not None:
         return answer
@@ -63,7 +61,7 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
 
 def _run(op: Op, grads: set[fx.Node]) -> Saved:
     """The tensors that torch saves when it runs the operator on meta tensors."""
-    examples: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
+    examples: dict[fx.Node, Any] = {n: example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -100,26 +98,8 @@ def _alike(x: Tensor, op: Op, examples: Mapping[fx.Node, Any], results: list[Ten
     return counts.index(x.numel()) if x.numel() in counts else None
 
 
-def _example(val: Any, graded: bool) -> Any:
-    """A value on the meta device, with the example inputs' sizes; memory of its own."""
-    if isinstance(val, Tensor):
-        shape = [size_hint(n) for n in val.shape]
-        stride = [size_hint(n) for n in val.stride()]
-        x = torch.empty_strided(shape, stride, dtype=val.dtype, device=META)
-        return x.requires_grad_() if graded and (x.is_floating_point() or x.is_complex()) else x
-    if isinstance(val, list | tuple):
-        return [_example(v, graded) for v in val]
-    return size_hint(val) if isinstance(val, torch.SymInt) else val
-
-
 def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-def _views(op: Op) -> bool:
-    """Return whether the first result is a view of the first operand, by the operator's schema."""
-    returns = getattr(getattr(op.target, "_schema", None), "returns", ())
-    return bool(op.slots) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _dropout(op: Op, grads: set[fx.Node]) -> Saved | None:
@@ -191,7 +171,7 @@ class Keepers:
         for slot in sorted(saved.slots):
             base = self._base(resolve(op.slots[slot]))
             if base[0] in self.ops and self._first(base) is node:
-                first.setdefault(base, (tensors(base[0])[base[1]], slot))
+                first.setdefault(base, (tensor_at(base), slot))
         for i in saved.results:
             if self._first((node, i)) is node:
                 first[node, i] = tensors(node)[i], len(op.slots) + i

@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.cost.solver.shares import ShareProblem
-from autotp.ir.graph import resolve, tensors
+from autotp.ir.graph import resolve
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import conversion_of
 from autotp.ir.program import Planned, Sharded
@@ -178,10 +178,8 @@ class Stretches:
 
     def _send(self, node: fx.Node, way: int, seconds: float) -> tuple[Item, float]:
         """A collective of parts of a family, or the seconds of one that has none."""
-        a, b = conversion_of(node)
-        src, dst = (b.dual, a.dual) if way else (a, b)
         origin, i = self.sharded.origin[node]
-        nbytes = self.prices.bytes(tensors(origin)[i]) * (1.0 if way else self.prices.narrow(origin, a, b))
+        src, dst, nbytes = self.prices.ways((origin, i), *conversion_of(node))[way]
         primitive, _, ranks = conversions.sending(src, dst, nbytes, self.prices.tp)
         side = {"all_gather": src, "reduce_scatter": dst, "all_to_all": dst}.get(primitive)
         nodes = [self.places.get((self.planned.same[origin], i, x)) for x in (side, side and side.dual)]

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.ir.graph import short_name, tensors
-from autotp.ir.layouts import Layout
+from autotp.ir.graph import short_name, tensor_at, tensors
 from autotp.ir.marks import BatchConversion, conversion_of, mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import scope_path
@@ -33,39 +32,43 @@ class Call(NamedTuple):
     ranks: int = 0
 
 
+class Way(NamedTuple):
+    """What is done in one direction, forward or backward: its seconds, and the collective where it communicates."""
+
+    seconds: float = 0.0
+    call: Call | None = None
+
+    @property
+    def primitive(self) -> str | None:
+        """Return the name of the collective."""
+        return self.call and self.call.primitive
+
+
 @dataclass(frozen=True)
 class Work:
     """An operator or a conversion of one rank, and the seconds that it takes by the cost model.
 
     Attributes:
         name: of the operator ("aten.linear"), or of the conversion ("f_star").
-        forward, backward: seconds in each direction. launches: the part of them in which kernels are started.
-        forward_call, backward_call: the collective where that direction communicates.
+        forward, backward: what it does in each direction. launches: the part of both in which kernels are started.
         change: of a conversion, the layouts; `bytes`: the whole size of its value.
     """
 
     name: str
-    forward: float
-    backward: float = 0.0
+    forward: Way
+    backward: Way = Way()
     launches: float = 0.0
-    forward_call: Call | None = None
-    backward_call: Call | None = None
     change: str = ""
     bytes: float = 0.0
 
     @property
+    def directions(self) -> tuple[Way, Way]:
+        """The forward, and the backward."""
+        return self.forward, self.backward
+
+    @property
     def seconds(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def calls(self) -> tuple[Call | None, Call | None]:
-        """The collective of the forward, and of the backward."""
-        return self.forward_call, self.backward_call
-
-    @property
-    def directions(self) -> tuple[tuple[float, Call | None], ...]:
-        """Seconds and collective of the forward, and of the backward."""
-        return (self.forward, self.forward_call), (self.backward, self.backward_call)
+        return self.forward.seconds + self.backward.seconds
 
 
 @dataclass
@@ -107,7 +110,7 @@ class Works:
             seconds = self.prices.seconds(cost)
             forward = seconds / (1 + BACKWARD) if self._trained(node) else seconds
             launches = cost["launches"] / seconds if seconds else 0.0
-            self._works[first] = Work(short_name(node.target), forward, seconds - forward, launches)
+            self._works[first] = Work(short_name(node.target), Way(forward), Way(seconds - forward), launches)
         return self._works[first]
 
     def across(self, node: fx.Node, over: BatchConversion) -> Work:
@@ -117,12 +120,9 @@ class Works:
             node: the captured operator. over: the conversion that it is.
         """
         share = self.prices.share(self.planned.decisions[node].outs[0])
-        ways: list[tuple[float, Call | None]] = []
-        for seconds, name, size, ranks in self.prices.across(self.planned.ops[node], over, share):
-            few = ranks if ranks < over.ranks else 0
-            ways.append((seconds, Call(name, size, few) if name != "none" else None))
-        (forward, there), (backward, back) = (*ways, (0.0, None))[:2]
-        return Work(short_name(node.target), forward, backward, 0.0, there, back)
+        ways = self.prices.across(self.planned.ops[node], over, share)
+        forward, backward = (*(_way(*way, over.ranks) for way in ways), Way())[:2]
+        return Work(short_name(node.target), forward, backward)
 
     def conversion(self, node: fx.Node, origin: fx.Node, i: int) -> Work:
         """Price a conversion.
@@ -133,20 +133,20 @@ class Works:
         a, b = conversion_of(node)
         key = self.planned.same[origin], i, a, b
         if key not in self._works:
-            size = self.prices.bytes(tensors(origin)[i])
-            forward, there = self._one_way(a, b, size * self.prices.narrow(origin, a, b))
-            backward, back = self._one_way(b.dual, a.dual, size) if self._trained(origin) else (0.0, None)
-            name = conversions.kind_of(a, b).name
-            self._works[key] = Work(name, forward, backward, 0.0, there, back, f"{a} -> {b}", size)
+            tp, size = self.planned.tp, self.prices.bytes(tensor_at((origin, i)))
+            ways = self.prices.paid((origin, i), a, b)
+            sides = [_way(self.prices.one_way(*way) or 0.0, *conversions.sending(*way, tp), tp) for way in ways]
+            forward, backward = (*sides, Way())[:2]
+            self._works[key] = Work(conversions.kind_of(a, b).name, forward, backward, 0.0, f"{a} -> {b}", size)
         return self._works[key]
-
-    def _one_way(self, a: Layout, b: Layout, nbytes: float) -> tuple[float, Call | None]:
-        name, size, ranks = conversions.sending(a, b, nbytes, self.planned.tp)
-        few = ranks if ranks < self.planned.tp else 0
-        return self.prices.one_way(a, b, nbytes) or 0.0, Call(name, size, few) if name != "none" else None
 
     def _trained(self, node: fx.Node) -> bool:
         return node in self.planned.grads and self.prices.objective.training
+
+
+def _way(seconds: float, name: str, size: float, ranks: int, of: int) -> Way:
+    """A direction that sends so much among so many ranks of an axis; nothing where its collective is "none"."""
+    return Way(seconds, Call(name, size, ranks if ranks < of else 0) if name != "none" else None)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import draws, shape_of, short_name
 from autotp.ir.layouts import I
 from autotp.ir.marks import mark
+from autotp.ir.op import dtype_name
 from autotp.ir.program import Sharded
 from autotp.ir.scopes import module_of, module_path
 from autotp.log import log
@@ -442,7 +443,7 @@ class _Comparison:
         return together(self.ranks, "running the original (compare=)", run)
 
     def _equal(self, what: str) -> str:
-        return f"compare: {what} of this call are the original's within {self.tolerance:.1e} ({_name(self.dtype)})"
+        return f"compare: {what} of this call are the original's within {self.tolerance:.1e} ({dtype_name(self.dtype)})"
 
     def _verdict(self, mine: _Fault | None, advice: str, what: str = "the values of") -> None:
         """Raise the same CompareError on every rank where one has found a difference: of the first (collective)."""
@@ -460,7 +461,7 @@ class _Comparison:
                 here[rank] = f"off by {fault.error:.1e}"
         raise CompareError(
             f"compare: {what} {first.what} are not the original's ({by_value(here)}, as a part of the largest; "
-            f"rounding in {_name(self.dtype)} allows {self.tolerance:.1e}), and all before them are. {advice}."
+            f"rounding in {dtype_name(self.dtype)} allows {self.tolerance:.1e}), and all before them are. {advice}."
         )
 
 
@@ -474,7 +475,3 @@ class _Fault(NamedTuple):
 
 def _module_name(path: str) -> str:
     return path or "the model"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

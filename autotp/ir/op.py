@@ -94,6 +94,11 @@ class Rule:
         return self.empty if isinstance(self.empty, bool) else factor.label in self.empty
 
 
+def factors_of(rule: Rule | None) -> tuple[Factor, ...]:
+    """The loops of a call, none of an operator without a rule."""
+    return rule.factors if rule is not None else ()
+
+
 def sizes(value: Any) -> Shape:
     """The shape of a tensor (fake or real) as ints and sympy expressions."""
     return tuple(expression(s) for s in value.shape)
@@ -116,6 +121,27 @@ class Argument(NamedTuple):
     default: object
     has_default: bool
     by_name: bool
+
+
+def packet_of(target: Any) -> Any:
+    """The operator of which this is an overload; None of a Python function."""
+    return getattr(target, "overloadpacket", None)
+
+
+def operator_name(target: Any) -> str:
+    """`aten.linear` for every overload of it; a function's own name otherwise."""
+    return str(packet_of(target) or getattr(target, "__name__", ""))
+
+
+def gives_views(target: Any) -> bool:
+    """Say whether an operator gives views of what it reads, by its schema."""
+    returns = getattr(getattr(target, "_schema", None), "returns", ())
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 @cache

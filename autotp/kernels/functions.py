@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autotp import compat
+from autotp.ir.op import dtype_name
 
 Loop = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # which dimension of each operand and result is one loop
 
@@ -71,7 +72,7 @@ def enter(function_call: FunctionCall) -> str:
     Args:
         function_call: the Function with its other arguments.
     """
-    kinds = (str(d).removeprefix("torch.") for d in function_call.dtypes)
+    kinds = map(dtype_name, function_call.dtypes)
     arguments = []
     for x in function_call.leaves:
         if not isinstance(x, Slot):

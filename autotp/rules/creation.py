@@ -33,7 +33,7 @@ def local_part(op: Op, local: ShardCall) -> Any:
         return local.call(op, args)
     if "size" in args:
         args["size"] = local.out_shape(op)
-    seed = local.operand(op.names.index("seed"))
+    seed = local.operands[op.names.index("seed")]
     place = local.ranked(coordinates, seed, local.runs(out.distribution))
     fake = op.node.meta["val"]
     place.meta["val"] = fake.new_empty((fake.shape[out.sharded_dim],), dtype=torch.int64)

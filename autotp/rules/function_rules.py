@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import tensors
-from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes
+from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, factors_of, is_tensor, packet_of, sizes
 from autotp.kernels.functions import CALL, CALLS, DRAW, Loop
 
 from .core import rule_of
@@ -52,7 +52,7 @@ def linear_backward(graph: fx.Graph, operands: int) -> bool:
         gradients = [x for x in node.all_input_nodes if x in depends]
         if node.op != "call_function" or not gradients:
             continue
-        if getattr(node.target, "overloadpacket", None) in ZEROS:
+        if packet_of(node.target) in ZEROS:
             continue
         op = Op.of(node)
         rule = rule_of(op)
@@ -139,8 +139,7 @@ def _partial(classes: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
             classes.onward |= {op.slots[i] for i in sums}
             partial.add(node)
         elif carried or node in at:
-            factors = rule.factors if rule is not None else ()
-            splits = [f for f in factors if _splits(f, op, node, at)]
+            splits = [f for f in factors_of(rule) if _splits(f, op, node, at)]
             # The loop ends here: only a sum over it gives summands, a maximum or a mean by its own count does not.
             sums_up = any(f.contracted and f.reduction == "sum" for f in splits)
             if node not in at and sums_up:
@@ -200,7 +199,7 @@ class _Classes:
         self.ops[node] = op, rule
         operands = [(x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))]
         carried: set[Dim] = set()
-        for f in rule.factors if rule is not None else ():
+        for f in factors_of(rule):
             slots = zip([*op.slots, node], f.carries, strict=True)
             places = [(x, c) for x, c in slots if c is not None]
             own = [(x, c.dim) for x, c in places]
@@ -211,7 +210,7 @@ class _Classes:
                 self.parent[self.root(a)] = self.root(b)
         self.whole |= {*operands, *_dims(node)} - carried
         # Operators that take a shape are given sizes as shapes; any other one reads them as numbers: x / x.shape[0].
-        if getattr(node.target, "overloadpacket", None) not in SHAPED:
+        if packet_of(node.target) not in SHAPED:
             numbers = [x.meta["val"] for x in node.all_input_nodes if not is_tensor(x) and "val" in x.meta]
             for n in compat.tree_leaves(numbers):
                 size = expression(n) if hasattr(n, "node") else None

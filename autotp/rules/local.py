@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from autotp import compat
-from autotp.comm.conversions import local_size
+from autotp.comm.conversions import function_for, local_size
 from autotp.errors import PlanError
-from autotp.ir.layouts import Distribution, Layout, Size
+from autotp.ir.layouts import Distribution, Groups, Layout, Size
 from autotp.ir.marks import write
 from autotp.ir.op import Factor, Localise, Op, Rule, arguments_of, expression
 from autotp.ir.specs import CopiedRuns, Runs
@@ -62,6 +62,26 @@ class Sizes:
     def share(self, partition: Distribution) -> Any:
         """Share of every rank in a symbolic partition, where it is known to be the same for all."""
         return None if self.equal is None else self.equal(self, partition)
+
+    def convert(self, x: fx.Node, a: Layout, b: Layout, ends: fx.Node | None = None, **options: Any) -> fx.Node:
+        """Write the call that converts a value from one layout to another.
+
+        Args:
+            x: the value. a, b: the layouts. ends: of the groups by which rows are dealt. options: of the conversion.
+
+        Raises:
+            PlanError: there are groups, and no ends.
+        """
+
+        def size(n: Any) -> Any:
+            if not isinstance(n, Groups):
+                return self.of(n)
+            if ends is None:
+                raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
+            return ends
+
+        src, dst = a.to_runtime(size), b.to_runtime(size)
+        return self.graph.call_function(function_for(src, dst), (x, src, dst), options)
 
     def _compute(self, size: sympy.Expr) -> fx.Node:
         above, below = sympy.fraction(size)
@@ -112,23 +132,16 @@ class ShardCall:
             return None
         return self.loop.cut(self.factor.pieces, self.tp)
 
-    def operand(self, slot: int) -> fx.Node:
-        return self.operands[slot]
-
     def out_partition(self, result: int, dim: int) -> Distribution | None:
         return _partition(self.outs[result], dim)
 
     def in_partition(self, slot: int, dim: int) -> Distribution | None:
         return _partition(self.ins[slot], dim)
 
-    def out_length(self, result: int, dim: int, size: Size) -> Any:
-        """Local length of a result's dimension; `size` itself where it is not split."""
-        partition = self.out_partition(result, dim)
-        return self.sizes.of(size) if partition is None else self.length(partition)
-
     def out_shape(self, op: Op) -> list[Any]:
         """Local shape of the first result."""
-        return [self.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
+        dealt = [self.out_partition(0, d) for d in range(len(op.outs[0]))]
+        return [self.sizes.of(n) if p is None else self.length(p) for n, p in zip(op.outs[0], dealt, strict=True)]
 
     def length(self, partition: Distribution) -> Any:
         """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""
@@ -186,12 +199,12 @@ def _partition(layout: Layout, dim: int) -> Distribution | None:
     return layout.distribution if layout.sharded_dim == dim else None
 
 
-def local_count(name: str, letter: str) -> Localise:
-    """The `localise` of an operator whose argument `name` counts the loop of this letter."""
+def local_count(name: str) -> Localise:
+    """The `localise` of an operator whose argument `name` counts the loop "g"."""
 
     def localise(op: Op, local: ShardCall) -> LocalCall:
         args = local.arguments(op)
-        if local.loop is not None and local.factor is not None and local.factor.label == letter:
+        if local.loop is not None and local.factor is not None and local.factor.label == "g":
             args[name] = local.length(local.loop)
         return local.call(op, args)
 

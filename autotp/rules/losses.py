@@ -52,7 +52,7 @@ def local_mean(op: Op, local: ShardCall):
     count = product(op.ins[0][d] for d in dims)
     summed = local.emit(
         aten.sum.dim_IntList,
-        (local.operand(0), dims, bool(op.args.get("keepdim"))),
+        (local.operands[0], dims, bool(op.args.get("keepdim"))),
         {"dtype": op.args["dtype"]},
     )
     return aten.div.Tensor, (summed, local.size(count)), {}
@@ -72,7 +72,7 @@ def local_classes(op: Op, local: ShardCall):
     classes = local.in_partition(0, 1)
     if classes is None:
         return local.unchanged(op)
-    target = local.ranked(own_class, local.operand(2), local.runs(classes))
+    target = local.ranked(own_class, local.operands[2], local.runs(classes))
     return local.call(op, {**local.arguments(op), "target": target})
 
 

@@ -156,7 +156,7 @@ CONVOLUTION = " | ".join(f"b?(gi){x},(go)i{x},(go)->b?(go){x}" for x in ("_", "_
 TRANSPOSED = CONVOLUTION.replace("(go)i", "(gi)o")
 convolution = {
     "linear": "input + bias", "addends": "bias", "empty": False, "sizes": {"g": "groups"},
-    "localise": local_count("groups", "g"),
+    "localise": local_count("groups"),
 }  # fmt: skip
 row("conv1d conv2d conv3d", CONVOLUTION, **convolution)
 row("conv_transpose1d conv_transpose2d conv_transpose3d", TRANSPOSED, **convolution)
@@ -218,7 +218,7 @@ for n in (1, 2, 3):
         f"...{normed},{normed},{normed}->...{normed}", lambda a, n=n: len(a["normalized_shape"]) == n,
     )  # fmt: skip
 row("group_norm.default", "b(g_)*,(g_),(g_)->b(g_)*", empty=False, sizes={"g": "num_groups"},
-    localise=local_count("num_groups", "g"))  # fmt: skip
+    localise=local_count("num_groups"))  # fmt: skip
 row("instance_norm.default", "bc*,c,c->bc*", lambda a: a["use_input_stats"] and a["running_mean"] is None, empty=False)
 row("batch_norm.default", "bc...,c,c,c,c->bc...", lambda a: not a["training"], empty=False)
 row("batch_norm.default", "_c*,c,c,c,c->_c*", lambda a: a["running_mean"] is a["running_var"] is None, empty=False)

@@ -101,7 +101,7 @@ def local_shape(op: Op, local: ShardCall):
     if not local.split:
         target, args, kwargs = local.unchanged(op)
         return aten.reshape.default if target is aten.view.default else target, args, kwargs
-    return aten.reshape.default, (local.operand(0), local.out_shape(op)), {}
+    return aten.reshape.default, (local.operands[0], local.out_shape(op)), {}
 
 
 @rule(aten.expand.default, aten.expand_as, aten.broadcast_to)
@@ -115,7 +115,7 @@ def expand(op: Op) -> Rule:
 def _local_expand(op: Op, local: ShardCall):
     if not local.split:
         return local.unchanged(op)
-    return aten.expand.default, (local.operand(0), local.out_shape(op)), {}
+    return aten.expand.default, (local.operands[0], local.out_shape(op)), {}
 
 
 @rule(*targets_of("permute transpose.int t movedim moveaxis swapaxes numpy_T swapdims adjoint mT mH"))
@@ -156,9 +156,9 @@ def _local_slice(op: Op, local: ShardCall):
     pieces = local.pieces
     if pieces is None:
         whole = op.target is aten.narrow.default and local.in_partition(0, op.dim()) is not None
-        return (aten.alias.default, (local.operand(0),), {}) if whole else local.unchanged(op)
+        return (aten.alias.default, (local.operands[0],), {}) if whole else local.unchanged(op)
     start, length = local.length(pieces[0]), local.length(pieces[1])
-    return aten.narrow.default, (local.operand(0), op.dim(), start, length), {}
+    return aten.narrow.default, (local.operands[0], op.dim(), start, length), {}
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes, aten.chunk, aten.tensor_split.sections, aten.split.sizes)
@@ -175,7 +175,7 @@ def split(op: Op) -> Rule:
 def _local_split(op: Op, local: ShardCall):
     if local.pieces is None:
         return local.unchanged(op)
-    return aten.split_with_sizes.default, (local.operand(0), [local.length(p) for p in local.pieces], op.dim()), {}
+    return aten.split_with_sizes.default, (local.operands[0], [local.length(p) for p in local.pieces], op.dim()), {}
 
 
 @rule(aten.cat, aten.concat, aten.concatenate, aten.hstack, aten.vstack)
@@ -229,5 +229,5 @@ def pad(op: Op) -> Rule:
 
 def local_copy(op: Op, local: ShardCall):
     """The second operand, broadcast and cast like the first; torch's own operator has no derivative."""
-    cast = local.emit(aten.to.dtype, (local.operand(1), op.node.meta["val"].dtype))
-    return aten.expand_as.default, (cast, local.operand(0)), {}
+    cast = local.emit(aten.to.dtype, (local.operands[1], op.node.meta["val"].dtype))
+    return aten.expand_as.default, (cast, local.operands[0]), {}

@@ -22,6 +22,7 @@ from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
+from autotp.ir.op import dtype_name
 
 from .this_machine import described
 
@@ -249,7 +250,7 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
             times.append((2.0 * rows * n * n, own_seconds(seconds, product)))
             if clock.worst(seconds) > SLOW_SECONDS:  # a device is slow with the dtype
                 break
-        samples[str(dtype).removeprefix("torch.")] = rates(times)
+        samples[dtype_name(dtype)] = rates(times)
     return samples
 
 

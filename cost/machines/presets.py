@@ -26,22 +26,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Seconds per step of a ring with the "Simple" protocol, which large messages use: NCCL, hwLatencies.
-NVLINK_LATENCY = 3.4e-6  # hwLatencies, NVLINK, ring, Simple
-PCIE_LATENCY = 5.7e-6  # hwLatencies, PCI, ring, Simple
-NETWORK_LATENCY = 14e-6  # hwLatencies, NET, ring, Simple; 9.6 before version 2.18
-
-# What a collective takes before its first step: NCCL, baseLatencies, ring, Simple.
-NCCL_BASE = 8.4e-6
-
-# A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100: NVIDIA,
-# "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs. Small operators of a model are of that
-# kind, eager dispatch is slower.
-CUDA_KERNEL = 4e-6
-
-# The smallest side of the tiles that the guide lists for cuBLAS: NVIDIA, "Matrix Multiplication Background User's
-# Guide" (DU-09799), sections 2.3 and 3.1.
-CUDA_TILE = 64
+# What holds of every CUDA device here. Latencies are seconds per step of a ring with the "Simple" protocol, which large
+# messages use: NCCL, hwLatencies.
+CUDA = {
+    "inter_latency": 14e-6,  # hwLatencies, NET, ring, Simple; 9.6 before version 2.18
+    # The smallest side of the tiles that the guide lists for cuBLAS: NVIDIA, "Matrix Multiplication Background User's
+    # Guide" (DU-09799), sections 2.3 and 3.1.
+    "matmul_tile": 64,
+    # A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100: NVIDIA,
+    # "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs. Small operators of a model are of that
+    # kind, eager dispatch is slower.
+    "launch_overhead": 4e-6,
+    "collective_overhead": 8.4e-6,  # before the first step: NCCL, baseLatencies, ring, Simple
+}
+NVLINK = {**CUDA, "intra_latency": 3.4e-6, "switch": True}  # hwLatencies, NVLINK, ring, Simple; NVSwitch
+PCIE = {**CUDA, "intra_latency": 5.7e-6, "switch": False}  # hwLatencies, PCI, ring, Simple
 
 H100_SXM_PEAK = {  # NVIDIA H100 datasheet, column SXM; with sparsity the tensor cores' rates are printed twice as high
     "float64": 67e12,  # "FP64 Tensor Core"
@@ -67,57 +66,43 @@ def _geforce(card: str, float32: float, bandwidth: float, size: float, link: flo
     rates = {"float64": 1 / 64, "float32": 1.0, "bfloat16": 2.0, "float16": 2.0, "int8": 8.0}  # GA102, Ada: appendices
     rates |= dict.fromkeys(["float8_e4m3fn", "float8_e5m2"], 4.0) if float8 else {}  # Ada: with float32 sums
     return {
+        **PCIE,
         "device": f"NVIDIA GeForce {card} {size / 1e9:.0f}GB",  # the units of the whitepapers
         "peak_flops": {dtype: times * float32 for dtype, times in rates.items()},
         "memory_bandwidth": bandwidth,
         "memory_size": size,
         "devices_per_node": 8,  # no whitepaper says how many cards a PC holds: `ranks` say which there are
-        "intra_latency": PCIE_LATENCY,
         "intra_bandwidth": link,
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 1.25e9,  # assumed: one 10 Gb/s Ethernet adapter in a PC, which its cards share
-        "switch": False,
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA's whitepaper of the card's architecture; NCCL tuning.cc (latency); 10 Gb/s Ethernet assumed",
     }
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "h100": {
+        **NVLINK,
         "device": "NVIDIA H100 SXM5 80GB",
         "peak_flops": H100_SXM_PEAK,
         "memory_bandwidth": 3.35e12,  # datasheet
         "memory_size": 80e9,  # datasheet
         "devices_per_node": 8,  # DGX H100
-        "intra_latency": NVLINK_LATENCY,
         "intra_bandwidth": 450e9,  # datasheet: NVLink 4, 900 GB/s both ways
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 50e9,  # DGX H100 datasheet: one 400 Gb/s ConnectX-7 per device
-        "switch": True,  # NVSwitch
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA H100 and DGX H100 datasheets; NCCL tuning.cc (latency)",
     },
     "h200": {
+        **NVLINK,
         "device": "NVIDIA H200 SXM 141GB",
         "peak_flops": H100_SXM_PEAK,  # H200 datasheet: the rates of the H100 SXM
         "memory_bandwidth": 4.8e12,  # datasheet
         "memory_size": 141e9,  # datasheet
         "devices_per_node": 8,  # DGX H200
-        "intra_latency": NVLINK_LATENCY,
         "intra_bandwidth": 450e9,  # datasheet: NVLink 4, 900 GB/s both ways
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 50e9,  # DGX H200 datasheet: one 400 Gb/s ConnectX-7 per device
-        "switch": True,  # NVSwitch
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA H200 and DGX H200 datasheets; NCCL tuning.cc (latency)",
     },
     "b200": {
+        **NVLINK,
         "device": "NVIDIA B200 SXM 180GB",
         "peak_flops": {  # a GPU of HGX and DGX B200; dense rates are half of those with sparsity
             "float64": 40e12,  # "FP64"
@@ -131,49 +116,34 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "memory_bandwidth": 8e12,  # DGX B200: 64 TB/s a system of 8
         "memory_size": 180e9,  # DGX B200: 1,440 GB a system of 8
         "devices_per_node": 8,  # DGX B200
-        "intra_latency": NVLINK_LATENCY,
         "intra_bandwidth": 900e9,  # DGX B200: NVLink 5, 14.4 TB/s both ways a system of 8
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 50e9,  # DGX B200: one 400 Gb/s ConnectX-7 per device
-        "switch": True,  # NVSwitch
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA DGX B200 and HGX B200 specifications, by reprints; NCCL tuning.cc (latency)",
     },
     "a100": {
+        **NVLINK,
         "device": "NVIDIA A100 SXM4 80GB",
         "peak_flops": A100_PEAK,
         "memory_bandwidth": 2.039e12,  # datasheet
         "memory_size": 80e9,  # datasheet
         "devices_per_node": 8,  # DGX A100
-        "intra_latency": NVLINK_LATENCY,
         "intra_bandwidth": 300e9,  # datasheet: NVLink 3, 600 GB/s both ways
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 25e9,  # DGX A100 datasheet: one 200 Gb/s HDR adapter per device
-        "switch": True,  # NVSwitch
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA A100 and DGX A100 datasheets; NCCL tuning.cc (latency)",
     },
     "a100-pcie": {
+        **PCIE,
         "device": "NVIDIA A100 PCIe 80GB",
         "peak_flops": A100_PEAK,
         "memory_bandwidth": 1.935e12,  # datasheet
         "memory_size": 80e9,  # datasheet
         "devices_per_node": 8,  # datasheet: certified systems of 1 to 8 devices
-        "intra_latency": PCIE_LATENCY,
         "intra_bandwidth": 32e9,  # datasheet: PCIe 4 x16, 64 GB/s both ways; no NVLink bridge assumed
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 25e9,  # assumed as in DGX A100: one 200 Gb/s adapter per device
-        "switch": False,
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA A100 datasheet; NCCL tuning.cc (latency); one 200 Gb/s adapter per device assumed",
     },
     "l40s": {
+        **PCIE,
         "device": "NVIDIA L40S 48GB",
         "peak_flops": {  # L40S datasheet
             "float64": 91.6e12 / 64,  # Ada architecture whitepaper: 1/64 of the float32 rate
@@ -187,14 +157,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "memory_bandwidth": 864e9,  # datasheet
         "memory_size": 48e9,  # datasheet
         "devices_per_node": 8,  # NVIDIA reference configuration 2-8-5-200
-        "intra_latency": PCIE_LATENCY,
         "intra_bandwidth": 32e9,  # datasheet: PCIe 4 x16, 64 GB/s both ways; the card has no NVLink
-        "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 25e9,  # NVIDIA reference configuration 2-8-5-200: 200 Gb/s per device
-        "switch": False,
-        "matmul_tile": CUDA_TILE,
-        "launch_overhead": CUDA_KERNEL,
-        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA L40S datasheet, Ada whitepaper, configuration 2-8-5-200; NCCL tuning.cc (latency)",
     },
     # Card: float32 rate, memory's bandwidth and size, one direction of its PCIe slot.

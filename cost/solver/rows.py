@@ -11,7 +11,7 @@ import numpy as np
 from autotp.ir.layouts import Layout
 
 from .integer_program import IntegerProgram, Row, Terms
-from .problem import Choice, Item, Problem, Use
+from .problem import Choice, Problem, Use
 from .savings import Conversion, add_savings
 
 ACTIVATIONS, PARTITIONS, CONVERSIONS = 1e4, 1e-3, 1e-4  # weights of the second order
@@ -51,7 +51,7 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
     """
     picks: list[list[int]] = []
     producers: dict[object, Columns] = {}
-    most = sum(_most_activation(item) for item in problem.items) or 1.0
+    most = sum(max(x.activation_bytes for x in item.choices) * item.count for item in problem.items) or 1.0
     for item in problem.items:
         columns = [program.column(True) for _ in item.choices]
         leaves = 0 if item.ins else item.count
@@ -139,11 +139,6 @@ def add_conversions(
         traffic = problem.traffic(use.value, arc.source, arc.target)
         program.sent_bytes[arc.column], program.collectives[arc.column] = (n * use.count for n in traffic)
     return arcs
-
-
-def _most_activation(item: Item) -> float:
-    """Bytes that the choice which saves most saves in all of the item's nodes."""
-    return max(choice.activation_bytes for choice in item.choices) * item.count
 
 
 def no_detour(arcs: list[Arc], readers: list[Columns], targets: list[Layout]) -> list[Row]:

@@ -201,14 +201,9 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
             f"its working set apart. Its largest parts are:{_largest(problem, picks, x)}\n"
             "Give more memory, more ranks (tp), a smaller batch, or drop pins."
         )
-    sizes = [_budget_bytes(item) for item in problem.items]
+    sizes = [[choice.budget_bytes * item.count for choice in item.choices] for item in problem.items]
     if sum(map(max, sizes)) > limit:  # one that rules nothing out leaves the program, and so the plan, as it is
         program.limit(within(sizes, program.budget_bytes, picks, limit))
-
-
-def _budget_bytes(item: Item) -> list[float]:
-    """Return what each choice of an item counts against a memory budget, over all its nodes."""
-    return [choice.budget_bytes * item.count for choice in item.choices]
 
 
 def _parameter_bytes(item: Item, kind: str) -> list[float]:
@@ -231,16 +226,11 @@ def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
     return lines
 
 
-def _holds(item: Item) -> bool:
-    """Return whether a choice of the item holds parameters."""
-    return any(choice.parameter_bytes for choice in item.choices)
-
-
 def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]], slack: float) -> float:
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0
-    if all(len(item.choices) == 1 for item in problem.items if _holds(item)):
+    if all(len(item.choices) == 1 for item in problem.items if any(x.parameter_bytes for x in item.choices)):
         return sum(item.choices[0].parameter_bytes * item.count for item in problem.items)
     x, least, *_ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold

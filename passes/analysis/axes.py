@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autotp.ir.graph import tensors
+from autotp.ir.op import Op, Rule, factors_of
 from autotp.ir.program import GraphPart
 
 from .dataflow import Dataflow
@@ -43,12 +44,12 @@ def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[Port
         products = [n for n in part.nodes if flow.weighted(n)]
         # The last product sums over the width between: gate and up projection, before it, make that width.
         if part.kind == "mlp":
-            out["mlp"] += _summed(flow, products[-1])
+            out["mlp"] += _activations(flow, products[-1])
         if part.kind in ("attention", "mlp", "head"):
             # Only products that read the stream: a down projection sums over the width between, not over the
             # embedding's.
             for product in _first(flow, part, products):
-                out["embed"] += _summed(flow, product)
+                out["embed"] += _activations(flow, product)
         if part.kind == "head":
             last = len(flow.ops[products[0]].outs[0]) - 1
             out["vocab"].append(PortDims(products[0], "out", 0, (last,)))
@@ -83,14 +84,15 @@ def _first(flow: Dataflow, part: GraphPart, products: list[fx.Node]) -> list[fx.
     return [n for n in products if not set(flow.back(flow.inputs(n))[1]) & set(part.nodes)]
 
 
-def _summed(flow: Dataflow, product: fx.Node) -> list[PortDims]:
+def summed(op: Op, rule: Rule | None) -> list[PortDims]:
+    """The dimensions of each operand that an operator sums over."""
+    sums = [f.ins for f in factors_of(rule) if not any(f.outs)]
+    dims = [tuple(c.dim for ins in sums if (c := ins[i]) is not None) for i in range(len(op.slots))]
+    return [PortDims(op.node, "in", i, each) for i, each in enumerate(dims)]
+
+
+def _activations(flow: Dataflow, product: fx.Node) -> list[PortDims]:
     """The dimensions of a product's activations that it sums over."""
-    rule, op, out = flow.rules[product], flow.ops[product], []
-    factors = rule.factors if rule is not None else ()
-    contracted = [f for f in factors if f.outs.count(None) == len(f.outs)]
-    for slot, operand in enumerate(op.slots):
-        carries = [f.ins[slot] for f in contracted]
-        dims = tuple(c.dim for c in carries if c is not None)
-        if dims and operand not in flow.weights and op.ins[slot]:
-            out.append(PortDims(product, "in", slot, dims))
-    return out
+    op = flow.ops[product]
+    ports = (port for port in summed(op, flow.rules[product]) if port.dims and op.ins[port.slot])
+    return [port for port in ports if op.slots[port.slot] not in flow.weights]

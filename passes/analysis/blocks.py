@@ -13,14 +13,16 @@ import networkx as nx
 from torch import fx
 
 from autotp import compat
+from autotp.cost.prices import LOOKUPS
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Size, divide, simplify
-from autotp.ir.op import Shape
+from autotp.ir.layouts import Size, divide
+from autotp.ir.op import Shape, factors_of, packet_of
 from autotp.ir.program import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import innermost, module_path
+from autotp.rules.core import product
 from autotp.text import counted
 
-from .dataflow import LOOKUPS, Dataflow, names
+from .dataflow import Dataflow, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
@@ -142,7 +144,7 @@ class _Finder:
         else:
             dims, width = self._product_heads(scores)
             value = flow.ops[sums].outs[0][-1]
-        count, kv = (_times(op.ins[i], dims[i]) for i in (0, 1))
+        count, kv = (product(op.ins[i][d] for d in dims[i]) for i in (0, 1))
         if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
             count = kv = divide(flow.width(out), value) or 1
             dims = ((0,), (0,))
@@ -151,7 +153,7 @@ class _Finder:
         kv_at: HeadDims = (scores, 1, dims[1])
         whole = names(flow.roots.get(op.slots[1], ()))
         for n in (n for n in flow.back([op.slots[1]])[0] if names(flow.roots[n]) == whole):
-            grown = divide(_times(flow.ops[n].outs[0]), _times(flow.ops[n].ins[0])) if self._view(n) else 1
+            grown = divide(product(flow.ops[n].outs[0]), product(flow.ops[n].ins[0])) if self._view(n) else 1
             fewer = divide(kv, grown) if grown not in (None, 1) else None
             if fewer is not None:
                 at = tuple(d for d, m in enumerate(flow.ops[n].ins[0]) if m == fewer)[:1]
@@ -163,10 +165,8 @@ class _Finder:
 
     def _product_heads(self, scores: fx.Node) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], Size]:
         """Dimensions of heads in both operands of a product of queries and keys, and the contracted width."""
-        rule = self.flow.rules[scores]
-        assert rule is not None
         width = self.flow.width(scores)
-        outer = [f for f in rule.factors if f.outs[0] is not None]
+        outer = [f for f in factors_of(self.flow.rules[scores]) if f.outs[0] is not None]
         alone = [f for f in outer if f.ins[0] and not f.ins[1]]
         position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
         many = [f for f in outer if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
@@ -250,8 +250,7 @@ class _Finder:
     def _measures(self, node: fx.Node) -> bool:
         """Say whether it is the largest value of something, as a scale is made of, and no part of the model by
         itself."""
-        rule = self.flow.rules[node]
-        return rule is not None and any(f.reduction == "max" for f in rule.factors)
+        return any(f.reduction == "max" for f in factors_of(self.flow.rules[node]))
 
     def _rest(self) -> None:
         """Embeddings, and the parameters that are in no other part, by the module that reads them."""
@@ -261,7 +260,7 @@ class _Finder:
             if n in self.owner or not leaves or n in self.flow.weights or self._measures(n):
                 continue
             val = leaves[0].meta["val"]
-            if short_name(n.target) in LOOKUPS and op.slots[0] in self.flow.weights and val.ndim == 2:
+            if packet_of(n.target) in LOOKUPS and op.slots[0] in self.flow.weights and val.ndim == 2:
                 self._claim("embedding", f"{val.shape[0]} rows of {val.shape[1]}", [n])
             else:
                 others.setdefault(_module([n]), []).append(n)
@@ -271,13 +270,6 @@ class _Finder:
 
 def _before_last_two(shape: Shape) -> tuple[int, ...]:
     return (len(shape) - 3,) if len(shape) > 3 else ()
-
-
-def _times(shape: Shape, dims: tuple[int, ...] | None = None) -> Size:
-    total: Size = 1
-    for d in range(len(shape)) if dims is None else dims:
-        total = simplify(total * shape[d])
-    return total
 
 
 def _module(nodes: list[fx.Node]) -> str:

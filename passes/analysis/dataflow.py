@@ -13,10 +13,11 @@ from itertools import combinations, permutations
 
 from torch import fx
 
-from autotp.ir.graph import Capture, differentiable, reached, short_name
+from autotp.cost.prices import LOOKUPS
+from autotp.ir.graph import Capture, differentiable, reached
 from autotp.ir.layouts import Size, simplify
-from autotp.ir.op import Op, Rule, Shape, is_tensor
-from autotp.rules.core import rule_of
+from autotp.ir.op import Op, Rule, factors_of, is_tensor, packet_of
+from autotp.rules.core import product, rule_of
 
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
 
@@ -166,17 +167,13 @@ class Dataflow:
     def contraction(self, node: fx.Node) -> bool:
         """Say whether the operator sums products of two operands: a matrix product in any spelling."""
         if node not in self.products_of_two:
-            factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
-            sums_products = any(f.contracts and len(f.ins) - f.ins.count(None) > 1 for f in factors)
-            self.products_of_two[node] = sums_products
+            factors = factors_of(self.rules.get(node))
+            self.products_of_two[node] = any(f.contracts and len(f.ins) - f.ins.count(None) > 1 for f in factors)
         return self.products_of_two[node]
 
     def width(self, node: fx.Node) -> Size:
         """Number of products that a contraction sums for an element of its result."""
-        rule, total = self.rules[node], 1
-        for f in rule.factors if rule is not None else ():
-            total = total if not f.contracts else simplify(total * f.size)
-        return total
+        return product(f.size for f in factors_of(self.rules[node]) if f.contracts)
 
     def batched(self, node: fx.Node) -> fx.Node | None:
         """The parameter of a product that has one matrix for each of several experts; None for other operators."""
@@ -268,18 +265,11 @@ def _read(node: fx.Node) -> tuple[Op, Rule | None]:
 
 def _fewer(op: Op) -> bool:
     """Say whether a view with one result cuts a part out of its operand."""
-    if len(op.outs) != 1 or simplify(_count(op.outs[0]) - _count(op.ins[0])) == 0:
+    if len(op.outs) != 1 or simplify(product(op.outs[0]) - product(op.ins[0])) == 0:
         return False
     pairs = zip(op.outs[0], op.ins[0], strict=False)
     cut = any(isinstance(m, int) and isinstance(n, int) and m < n for m, n in pairs)
     return cut or len(op.outs[0]) < len(op.ins[0])
-
-
-def _count(shape: Shape) -> Size:
-    total: Size = 1
-    for n in shape:
-        total = total * n
-    return total
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -289,8 +279,6 @@ def _count(shape: Shape) -> Size:
 # A low-rank pair is one form of it: `W x + B A x`, W frozen; a rotation another: `W (R x)`, R made of trained
 # weights. What is read is which weights train, and that both sides of a sum are made of the same value; no name, and
 # no library.
-
-LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
 
 
 @dataclass(frozen=True)
@@ -327,7 +315,7 @@ def added(flow: Dataflow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter 
     region = _between(flow, node, base, _source(flow, base))
     nodes = []
     for n in region or ():  # what reads the base product itself is behind the sum, not beside it
-        if base not in {r for r, _ in flow.roots.get(n, ())}:
+        if base not in names(flow.roots.get(n, ())):
             nodes.append(n)
     widths = _widths(flow, nodes)
     rank = min(widths, key=int) if len(widths) > 1 else None
@@ -372,7 +360,7 @@ def scaled(flow: Dataflow, node: fx.Node) -> Adapter | None:
     sides, vectors = flow.inputs(node), flow.parameters(node)
     if len(op.slots) != 2 or len(sides) != 1 or len(vectors) != 1 or not _trained(vectors[0]) or flow.together(node):
         return None
-    made_of = {n for n, _ in flow.roots[sides[0]]}
+    made_of = names(flow.roots[sides[0]])
     base = next(iter(made_of))
     return Adapter(base, (node,), "scales") if len(made_of) == 1 and frozen(flow, base) else None
 
@@ -386,7 +374,7 @@ def frozen(flow: Dataflow, node: fx.Node) -> bool:
 def frozen_table(flow: Dataflow, node: fx.Node) -> bool:
     """Say whether an operator looks rows up in a matrix that is not trained."""
     tables = flow.parameters(node)
-    return node in flow.ops and short_name(node.target) in LOOKUPS and bool(tables) and not any(map(_trained, tables))
+    return node in flow.ops and packet_of(node.target) in LOOKUPS and bool(tables) and not any(map(_trained, tables))
 
 
 def _widths(flow: Dataflow, nodes: Iterable[fx.Node]) -> list[Size]:

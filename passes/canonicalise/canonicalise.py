@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autotp import compat
 from autotp.ir.graph import Capture, before, copy_graph, differentiable, replace_node, replace_results
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Op, aten, expression, is_tensor, sizes
+from autotp.ir.op import Op, aten, expression, is_tensor, packet_of, sizes
 from autotp.kernels.functions import apply, functions_as
 from autotp.log import log
 from autotp.passes.base import Changes, Pass
@@ -115,7 +115,7 @@ class DropIdentities(Pass[Capture]):
         candidates = (aten.to, aten.alias, aten.slice, aten.expand, aten.lift_fresh_copy, aten._to_copy)
         count = 0
         for n in list(program.graph.nodes):
-            if getattr(n.target, "overloadpacket", None) not in candidates or not is_tensor(n.args[0]):
+            if packet_of(n.target) not in candidates or not is_tensor(n.args[0]):
                 continue
             a, b = n.args[0].meta["val"], n.meta["val"]
             strided = n.kwargs.get("memory_format") is not None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.ir.graph import replace_node, tensors
-from autotp.ir.op import Op, aten
+from autotp.ir.op import Op, aten, packet_of
 
 # What cuts a part out of a value -> what puts one in.
 PARTS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
@@ -140,7 +140,7 @@ def drop_inert(graph: fx.Graph) -> None:
     believe that it makes a copy, and a conversion to the type and device that are there."""
     for n in list(graph.nodes):
         dropout = n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"])
-        converted = getattr(n.target, "overloadpacket", None) is aten.to
+        converted = packet_of(n.target) is aten.to
         if dropout or (converted and _place(n.meta["val"]) == _place(n.args[0].meta["val"])):
             replace_node(n, n.args[0])
 

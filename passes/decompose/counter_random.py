@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autotp.ir.graph import SEEDS, Capture, Leaf, before, draws, replace_node
 from autotp.ir.marks import write
-from autotp.ir.op import Op, aten, expression, sizes
+from autotp.ir.op import Op, aten, expression, packet_of, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
 from autotp.passes.base import Changes, Pass
 from autotp.rules.local import Sizes
@@ -64,14 +64,14 @@ class CountedRandom(Pass[Capture]):
             leaf = graph.placeholder(SEEDS.name)
         leaf.meta["val"] = fake.new_empty((len(drawing),), dtype=torch.int64).detach()
         symbols = Sizes(graph, program.symbols)
-        attentions = sum(packet(n) == "scaled_dot_product_attention" for n in drawing)
+        attentions = sum(packet_of(n.target) is aten.scaled_dot_product_attention for n in drawing)
         for i, node in enumerate(drawing):
             with graph.inserting_after(leaf):  # outside of every module: equal blocks stay equal
                 seed = graph.call_function(aten.select.int, (leaf, 0, i))
             seed.meta["val"] = leaf.meta["val"].new_empty(())
             write(seed, no_grad=False)
             with before(node) as call:
-                new = FORMS[packet(node)](_Call(call, symbols, seed), Op.of(node))
+                new = FORMS[packet_of(node.target)](_Call(call, symbols, seed), Op.of(node))
             replace_node(node, new)
         if attentions:
             program.notes.append(
@@ -83,12 +83,7 @@ class CountedRandom(Pass[Capture]):
 
 
 def _drawing(program: Capture) -> list[fx.Node]:
-    return [n for n in program.graph.nodes if draws(n) and packet(n) in FORMS]
-
-
-def packet(node: fx.Node) -> str:
-    """Name of an operator without its overload."""
-    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
+    return [n for n in program.graph.nodes if draws(n) and packet_of(n.target) in FORMS]
 
 
 @dataclass
@@ -180,11 +175,11 @@ def _uniform(call: _Call, op: Op) -> fx.Node:
     return call.uniform(op.node.meta["val"], op.node.meta["val"].dtype)
 
 
-FORMS: dict[str, Callable[[_Call, Op], fx.Node]] = {
-    "dropout": _dropout,
-    "feature_dropout": _channels,
-    "scaled_dot_product_attention": _attention,
-    "bernoulli": _bernoulli,
-    "rand": _uniform,
-    "rand_like": _uniform,
+FORMS: dict[Any, Callable[[_Call, Op], fx.Node]] = {
+    aten.dropout: _dropout,
+    aten.feature_dropout: _channels,
+    aten.scaled_dot_product_attention: _attention,
+    aten.bernoulli: _bernoulli,
+    aten.rand: _uniform,
+    aten.rand_like: _uniform,
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp.ir.marks import inherit, mark
-from autotp.ir.op import aten, is_tensor
+from autotp.ir.op import aten, is_tensor, packet_of
 from autotp.ir.scopes import innermost, is_region, scope_path
 
 from .judged import Rewrite
@@ -136,7 +136,7 @@ def _with(so_far: Match, node: fx.Node) -> Match:
 
 def calls(node: Any, *operators: Any) -> bool:
     """Say whether this is a call of one of these operators, in any overload."""
-    return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in operators
+    return isinstance(node, fx.Node) and packet_of(node.target) in operators
 
 
 def value_of(node: fx.Node) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from autotp.cost.compute import size_hint
 from autotp.ir.graph import copy_graph
 from autotp.ir.marks import mark
-from autotp.ir.op import is_tensor
+from autotp.ir.op import is_tensor, packet_of
 from autotp.ir.program import MeshPlace
 
 from .optimisation import Alternative, Judge, Optimisation, RankProgram, Value, Verdict
@@ -102,10 +102,10 @@ class Judged:
         results = [n for n in sorted(rewrite.nodes) if not set(n.users) <= nodes]
         if not all(map(is_tensor, results)):
             return ALONE
-        names = [_operator(n.target) for n in sorted(rewrite.nodes)]
+        operators: list[Any] = [packet_of(n.target) or n.target for n in sorted(rewrite.nodes)]
         operands = [x for x in leaves if is_tensor(x) and not set(rewrite.nodes).isdisjoint(x.users)]
         first = self._place._replace(rank=0)  # the fullest: so a line is the same for all ranks
-        key = f"{name} for {' '.join(names)}: {_shape_classes(operands, first)} -> {_shape_classes(results, first)}"
+        key = f"{name} for {' '.join(x.__name__ for x in operators)}: {_shape_classes(operands, first)} -> {_shape_classes(results, first)}"
         # A model's blocks ask the same: one line of the table, and one measurement, answers for all.
         if key not in self._verdicts:
             plain, ours = (self._function(sorted(nodes), leaves, results, change) for change in (None, rewrite))
@@ -139,11 +139,6 @@ def retarget(node: fx.Node, target: Any) -> fx.Node:
     """Have a call run by another function of the same arguments."""
     node.target = target
     return node
-
-
-def _operator(target: Any) -> str:
-    """The name of an operator without its overload, or of a function."""
-    return getattr(target, "overloadpacket", target).__name__
 
 
 def _drawable(node: fx.Node) -> bool:

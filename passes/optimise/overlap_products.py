@@ -23,6 +23,7 @@ from autotp.cost.compute import node_flops, size_hint, tensor_bytes
 from autotp.cost.objective import Objective
 from autotp.cost.overlap import LEAST_LAUNCHES, Chunks, OverlapModel, hidden_seconds
 from autotp.cost.overlap import Product as ProductSizes
+from autotp.ir.op import dtype_name
 from autotp.ir.specs import ShardSpec
 from autotp.passes.base import Changes
 from autotp.text import amount
@@ -137,7 +138,7 @@ class _Model:
 def _sized(p: Product) -> ProductSizes:
     """The whole sizes of a product."""
     operand_bytes, result_bytes, weight = (tensor_bytes(t.meta["val"]) for t in (p.x, p.node, p.weight))
-    dtype = str(p.node.meta["val"].dtype).removeprefix("torch.")
+    dtype = dtype_name(p.node.meta["val"].dtype)
     return ProductSizes(operand_bytes, result_bytes, weight, node_flops(p.node), dtype)
 
 

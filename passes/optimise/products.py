@@ -6,15 +6,15 @@ import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import fx
 
 from autotp.comm.conversions import f, g, g_star
 from autotp.comm.overlapped import ADDMM, LINEAR, MATMUL, grouped, scattered
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Op, aten
+from autotp.ir.op import Op, aten, packet_of
 from autotp.ir.scopes import scope_path
 
-from .expressions import calls, erase, one_region
+from .expressions import calls, erase, one_region, value_of
 
 # Operator -> (kind, names of its input, weight and bias); what else it takes must be as by default.
 FORMS: dict[Any, tuple[str, str, str, str]] = {
@@ -68,7 +68,7 @@ class ProductGroup(NamedTuple):
 
 def product_of(node: Any) -> Product | None:
     """The node as a product, if it is one by a matrix, of values that are not complex."""
-    form = FORMS.get(getattr(node.target, "overloadpacket", None)) if isinstance(node, fx.Node) else None
+    form = FORMS.get(packet_of(node.target)) if isinstance(node, fx.Node) else None
     if form is None:
         return None
     kind, *names = form
@@ -81,13 +81,7 @@ def product_of(node: Any) -> Product | None:
 
 
 def _ndim(node: Any) -> int:
-    val = value(node)
-    return val.ndim if val is not None else -1
-
-
-def value(node: Any) -> Tensor | None:
-    """The (fake) whole value of an operand."""
-    return node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value_of(node).ndim
 
 
 def over_tp(node: fx.Node, *targets: Any) -> bool:
@@ -128,8 +122,7 @@ def dealt(graph: fx.Graph) -> Iterator[ProductGroup]:
 
 
 def _same_columns(view: fx.Node) -> bool:
-    before, after = value(view.args[0]), value(view)
-    return before is not None and after is not None and before.shape[-1] == after.shape[-1]
+    return value_of(view.args[0]).shape[-1] == value_of(view).shape[-1]  # type: ignore[arg-type]
 
 
 def fuse(group: ProductGroup, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node:

@@ -21,7 +21,7 @@ from autotp.cost.solver.problem import Problem, Use, ValueId
 from autotp.cost.solver.savings import Cap, ChoiceKey, Conversion, Saving, most
 from autotp.ir.graph import Leaf, resolve, shape_of, tensor_at, tensors
 from autotp.ir.layouts import I, Layout, P, R, Shard
-from autotp.ir.op import Op
+from autotp.ir.op import Op, dtype_name, packet_of
 from autotp.ir.scopes import block_of
 from autotp.passes.optimise.products import VIEWS, product_of
 
@@ -136,7 +136,7 @@ class Savings:
 
     def _flattens(self, node: fx.Node) -> bool:
         """Return whether it views rows of several dimensions as those of a matrix, or back."""
-        if getattr(node.target, "overloadpacket", None) not in VIEWS:
+        if packet_of(node.target) not in VIEWS:
             return False
         before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
         return len(before) > 0 and len(after) > 1 and before[-1] == after[-1]
@@ -160,7 +160,7 @@ class Savings:
         operand_bytes, result_bytes, weight_bytes = (
             self.prices.bytes(tensor_at(resolve(n))) for n in (x, node, weight)
         )
-        dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
+        dtype = dtype_name(tensors(node)[0].dtype)
         return Product(operand_bytes, result_bytes, weight_bytes, self.prices.flops(node), dtype)
 
     def _whole(self, i: int, split: bool = False) -> list[ChoiceKey]:

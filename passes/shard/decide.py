@@ -14,7 +14,7 @@ from autotp.errors import PlanError
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Decided, Decision, GraphPart, Planned, Solution
-from autotp.passes.analysis.axes import PortDims
+from autotp.passes.analysis.axes import PortDims, summed
 
 from .axis import TENSOR
 from .planner import Builder
@@ -225,17 +225,14 @@ def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[PortDims
 
 def _stacked(builder: Builder, node: fx.Node) -> list[PortDims]:
     """The weight of all experts that an operator multiplies by, with the dimension that it sums over."""
-    op, rule = builder.ops.get(node), builder.rules.get(node)
-    if op is None or rule is None:
+    if node not in builder.ops:
         return []
-    sums = [f.ins for f in rule.factors if f.outs.count(None) == len(f.outs)]
-    ports = []
-    for i, s in enumerate(op.slots):
-        if s not in builder.prices.weights or len(op.ins[i]) != STACKED:
-            continue
-        # By expert the result may be summands too; the experts' own dimension is not what a product sums over.
-        dims = tuple(c.dim for ins in sums if (c := ins[i]) is not None and c.dim)
-        ports += [PortDims(node, "in", i, dims)] if dims else []
+    op, ports = builder.ops[node], []
+    for port in summed(op, builder.rules[node]):
+        if op.slots[port.slot] in builder.prices.weights and len(op.ins[port.slot]) == STACKED:
+            # By expert the result may be summands too; the experts' own dimension is not what a product sums over.
+            dims = tuple(filter(None, port.dims))
+            ports += [port._replace(dims=dims)] if dims else []
     return ports
 
 

@@ -26,7 +26,7 @@ from torch import fx
 from autotp.ir.graph import Capture, computed, copy_node, outputs_of, replace_node, shape_of, tensors
 from autotp.ir.layouts import Size, divide
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes, symbols_of
+from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, factors_of, is_tensor, sizes, symbols_of
 from autotp.rules.core import rule_of
 from autotp.rules.local import Sizes
 
@@ -223,10 +223,9 @@ def _lookup(region: Region, table: fx.Node, at: fx.Node) -> Kind | None:
 def _by_rule(region: Region, node: fx.Node) -> Kind | None:
     """Rows, where the operator's rule says that it works row by row, or by expert."""
     op = Op.of(node)
-    rule = rule_of(op)
     rows = [x for x in op.slots if region.has(x, *SORTED)]
     others = [x for x in op.slots if x in region.kinds and x not in rows]
-    for factor in () if rule is None else rule.factors:
+    for factor in factors_of(rule_of(op)):
         carries = dict(zip(op.slots, factor.ins, strict=True))
         ends = {op.slots[c.groups] for c in factor.carries if c is not None and c.groups is not None}
         grouped = all((c := carries[x]) is not None and c.dim == 0 and c.groups is not None for x in rows)

@@ -19,7 +19,7 @@ from autotp.cost.compute import node_flops
 from autotp.cost.prices import is_free, lengths, sizer
 from autotp.ir.graph import Capture, Value, placed_outputs, reached, resolve, short_name, tensor_at, tensors
 from autotp.ir.layouts import Size
-from autotp.ir.op import Op, Rule, aten, expression, sizes, symbols_of
+from autotp.ir.op import Op, Rule, aten, expression, factors_of, packet_of, sizes, symbols_of
 from autotp.ir.program import Parts, Past
 from autotp.ir.scopes import block_of, module_name
 
@@ -175,7 +175,7 @@ class _Reader:
         Loops that no rule splits are read off dimensions: of a causal attention those over queries and over keys.
         """
         steps, operands, split = 1.0, len(op.slots), set[tuple[int, int]]()
-        for factor in rule.factors if rule is not None else ():
+        for factor in factors_of(rule):
             if not self._long(factor.size):
                 continue
             # A loop over tokens runs over what its operands keep of them; where none keeps any, over the new one alone.
@@ -204,7 +204,7 @@ class _Reader:
     def _entering(self, op: Op, operands: list[Value]) -> list[Value]:
         """Keys and values of an attention: of a fused one, and second operands of products whose shapes have the length
         twice."""
-        if getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention:
+        if packet_of(op.target) is aten.scaled_dot_product_attention:
             return operands[1:3]
         often = [sum(map(self._long, shape)) for shape in (*op.ins, *op.outs)]
         product = len(operands) > 1 and 2 in often and often[1] == 1 and node_flops(op.node) > 0

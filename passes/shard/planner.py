@@ -36,7 +36,7 @@ from autotp.ir.graph import (
     where,
 )  # fmt: skip
 from autotp.ir.layouts import Copies, Distribution, I, Layout, Partition, R, Shard, dealt_by
-from autotp.ir.op import Op, sizes
+from autotp.ir.op import Op, factors_of, sizes
 from autotp.ir.program import GraphPart, Past
 from autotp.ir.sizes import UnitsBy
 from autotp.passes.analysis import fold
@@ -188,7 +188,11 @@ class Builder:
         heads += [n for n in members if n not in self.leaves]
         self.carried_items = carried = list(self.states.items(self.candidates, self.prices))
         carried_items = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
-        items = [carried_items.get(n) or self._item(n, slots, members[n]) for n in heads]
+        items = [
+            carried_items.get(n)
+            or (self._leaf(n, members[n]) if n in self.leaves else self._call(n, slots[n], members[n]))
+            for n in heads
+        ]
         goals = {i: goal for (i, _), goal in zip(placed_outputs(self.program), self.goals(), strict=True)}
         layouts = tuple(goals[i] for i, _ in self.states.outgoing)
         items.append(
@@ -204,9 +208,6 @@ class Builder:
         asks |= {i: next(iter(self.user.ports[n].values()))[0] for i, n in enumerate(heads) if n in self.user.ports}
         check_neighbours(problem, heads, asks)
         return problem, heads
-
-    def _item(self, node: fx.Node, slots: Mapping[fx.Node, list[set[Value]]], count: int) -> Item:
-        return self._leaf(node, count) if node in self.leaves else self._call(node, slots[node], count)
 
     def goals(self) -> tuple[Layout, ...]:
         """Layouts in which the graph's outputs leave it: as the axis wants; otherwise whole, but where the user
@@ -235,9 +236,7 @@ class Builder:
         while self.candidates.grew:
             self.candidates.grew = False
             for n in (*work, *reversed(work)):
-                rule = self.rules[n]
-                assert rule is not None
-                for factor in rule.factors:
+                for factor in factors_of(self.rules[n]):
                     self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
 
     def _seed(self, work: list[fx.Node], slots: Mapping[fx.Node, list[set[Value]]]) -> None:
@@ -261,9 +260,7 @@ class Builder:
 
         The innermost part (the head size) is not seeded: dealing it out would cut every head.
         """
-        rule = self.rules[node]
-        assert rule is not None
-        for factor in rule.factors:
+        for factor in factors_of(self.rules[node]):
             split, new = factor.ins[0] if factor.ins else None, factor.outs[0]
             carries = zip(self.ops[node].slots, factor.ins, strict=True)
             gates = any(c is not None and c.repeat != 1 and x in self.leaves for x, c in carries)
@@ -275,9 +272,7 @@ class Builder:
 
     def _seed_shared(self, node: fx.Node, slots: list[set[Value]]) -> None:
         """Heads of keys and values that are fewer than the ranks may be each on several of these."""
-        rule = self.rules[node]
-        assert rule is not None
-        for factor in rule.factors:
+        for factor in factors_of(self.rules[node]):
             if self.shares or self.units or not several_read(self.ops[node], factor):
                 continue  # a group of unlike ranks would have no part for each
             ways = Copies.of_units(factor.size, self.tp, self.groups, self.cluster.devices_per_node)

@@ -19,14 +19,14 @@ from autotp.comm import conversions as convert
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
 from autotp.ir.graph import Value, copy_graph, copy_node, resolve, tensors
-from autotp.ir.layouts import Groups, Layout, R
+from autotp.ir.layouts import Layout, R
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, expression
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded, sent_as
 from autotp.ir.scopes import innermost, scope_path
 from autotp.passes.base import Changes, Pass
 from autotp.passes.optimise import RankProgram
-from autotp.passes.schema import verify
+from autotp.passes.schema import converts, verify
 from autotp.rules.local import ShardCall
 
 from .axis import AxisWriter, Result, TensorWriter
@@ -140,16 +140,9 @@ class Rewriter:
         return self.node_of[value, layout]
 
     def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node, consumer: fx.Node) -> None:
-        ends = self.out.ends.get(before, self.ends)
-
-        def size(n: Any) -> Any:
-            return _ends_node(ends) if isinstance(n, Groups) else self.sizes.of(n)
-
-        src: Any = source.to_runtime(size)
-        dst: Any = layout.to_runtime(size)
         wire = sent_as(value[0].target, convert.primitive(source, layout))
         narrow: dict[str, Any] = {} if wire is None else {"wire": wire}
-        node = self.new.call_function(convert.function_for(src, dst), (before, src, dst), narrow)
+        node = self.sizes.convert(before, source, layout, self.out.ends.get(before, self.ends), **narrow)
         users = self._users(value, layout)
         scope = innermost([scope_path(u) for u in users])
         no_grad = mark(before).no_grad or False  # a leaf says nothing
@@ -217,12 +210,6 @@ def _after(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _ends_node(ends: fx.Node | None) -> fx.Node:
-    if ends is None:
-        raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
-    return ends
-
-
 def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
     """The per-rank program of a planned graph.
 
@@ -242,7 +229,7 @@ def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
     for node, new in env.items():
         if axis := mark(node).axis:
             rank, size, group = axes[axis]
-            extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}
+            extra = {"group": group} if converts(node) else {}
             new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
     verify(graph, "specialise")
     return graph
@@ -285,8 +272,7 @@ class ShardOperators(Pass[ShardedProgram]):
 
     def run(self, program: ShardedProgram) -> Changes:
         program.sharded = rewrite(program.planned, program.price, self.outputs)
-        targets = set(convert.FUNCTIONS.values())
-        return Changes(sum(n.target in targets for n in program.graph.nodes), "conversions between layouts")
+        return Changes(sum(map(converts, program.graph.nodes)), "conversions between layouts")
 
 
 class Specialise(Pass[RankProgram]):

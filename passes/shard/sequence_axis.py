@@ -20,7 +20,7 @@ from autotp.errors import CaptureError
 from autotp.ir.graph import Capture, Leaf, differentiable, draws, floating, resolve, shape_of, tensor_at, tensors, where
 from autotp.ir.layouts import Layout, Partition, Segment, Shard
 from autotp.ir.marks import Axis
-from autotp.ir.op import Carry, Factor, Op, Rule, aten
+from autotp.ir.op import Carry, Factor, Op, Rule, aten, factors_of, packet_of
 from autotp.ir.program import Planned
 from autotp.kernels.attention import dealt_attention
 from autotp.passes.optimise.masks import causal
@@ -47,7 +47,7 @@ class Tokenwise(Apart):
 
     def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
         # Every rank may make all masks and positions, and turn what was gathered.
-        if (self.grads and op.node not in self.grads) or getattr(op.target, "overloadpacket", None) in MOVES:
+        if (self.grads and op.node not in self.grads) or packet_of(op.target) in MOVES:
             return 0.0
         return super().operator(op, outs, nbytes)
 
@@ -175,8 +175,7 @@ def _heads(program: Capture, sequence: sympy.Symbol, ranks: int, inner: int) -> 
     for node in program.graph.nodes:
         if node.target not in VIEWS or not has(shape_of(node), sequence):
             continue
-        rule = rule_of(Op.of(node))
-        for factor in rule.factors if rule is not None else ():
+        for factor in factors_of(rule_of(Op.of(node))):
             before, after = factor.ins[0], factor.outs[0]
             split = before is not None and before.unit != 1 and after == Carry(after.dim if after else 0)
             n = factor.size

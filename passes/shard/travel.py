@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.comm import conversions
 from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture, copy_node, shape_of, tensors, where
 from autotp.ir.layouts import Copied, Copies, Groups, Layout, Partition, R, Shard, Travelled
 from autotp.ir.marks import Axis, BatchConversion, inherit
-from autotp.ir.op import EXPERTS, Carry, Op, Rule, aten, sizes
+from autotp.ir.op import EXPERTS, Carry, Op, Rule, aten, factors_of, sizes
 from autotp.ir.specs import TravelledSpec
 from autotp.rules.core import rule_of
 from autotp.text import listed
@@ -146,7 +145,7 @@ def _by_row(node: fx.Node) -> bool:
     """Say whether an operator makes of each row of its one operand a row, and is told of no sizes."""
     rule = rule_of(Op.of(node)) if node.op == "call_function" and tensors(node) else None
     sized = any(isinstance(x, list | tuple) for x in node.args) and node.target is not aten.permute.default
-    return not sized and rule is not None and any([*f.ins] == [*f.outs] == [Carry(0)] for f in rule.factors)
+    return not sized and any([*f.ins] == [*f.outs] == [Carry(0)] for f in factors_of(rule))
 
 
 def travelling(regions: Iterable[fx.Node], ranks: int, ep: int) -> str:
@@ -160,8 +159,7 @@ def _by_expert(node: fx.Node) -> bool:
     """Say whether a node is a product by expert."""
     if isinstance(node.target, OwnRows) or not tensors(node):
         return False
-    rule = rule_of(Op.of(node))
-    return rule is not None and any(f.label == EXPERTS for f in rule.factors)
+    return any(f.label == EXPERTS for f in factors_of(rule_of(Op.of(node))))
 
 
 @dataclass
@@ -216,35 +214,28 @@ class Journey:
         if _many(node) or all(u in self.inside for u in node.users):
             return new
         own, there = self.layouts
-        return self._convert(graph, new, there, own, read, new.meta["val"])
+        return self._convert(new, there, own, read, new.meta["val"])
 
     def _operand(self, node: fx.Node, x: fx.Node, read: Read, graph: fx.Graph) -> Any:
         """Operand of a node whose rows travel, in place of the one on the rank that sorted them."""
         if x not in self.region.kinds:
-            return self._own(x, read, graph) if node in self.weights and x is self.weights[node] else read(x)
+            return self._own(x, read) if node in self.weights and x is self.weights[node] else read(x)
         self._count(read, graph)
         if self.region.has(x, Kind.ENDS):
             return self.ends
         if x not in self.there:
             local = read(x)
-            self.there[x] = self._convert(graph, local, *self.layouts, read, local.meta["val"])
+            self.there[x] = self._convert(local, *self.layouts, read, local.meta["val"])
         return self.there[x]
 
-    def _convert(self, graph: fx.Graph, x: fx.Node, a: Layout, b: Layout, read: Read, val: Tensor) -> fx.Node:
+    def _convert(self, x: fx.Node, a: Layout, b: Layout, read: Read, val: Tensor) -> fx.Node:
         """Write a conversion over the axis, in the module of the products."""
-
-        def size(n: Any) -> Any:
-            if isinstance(n, Groups):
-                return self.counts
-            return n if isinstance(n, int) else read.sizes.of(n)
-
-        src, dst = a.to_runtime(size), b.to_runtime(size)
-        new = graph.call_function(conversions.function_for(src, dst), (x, src, dst))
+        new = read.sizes.convert(x, a, b, self.counts)
         over = BatchConversion(a, b, self.ranks, AXIS)
         inherit(new, next(iter(self.region.products)), val, batch=over, axis=AXIS, flops=None, saved=None)
         return new
 
-    def _own(self, weight: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
+    def _own(self, weight: fx.Node, read: Read) -> fx.Node:
         """The rank's own experts of a weight."""
         x = read(weight)
         before = Shard(0, Partition.plain(self.experts, self.ranks)) if x in self.owned else R
@@ -252,7 +243,7 @@ class Journey:
             return x
         if weight not in self.own:
             val = x.meta["val"].new_empty((self.experts // self.ep, *x.meta["val"].shape[1:]))
-            self.own[weight] = self._convert(graph, x, before, self.of, read, val)
+            self.own[weight] = self._convert(x, before, self.of, read, val)
         return self.own[weight]
 
     def _count(self, read: Read, graph: fx.Graph) -> None:
@@ -264,7 +255,7 @@ class Journey:
         one, everyone = (val.new_empty((n, self.experts + 1), dtype=torch.int64) for n in (1, self.ranks))
         mine = _call(graph, ends, counts_of, (ends, rows), one)
         each = Shard(0, Partition.plain(self.ranks, self.ranks))
-        gathered = self._convert(graph, mine, each, R, read, everyone)
+        gathered = self._convert(mine, each, R, read, everyone)
         self.counts = _call(graph, ends, agreed_counts, (gathered,), everyone[:, :-1])
         there = self.layouts[1].to_runtime(lambda n: self.counts if isinstance(n, Groups) else n)
         own = val.new_empty((self.experts // self.ep,))

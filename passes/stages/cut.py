@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.comm import conversions
 from autotp.errors import PlanError
 from autotp.ir.graph import BUFFER, CONSTANT, INPUT, SEEDS, Capture, Leaf, copy_node, draws
 from autotp.ir.layouts import I, Layout
@@ -26,6 +24,7 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import expression
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import innermost, module_of, scope_path
+from autotp.rules.local import Sizes
 
 MADE_AGAIN = (BUFFER, CONSTANT, INPUT, SEEDS)  # kinds of leaves of which each stage makes for itself what it reads
 
@@ -170,12 +169,8 @@ class _Cutter:
                 if counter or (leaf.kind in MADE_AGAIN and leaf.name not in self.mutated):
                     free.add(node)
             elif node.op == "call_function" and (free.issuperset(node.all_input_nodes) or _is_size(node)):
-                free |= set() if self._random(node) else {node}
+                free |= set() if draws(node) else {node}
         return free
-
-    def _random(self, node: fx.Node) -> bool:
-        tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return tagged and draws(node)
 
     def _sink(self) -> None:
         """Move what is made of weights, buffers or states alone, as scales of earlier calls are, to its first reader.
@@ -188,7 +183,7 @@ class _Cutter:
             reads = {*node.all_input_nodes}
             made_of = states if reads & states else alone
             rest = reads - made_of - (self.free if made_of is states else set())
-            if reads and not rest and not self._random(node):
+            if reads and not rest and not draws(node):
                 made_of.add(node)
         for node in reversed(list(self.at)):
             if node in alone or node in states:
@@ -400,9 +395,7 @@ class _Writer:
     def _convert(self, value: fx.Node, source: Layout, target: Layout, node: fx.Node) -> fx.Node:
         if source == target:
             return value
-        src: Any = source.to_runtime()
-        dst: Any = target.to_runtime()
-        new = self.graph.call_function(conversions.function_for(src, dst), (value, src, dst))
+        new = Sizes(self.graph, {}).convert(value, source, target)
         no_grad = mark(node).no_grad or False
         inherit(new, value, conversion=(source, target), scope=(), axis="tp", batch=None, no_grad=no_grad)
         self._note(new, node, target)

@@ -40,7 +40,7 @@ def independent(staged: Any) -> float:
     for way in (0, 1) if prices.objective.training else (0,):
         here = np.zeros(planned.tp)
         for k, work in enumerate(works):
-            if work.calls[way] is None:
+            if work.directions[way].call is None:
                 here += [(work if work.change else each[k]).directions[way][0] for each in own]
                 continue
             total, here = total + here.max() + work.directions[way][0], np.zeros(planned.tp)

@@ -14,10 +14,11 @@ from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.compile import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import SEEDS, Capture
+from autotp.ir.op import operator_name
 from autotp.ir.specs import Runs
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
-from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds
+from autotp.passes.decompose.counter_random import CountedRandom, seeds
 from autotp.proof.run import run
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
@@ -178,7 +179,7 @@ def test_attention_taken_apart_is_the_attention(kind):
     model = Attention(0.0, **options.get(kind, {}))
     given = [q, k, v, *([mask] if mask is not None else [])]
     program = capture_model(model, autotp.Inputs(*given), torch.device("cpu"))[0]
-    with patch.object(counter_random, "draws", lambda node: packet(node) == "scaled_dot_product_attention"):
+    with patch.object(counter_random, "draws", lambda node: operator_name(node.target) == "aten.scaled_dot_product_attention"):
         CountedRandom().run(program)
     assert any(n.target is OPS.counter_dropout.default for n in program.graph.nodes)
     given = given if mask is not None else [*given, None][: len(program.inputs)]

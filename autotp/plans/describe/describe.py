@@ -22,6 +22,7 @@ from autotp.cost.units import Call, Work, Works
 from autotp.ir.graph import TABLE, resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import conversion_of
+from autotp.ir.op import dtype_name
 from autotp.ir.program import GraphPart, HeadDims, Planned, Sharded
 from autotp.ir.scopes import module_name, module_path, moved_to
 from autotp.passes.optimise.overlap_products import too_large
@@ -52,7 +53,11 @@ def describe(
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, parts)
     works = list(Works(planned, builder.prices).walk(sharded))
-    sending = [(node, origin, work) for node, origin, work in works if node is not None and {*work.calls} != {None}]
+    sending = [
+        (node, origin, work)
+        for node, origin, work in works
+        if node is not None and any(way.call for way in work.directions)
+    ]
     collectives = tuple(walker.collective(*each, sharded) for each in sending)
     communication = sum(t for *_, work in works for t, call in work.directions if call is not None)
     cache = cache_of(planned, builder.prices.hints) or own_cache
@@ -110,7 +115,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
                 leaf.name,
                 (*(n * owners for n in val.shape[:1]), *val.shape[1:]),
                 layout.local_shape([*map(int, val.shape)], planned.tp),
-                str(val.dtype).removeprefix("torch."),
+                dtype_name(val.dtype),
                 layout,
                 role(planned, leaf.node, dim) if dim is not None else "whole",
                 None if dim is not None else reason(planned, leaf.node, builder.candidates, pinned),
@@ -177,7 +182,7 @@ class _Collectives:
     def collective(self, node: fx.Node, origin: fx.Node, work: Work, sharded: Sharded) -> Collective:
         """The record of a conversion that communicates in one direction at least."""
         operator = origin.op == "call_function"
-        (there, forward), (back, backward) = (_traffic(call, self.planned.tp) for call in work.calls)
+        (there, forward), (back, backward) = (_traffic(way.call, self.planned.tp) for way in work.directions)
         return Collective(
             work.name,
             work.change,
@@ -295,10 +300,11 @@ def timed(
         else:
             index, path, home = block.get(origin), module_path(origin), ()
         part = PARTS.get(parts[index].kind, REST) if index is not None else REST
-        there, back = (getattr(call, "primitive", None) for _, call in work.directions)
+        there, back = work.directions
         step = Timed(
-            work.name, ("", *path)[-1], part, work.forward, work.backward, there, back, work.change, work.bytes
-        )
+            work.name, ("", *path)[-1], part, there.seconds, back.seconds, there.primitive, back.primitive,
+            work.change, work.bytes,
+        )  # fmt: skip
         yield step, home or path
 
 
@@ -386,5 +392,5 @@ def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iter
             # The products that make the gradient of the gathered value: each takes as long as its forward.
             products = (sharded.origin[p.node][0] for p in group.products if p.node in sharded.origin)
             if builder.cluster.overlaps:
-                beside = sum(works.operator(product).forward for product in products)
+                beside = sum(works.operator(product).forward.seconds for product in products)
             yield group.conversion, size, alone - hidden_seconds(alone, beside)

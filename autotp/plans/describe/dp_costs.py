@@ -53,8 +53,13 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
             ways = prices.across(op, over, prices.share(planned.decisions[op.node].outs[0]))
             values += sum(collective_bytes(name, size, ranks) for _, name, size, ranks in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
-    backward = sum(work.backward for *_, work in Works(planned, prices).walk(sharded) if work.backward_call is None)
-    costs = {"sent": sends.bytes, "seconds": sends.seconds, "values": values, "backward": backward}
+    backward = [work.backward for *_, work in Works(planned, prices).walk(sharded)]
+    costs = {
+        "sent": sends.bytes,
+        "seconds": sends.seconds,
+        "values": values,
+        "backward": sum(seconds for seconds, call in backward if call is None),
+    }
     priced = replace(axis, **costs, experts=tuple(planned.program.owned))
     own = 1.0  # of which each rank holds and updates one part
     if axis.fully_shard:
