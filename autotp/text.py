@@ -6,7 +6,7 @@ import difflib
 import math
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ def divisors(n: int) -> list[int]:
 def counts(number: Any) -> bool:
     """Say whether it is a whole number of at least 1, as of ranks or calls; a flag is no number."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def axis_text(degrees: Mapping[str, Any], between: str = " x ") -> str:
+    """Degrees in words, such as "dp=2 x cp=2"."""
+    return between.join(f"{name}={n}" for name, n in degrees.items())
 
 
 def message_of(error: BaseException) -> str:

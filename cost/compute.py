@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autotp.cost.machines.cluster import Cluster
 from autotp.errors import InputError
+from autotp.ir.graph import floating
 from autotp.ir.op import operator_name, packet_of
 
 from .terms import NOTHING, Cost
@@ -99,9 +100,9 @@ def example(val: Any, graded: bool = False) -> Any:
         val: of a node. graded: its tensors ask for gradients, where they may have some.
     """
     if isinstance(val, torch.Tensor):
-        shape, stride = ([size_hint(n) for n in sides] for sides in (val.shape, val.stride()))
+        shape, stride = (list(map(size_hint, sides)) for sides in (val.shape, val.stride()))
         x = torch.empty_strided(shape, stride, dtype=val.dtype, device="meta")
-        return x.requires_grad_(graded and (x.is_floating_point() or x.is_complex()))
+        return x.requires_grad_(graded and floating(x))
     if isinstance(val, list | tuple):
         return [example(v, graded) for v in val]
     return size_hint(val) if isinstance(val, torch.SymInt) else val

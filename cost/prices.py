@@ -343,8 +343,8 @@ class Prices:
         back = [(b.dual, a.dual, size)] if node in self.grads else []
         return [(a, b, size * self._narrow(node, a, b)), *back]
 
-    def paid(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
-        """Those of `ways` that a step of the objective has."""
+    def step_ways(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
+        """Return those of `ways` that a step of the objective has."""
         return self.ways(value, a, b)[: 1 + self.objective.training]
 
     def traffic(self, value: Any, a: Layout, b: Layout) -> Traffic:
@@ -354,7 +354,9 @@ class Prices:
             value: node and number of its result.
             a, b: the layouts before and after.
         """
-        calls = [call for way in self.paid(value, a, b) if (call := conversions.sending(*way, self.tp))[0] != "none"]
+        calls = [
+            call for way in self.step_ways(value, a, b) if (call := conversions.sending(*way, self.tp))[0] != "none"
+        ]
         return Traffic(sum(collective_bytes(*call) for call in calls), len(calls))
 
     def _narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autotp.comm.conversions import FUNCTIONS
 from autotp.ir.graph import Value, draws, on_meta, resolve, tensor_at, tensors
 from autotp.ir.marks import Saved, mark, write
-from autotp.ir.op import Op, gives_views, operator_name
+from autotp.ir.op import Op, gives_views, operator_name, several
 
 from .compute import example, size_hint
 
@@ -72,8 +72,7 @@ def _run(op: Op, grads: set[fx.Node]) -> Saved:
     args, kwargs = fx.node.map_aggregate((args, kwargs), on_meta)  # type: ignore[misc,assignment]
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
         out = op.target(*args, **kwargs)
-    outs = out if isinstance(out, list | tuple) else [out]
-    results = [x for x in outs if isinstance(x, Tensor)]
+    results = [x for x in several(out) if isinstance(x, Tensor)]
     # Memory tells which tensor it is: autograd saves aliases, never the objects that went in. Of x * x the first slot
     # answers, so the later ones are entered before it. A result that lies in an operand's memory is a view.
     slots = {_memory(examples[s]): i for i, s in reversed(list(enumerate(op.slots)))}

@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What is done in one direction, forward or backward: its seconds, and the collective where it communicates."""
+    """Seconds of one direction, forward or backward, and the collective where it communicates."""
 
     seconds: float = 0.0
     call: Call | None = None
@@ -134,7 +134,7 @@ class Works:
         key = self.planned.same[origin], i, a, b
         if key not in self._works:
             tp, size = self.planned.tp, self.prices.bytes(tensor_at((origin, i)))
-            ways = self.prices.paid((origin, i), a, b)
+            ways = self.prices.step_ways((origin, i), a, b)
             sides = [_way(self.prices.one_way(*way) or 0.0, *conversions.sending(*way, tp), tp) for way in ways]
             forward, backward = (*sides, Way())[:2]
             self._works[key] = Work(conversions.kind_of(a, b).name, forward, backward, 0.0, f"{a} -> {b}", size)
@@ -146,7 +146,8 @@ class Works:
 
 def _way(seconds: float, name: str, size: float, ranks: int, of: int) -> Way:
     """A direction that sends so much among so many ranks of an axis; nothing where its collective is "none"."""
-    return Way(seconds, Call(name, size, ranks if ranks < of else 0) if name != "none" else None)
+    few = ranks if ranks < of else 0
+    return Way(seconds, Call(name, size, few) if name != "none" else None)
 
 
 @dataclass

@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from autotp import compat
+from autotp.cost.compute import example
 from autotp.errors import CaptureError
-from autotp.ir.graph import draws
+from autotp.ir.graph import draws, floating
 from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, FunctionCall, apply, enter, functions_as
 from autotp.passes.canonicalise.functionalise import drop_inert, memory, mutates, written_operand
 from autotp.proof.differences import gradients
@@ -102,17 +103,16 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
     if calls:
         drop_inert(graph)
     places_of = memory(graph) if calls else {}
-    order = {n: i for i, n in enumerate(graph.nodes)}
     for node in calls:
         # All values that lie in the same memory, views and what they are views of: a write to one is seen in all.
         places = set().union(*(places_of[x] for x in writes_to(node)))
-        names = [n for n, own in places_of.items() if own & places and order[n] < order[node]]
+        names = [n for n, own in places_of.items() if own & places and n < node]
         record = CALLS[node.args[2]]
         # The caller, or the next step, would see the change in the model and not here.
         if any(n.op in ("placeholder", "get_attr") for n in names):
             raise _refused(record.function, "it writes to an argument that is an input or a weight", record.where)
         # So would an operator that comes later. What nothing reads any more may be written to.
-        if any(order[user] > order[node] for n in names for user in n.users):
+        if any(user > node for n in names for user in n.users):
             raise _refused(record.function, "it writes to an argument that is read afterwards", record.where)
 
 
@@ -170,8 +170,7 @@ def _with_gradient(
     """
     operands: list[Tensor] = []
     for x in xs:
-        graded = x.is_floating_point() or x.is_complex()
-        operands.append(x.detach().requires_grad_() if graded else x)
+        operands.append(x.detach().requires_grad_() if floating(x) else x)
     with torch.enable_grad():
         outs = function(*operands)
     computed = gradients(outs, toward, operands)
@@ -183,25 +182,16 @@ def _symbolic(like: list[Tensor]) -> tuple[Any, ShapeEnv, list[Tensor]]:
     env = ShapeEnv(duck_shape=False)
     mode, values = compat.FakeTensorMode(shape_env=env), []
     for x in like:
-        meta = torch.empty_strided([*map(_hint, x.shape)], [*map(_hint, x.stride())], dtype=x.dtype, device="meta")
         free = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.ndim)
-        sized = mode.from_tensor(meta, symbolic_context=free)
+        sized = mode.from_tensor(example(x), symbolic_context=free)
         with mode:
             values.append(torch.empty_strided(sized.shape, sized.stride(), dtype=x.dtype, device=x.device))
     return mode, env, values
 
 
-def _hint(size: Any) -> int:
-    """A size as the example inputs have it."""
-    return size.node.hint if isinstance(size, torch.SymInt) else int(size)
-
-
 def _again(node: fx.Node, xs: tuple[Tensor, ...]) -> list[Tensor]:
     _, sizes, key = node.args
-    numbers: list[Any] = []
-    for n in sizes:  # type: ignore[union-attr]
-        numbers.append(_hint(n.meta["val"]) if isinstance(n, fx.Node) else n)
-    return CALL(list(xs), numbers, key)
+    return CALL(list(xs), fx.map_arg(sizes, lambda n: example(n.meta["val"])), key)
 
 
 def _refused(function: Any, why: str, where: str) -> CaptureError:

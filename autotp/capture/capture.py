@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs, mapped
-from autotp.ir.carried import Carried, states_of
+from autotp.ir.carried import carried_in, states_of
 from autotp.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Capture, Leaf, LeafKind
 from autotp.ir.op import expression
 from autotp.log import log, stage
@@ -133,8 +133,7 @@ class _Request:
         none, or it fails, or does not take the inputs."""
         attempt = self.attempt(_twice(self.inputs))
         try:
-            holders = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
-            attempt.short = bool(holders) or any(map(lengths, attempt.state_tensors()))
+            attempt.short = bool(carried_in(attempt.args, attempt.kwargs)) or any(map(lengths, attempt.state_tensors()))
             program = self.program(attempt, ()) if attempt.short else None
             if program is None:
                 return None

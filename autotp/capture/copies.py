@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autotp import compat
+from autotp.ir.graph import floating
 from autotp.ir.precision import DELAYED, HISTORY, LATEST, Precision
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -129,7 +130,7 @@ def _values(tensor: Tensor, name: str, weight: bool) -> Tensor:
     shape = tensor.shape
     if tensor.dtype == torch.bool:
         return torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 1 else torch.ones(shape, dtype=torch.bool)
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not floating(tensor):
         return torch.zeros(shape, dtype=tensor.dtype)
     draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {tuple(shape)}".encode()))
     count, draw_count = tensor.numel(), min(tensor.numel(), PATTERN)

@@ -20,7 +20,7 @@ from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from autotp import compat
-from autotp.ir.carried import SHIFT, Carried
+from autotp.ir.carried import SHIFT, Carried, carried_in
 from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
@@ -167,13 +167,13 @@ class Attempt:
         arguments = inspect.signature(self.bare.forward).bind(*self.args, **self.kwargs).arguments
         states = [arguments.get(name) for name in self.states]
         tensors = [x for x in compat.tree_leaves(states) if isinstance(x, Tensor)]
-        objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
+        objects = carried_in(self.args, self.kwargs)
         return [*tensors, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
 
     def _state_lengths(self) -> set[int]:
         """The sizes that the states of objects have beside their batch and heads, but for those that stay; and their
         numbers that change from call to call, such as the length that a static cache is to have."""
-        objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
+        objects = carried_in(self.args, self.kwargs)
         pairs = [pair for x in objects for pair in zip(x.tensors, x.shape.names, strict=True)]
         # A state of one dimension is a list of places, such as those of the tokens that a paged cache reads.
         firsts = [2 * (t.ndim > 1) for t, _ in pairs]

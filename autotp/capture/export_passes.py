@@ -256,7 +256,7 @@ def targets(program: ExportedProgram, *kinds: str) -> dict[str, Any]:
 
 def state_places(program: ExportedProgram) -> dict[str, int]:
     """Placeholders of states -> their place among the input tensors."""
-    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == INPUT]
     states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
     tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
     return {name: i for i, name in enumerate(tensors) if name in states}
@@ -264,8 +264,8 @@ def state_places(program: ExportedProgram) -> dict[str, int]:
 
 def _operands_of(check: fx.Node) -> set[fx.Node]:
     """All that a check is computed from, with what was written before to the memory that it reads."""
-    places_of, order = memory(check.graph), {n: i for i, n in enumerate(check.graph.nodes)}
-    writes = {n: places_of[written_operand(n) or n] for n in order if mutates(n) and order[n] < order[check]}
+    places_of = memory(check.graph)
+    writes = {n: places_of[written_operand(n) or n] for n in places_of if mutates(n) and n < check}
 
     def step(node: fx.Node) -> list[fx.Node]:
         return [*node.all_input_nodes, *(w for w, places in writes.items() if places & places_of[node])]

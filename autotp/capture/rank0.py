@@ -23,6 +23,7 @@ from autotp.log import log
 from autotp.passes.base import Pass, run_passes
 from autotp.text import failure
 
+from .autograd_functions import PLAIN_TYPES
 from .copies import tensors_of
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ def _on(device: torch.device, x: Any) -> Any:
 # That is the tree of modules: their classes by name, flags, attributes and config, and of weights what they are like
 # and not their numbers. The code of classes is taken to be the same in every process of a run.
 
-KEYED_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
+KEYED_TYPES = (*PLAIN_TYPES, Enum, slice)
 OWN = {"_parameters", "_buffers", "_modules"}
 MAX_DEPTH = 12  # containers within each other
 

@@ -22,11 +22,11 @@ from autotp.ir.graph import copy_graph, replace_results, tensors
 from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory
 
-from .autograd_functions import writes_to
+from .autograd_functions import PLAIN_TYPES, writes_to
 from .copies import tensors_of
 
 MIN_BLOCKS = 4  # blocks in a stack for which one trace is worth while
-PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+Stack = nn.ModuleList | nn.Sequential
 OWN = {"_parameters", "_buffers", "_modules", "training"}  # attributes of nn.Module that are looked at one by one
 HOOKS = tuple(n for n in vars(nn.Module()) if "_hooks" in n)
 AttributePlace = tuple[str, str]  # module within the block, attribute
@@ -53,24 +53,19 @@ for _name in READING.split():
     setattr(Unread, f"__{_name}__", _refuse)
 
 
-def stacks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
+def stacks(model: nn.Module) -> dict[str, Stack]:
     """Find the outermost lists of at least `MIN_BLOCKS` modules; the model itself may be one, and hides no others."""
-    lists: dict[str, nn.ModuleList | nn.Sequential] = {}
+    lists: dict[str, Stack] = {}
     for name, module in model.named_modules():
         inner = any(outer and name.startswith(f"{outer}.") for outer in lists)
         if (
-            isinstance(module, nn.ModuleList | nn.Sequential)
+            isinstance(module, Stack)
             and len(module) >= MIN_BLOCKS
             and not inner
-            and _full(module)
+            and all(isinstance(block, nn.Module) for block in module)  # some leave places empty
         ):
             lists[name] = module
     return lists
-
-
-def _full(stack: nn.ModuleList | nn.Sequential) -> bool:
-    """Say whether a list has a module at each place; some leave places empty."""
-    return all(isinstance(block, nn.Module) for block in stack)
 
 
 def path_of(stack: str, index: int) -> str:
@@ -86,7 +81,7 @@ def place_in(stack: str, name: str) -> int | None:
     return int(place) if place.isdigit() and name.startswith(stack) and (not stack or inside != name) else None
 
 
-def kinds(stack: nn.ModuleList | nn.Sequential) -> list[Hashable | None]:
+def kinds(stack: Stack) -> list[Hashable | None]:
     """For every block what it has in common with those that are alike; None where it must be traced by itself."""
     places = _places(list(stack))
     return [_kind(block, places) for block in stack]
@@ -137,7 +132,7 @@ def _value(value: Any) -> Hashable:
 
 
 @contextmanager
-def unread(stack: nn.ModuleList | nn.Sequential) -> Iterator[None]:
+def unread(stack: Stack) -> Iterator[None]:
     """Within this context no block of the stack can tell its place."""
     blocks = list(stack)
     places = _places(blocks) if len(set(blocks)) == len(blocks) else set()
@@ -329,12 +324,12 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
 def _bodies(graph: fx.Graph) -> dict[int, _Body]:
     """The nodes of every first call: all between its two marks."""
     nodes = list(graph.nodes)
-    at = {n: i for i, n in enumerate(nodes)}
     leaves = {n.args[1]: n for n in nodes if n.target is LEAVE}
     bodies = {}
     for enter in [n for n in nodes if n.target is ENTER]:
         leave = leaves.get(enter.args[1])
-        bodies[enter.args[1]] = _Body(enter, leave, nodes[at[enter] + 1 : at[leave]] if leave else [])
+        between = [n for n in nodes if leave is not None and enter < n < leave]
+        bodies[enter.args[1]] = _Body(enter, leave, between)
     if len(bodies) != len({n.args[1] for n in nodes if n.target in (ENTER, LEAVE, REPEAT)}):
         raise CannotRepeat("a region of the graph separates a block's marks")
     return bodies

@@ -96,6 +96,12 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     return mode_with(shortened(list(map(TRAINING, modules))), modules, parameters_of(modules), device)
 
 
+@torch.enable_grad()
+def recording_mode(model: nn.Module, device: torch.device) -> Mode:
+    """The mode of a model where gradients are recorded, as a trial runs it."""
+    return mode_of(model.modules(), device)
+
+
 def mode_with(
     training: Any, modules: Iterable[nn.Module], parameters: list[nn.Parameter], device: torch.device
 ) -> Mode:  # fmt: skip

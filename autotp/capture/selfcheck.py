@@ -78,7 +78,7 @@ class Trial:
             copy = tensor.detach().to(self.device, copy=True)
             return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
-        return copied(self.model, own, self._other)
+        return copied(self.model, own, lambda tensor: made_real(tensor, self.device) if tensor.is_meta else None)
 
     @cached_property
     def called_model(self) -> nn.Module:
@@ -87,10 +87,6 @@ class Trial:
             inputs = self.mapped()
             self.copied(*inputs.args, **inputs.kwargs)
         return self.copied
-
-    def _other(self, tensor: Tensor) -> Tensor | None:
-        """A tensor that is neither a parameter nor a buffer."""
-        return made_real(tensor, self.device) if tensor.is_meta else None
 
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
         """The example inputs on the device of the capture, each tensor changed."""

@@ -27,13 +27,12 @@ from autotp.ir.op import aten, expression, symbols_of
 from autotp.ir.scopes import module_path
 
 from .copies import copied, tensors_of
-from .repeated_blocks import MIN_BLOCKS, kinds, path_of, place_in
+from .repeated_blocks import MIN_BLOCKS, Stack, kinds, path_of, place_in
 
 FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
 RATIOS = (128, 64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW_WIDTH`
 NARROW_WIDTH = 128  # what the widest of the common widths comes to, or more
 MIN_WIDTH = 32  # and where such a model is too large or does not run
-Stack = nn.ModuleList | nn.Sequential
 
 
 def cuts(model: nn.Module) -> dict[str, int]:

@@ -134,7 +134,7 @@ def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
         yield mapped(inputs, functools.partial(own, dims=dims))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StandIn(Trial):
     """A trial of a small model, for captures of the large one.
 
@@ -142,9 +142,9 @@ class StandIn(Trial):
         whole: a trial of the large model itself, for where the small one is captured as another graph.
     """
 
-    small: Small | None = None
-    capturer: Capturer | None = None
-    whole: Trial | None = None
+    small: Small
+    capturer: Capturer
+    whole: Trial
 
     @cached_property
     def _trial(self) -> Trial:
@@ -159,7 +159,6 @@ class StandIn(Trial):
     def _small_capture(self) -> tuple[Capture | None, str, str]:
         """The capture of the small model that was found right, or why there is none; and what was refused of it."""
         trial = self._trial
-        assert self.capturer is not None
         try:
             program = self.capturer(trial)
         except AutoTPError as error:
@@ -175,14 +174,13 @@ class StandIn(Trial):
         """
         own, why, refused = self._small_capture
         if own is not None:
-            assert self.small is not None
             other = differs(program, own, self.small.stacks, self.small.ratio)
             if not other:
                 return own.error
             why = f"{self.ground} is captured as another graph: {other}"
         if refused:
             raise CaptureError(f"{refused} (on {self.ground})")
-        if self.whole is None or self.whole.skip:
+        if self.whole.skip:
             self.skip = why
             return float("nan")
         error = self.whole.compare(program)

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from autotp import compat
 from autotp.inputs import Inputs, mapped
-from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
+from autotp.ir.carried import Carried, Returned, Same, carried_in, describe, rebuilt, replaced
 from autotp.log import log
 
 from .copies import tensors_of
@@ -31,19 +32,13 @@ def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.
         bare: the skeleton. forward: called in place of its own. signature: that the exporter sees.
     """
     forward.__signature__ = signature  # type: ignore[attr-defined]
-    own = vars(bare).get("forward")
-    bare.forward = forward
-    try:
+    with mock.patch.object(bare, "forward", forward):  # which puts back a forward that it has of its own
         yield
-    finally:
-        del bare.forward
-        if own is not None:
-            bare.forward = own
 
 
 def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call is given such objects, or asks for one."""
-    return kwargs.get("use_cache") is True or any(isinstance(x, Carried) for x in (*args, *kwargs.values()))
+    return kwargs.get("use_cache") is True or bool(carried_in(args, kwargs))
 
 
 NONE: Mapping[tuple[str, int], int | None] = MappingProxyType({})
@@ -75,7 +70,7 @@ def carrying(bare: nn.Module) -> Iterator[None]:
     own = bare.forward
 
     def forward(*args: Any, **kwargs: Any) -> Returned:
-        states = [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
+        states = carried_in(args, kwargs)
         objects = [rebuilt(x) for x in states]
         object_of = {id(x): obj for x, obj in zip(states, objects, strict=True)}
         keywords = {k: object_of.get(id(x), x) for k, x in kwargs.items()}

@@ -16,7 +16,7 @@ from torch import nn
 
 from autotp import compat
 from autotp.capture.repeated_blocks import kinds, path_of, place_in
-from autotp.capture.request import Mode, mode_of
+from autotp.capture.request import Mode, recording_mode
 from autotp.capture.small_model import cut, cuts
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs, is_transformers, with_cache
@@ -84,8 +84,7 @@ def _with_few_blocks(
     """
     bare: nn.Module = captured.origin[0]  # type: ignore[index]
     device = next((p.device for p in bare.parameters()), torch.device("cpu"))
-    with torch.enable_grad():
-        mode = mode_of(bare.modules(), device)
+    mode = recording_mode(bare, device)
     stacks = {name: kinds(bare.get_submodule(name)) for name in lengths}  # type: ignore[arg-type]
     with cut(bare, lengths):
         program = capture(bare, inputs, device, mode)
@@ -117,8 +116,8 @@ def _blocks(of: list[Hashable | None], place: int | None, length: int) -> int:
 
 def _outputs(program: Capture) -> dict[str, int]:
     """The outputs of a call by their names in its results, with their positions among those of the graph."""
-    positions = {i for i, _ in enumerate(compat.tree_leaves(program.graph.output_node().args))}
-    results = compat.tree_unflatten(sorted(positions - program.mutations.keys()), program.out_spec)
+    positions = [i for i, _ in enumerate(program.results) if i not in program.mutations]
+    results = compat.tree_unflatten(positions, program.out_spec)
     leaves = compat.named_leaves(results.outputs if isinstance(results, Returned) else results)
     if "0" in leaves:  # one alone is the first
         leaves["[0]"] = leaves.pop("0")

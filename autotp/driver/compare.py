@@ -47,7 +47,7 @@ from autotp.runtime.module import ShardedModule
 from autotp.runtime.program_search import match_of
 from autotp.runtime.programs import Program, Source
 
-from .compared_call import Call, Candidates, again, by_shape, errors_of, joined, listening, tensors_of
+from .compared_call import Call, Candidates, again, by_shape, errors_of, joined, listening, noting, tensors_of
 
 CAUSE = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
 AROUND = (
@@ -233,10 +233,9 @@ class _Comparison:
             "the sizes of slices of the batch, which compare= joins (pad them alike)",
             {"sizes": shapes},
         )
-        tensors = [x.node for x in self.capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
-        for at, node in zip(self.order, tensors, strict=True):
-            flat[at], _ = self._joined(flat[at], node)
-        nodes = compat.tree_leaves(self.capture.graph.output_node().args[0])
+        for at, leaf in zip(self.order, self.capture.tensor_inputs, strict=True):
+            flat[at], _ = self._joined(flat[at], leaf.node)
+        nodes = self.capture.results
         outputs = [(x, nodes[i]) for i, x in enumerate(self.theirs.outputs[0]) if i in self.positions]
         return flat, [self._joined(x, node)[0] for x, node in outputs if isinstance(x, Tensor)]
 
@@ -329,8 +328,7 @@ class _Comparison:
             module.training = part.training
         module_values: list[tuple[str, list[Tensor]]] = []
         for name, module in model.named_modules():
-            hook = partial(lambda name, module, args, outputs: module_values.append((name, tensors_of(outputs))), name)
-            module.register_forward_hook(hook)
+            noting(module, name, module_values)
         args, kwargs = compat.tree_unflatten(again(flat), self.call.spec)
         inputs = without_cache(model, Inputs(*args, **kwargs))[0]
         self.call.rewind()
@@ -405,8 +403,7 @@ class _Comparison:
 
     def _whole_gradient(self, position: int, grad: Tensor) -> Tensor:
         """Return the gradient of a whole output, where each rank beside tp has that of its part."""
-        node = compat.tree_leaves(self.capture.graph.output_node().args[0])[position]
-        whole, count = self._joined(grad, node)
+        whole, count = self._joined(grad, self.capture.results[position])
         return whole / count
 
     def _differentiate(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> None:
@@ -435,8 +432,8 @@ class _Comparison:
             return None
         pieces: list[Tensor] = []
         for p, before, after in zip(self.parameters[name], self.before[name], now, strict=True):
-            gain = torch.zeros_like(p) if after is None else after
-            pieces.append(gain if after is None or before is None else gain - before)
+            gain = after if before is None or after is None else after - before
+            pieces.append(torch.zeros_like(p) if gain is None else gain)
         return self.shards.storages[name].full(pieces)
 
     def _together(self, run: Callable[[], Any]) -> Any:

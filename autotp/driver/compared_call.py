@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import sympy
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from autotp import compat
 from autotp.comm.ranks import Ranks, agree, broadcast
@@ -86,15 +86,17 @@ def listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]
     parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
     if module._source.lowering.name != "eager":
         parts = {}
-    handles = []
-    for path, part in parts.values():
-        hook = partial(lambda path, part, args, outputs: values.append((path, tensors_of(outputs))), path)
-        handles.append(part.register_forward_hook(hook))
+    handles = [noting(part, path, values) for path, part in parts.values()]
     try:
         yield values
     finally:
         for handle in handles:
             handle.remove()
+
+
+def noting(module: nn.Module, path: str, values: list[tuple[str, list[Tensor]]]) -> RemovableHandle:
+    """Have a module note the tensors that it gives, by its path."""
+    return module.register_forward_hook(lambda module, args, outputs: values.append((path, tensors_of(outputs))))
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:

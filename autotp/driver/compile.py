@@ -20,7 +20,7 @@ from autotp.capture.capture import aliases, capture, skeleton
 from autotp.capture.capture_errors import refuse_unsaid
 from autotp.capture.copies import plain_weights, with_histories
 from autotp.capture.rank0 import Untold, capture_once, model_key
-from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, mode_of
+from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest, Mode, recording_mode
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.comm.ranks import Ranks, agree, machine, of_first, together, versions
@@ -51,6 +51,7 @@ from autotp.runtime.lower.lower import EAGER, Lowering
 from autotp.runtime.lower.measured import FOLDER, warn_of_cache
 from autotp.runtime.programs import Source, hosts_of
 from autotp.runtime.storage import ShardState
+from autotp.text import message_of
 
 from .begun_cache import BegunCache, begun_cache
 from .options import Options
@@ -267,9 +268,7 @@ def further(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, r
 
 def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
     """The capture of a stand-in, held against it."""
-    with torch.enable_grad():  # as the trial runs the model
-        mode = mode_of(trial.model.modules(), trial.device)
-    bare = skeleton(trial.model, trial.device)
+    mode, bare = recording_mode(trial.model, trial.device), skeleton(trial.model, trial.device)
     return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, states)
 
 
@@ -282,15 +281,14 @@ def capture_key(
         model, inputs, device, check, request: see `capture_model`.
     """
     try:
-        with torch.enable_grad():
-            mode = mode_of(model.modules(), device)
+        mode = recording_mode(model, device)
         real = any(not p.is_meta for p in model.parameters())
         more = (inputs.args, inputs.kwargs), mode, check, repr(request), real
         return model_key(skeleton(model, device), *more), ""
     except Untold as odd:
         return None, str(odd)
     except Exception as error:  # whatever a user's class may raise: the capture itself then says what is wrong
-        return None, f"{type(error).__name__}: {error}"
+        return None, message_of(error)
 
 
 @uncollected()
@@ -316,9 +314,7 @@ def capture_model(
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
     check_names(bare.forward, request.states)
-    with torch.enable_grad():  # as the trial runs the model
-        mode = mode_of(model.modules(), device)
-    captured = prepare(bare, inputs, device, mode, trial, request)
+    captured = prepare(bare, inputs, device, recording_mode(model, device), trial, request)
     captured.origin = bare, inputs
     captured.unproved = trial.skip
     if trial.skip:

@@ -41,7 +41,7 @@ from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generate_methods import calling
 from autotp.runtime.programs import Program, Programs, form
-from autotp.text import counts
+from autotp.text import counts, failure
 
 from .compile import apply_plan, further
 from .options import Options
@@ -82,9 +82,8 @@ def decoded(
     try:
         generate(proof.bare, trial.mapped(), count, request.carried, proof.call)
     except _FailedError as failed:
-        error = failed.__cause__
-        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise InputError(FAILS.format(count=count, error=text)) from error
+        error: Any = failed.__cause__
+        raise InputError(FAILS.format(count=count, error=failure(error))) from error
     return proof.summary(count)
 
 

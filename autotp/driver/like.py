@@ -60,11 +60,8 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
 
 def _equal_shapes(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether every parameter has the shape of one that the plan knows under its name without numbers."""
-
-    def saved_shapes(name: str) -> set[tuple[int, ...]]:
-        return {p.shape for p in saved[generic(name)]}
-
-    return all(shape in saved_shapes(name) for name, shape in shapes.items())
+    there = {(name, p.shape) for name, parameters in saved.items() for p in parameters}
+    return all((generic(name), shape) in there for name, shape in shapes.items())
 
 
 def _plan_under(

@@ -26,7 +26,7 @@ from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.explain import explain
 from autotp.plans.plan import Plan
-from autotp.text import amount, counts, divisors, listed, seconds
+from autotp.text import amount, counts, divisors, listed, seconds, axis_text
 
 from .compile import plan_stages
 from .mesh_prices import Priced, Pricer, terms_of
@@ -244,7 +244,7 @@ class _Search:
     def _plan_of(self, mesh: Mesh) -> Plan:
         """The plan that starts a mesh."""
         staged, axis = self.staged[mesh.inner], Axes(mesh.dp, mesh.cp, mesh.fully_shard, ep=mesh.ep)
-        degrees = " x ".join(f"{name}={n}" for name, n in zip(("pp", "dp", "cp", "tp"), mesh.degrees, strict=True))
+        degrees = axis_text(dict(zip(("pp", "dp", "cp", "tp"), mesh.degrees, strict=True)))
         degrees += f", ep={mesh.ep}" if mesh.ep > 1 else ""
         if mesh.pp > 1 and self.options.cluster.ranks:
             starts = [*self.pricers[mesh.inner].starts(mesh.pp, mesh.chunks), len(self.pricers[mesh.inner].terms.units)]

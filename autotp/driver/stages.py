@@ -32,7 +32,7 @@ from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.stage import Grid, Pipeline
 from autotp.runtime.storage import ShardState
-from autotp.text import counts
+from autotp.text import counts, axis_text
 
 from .compare import kind_of
 from .compile import Compilation, applied, decided_for, further, plain
@@ -208,7 +208,7 @@ def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords
 def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
     """Find the ranks of the pipeline, and those of this one's stages."""
     degrees = {"pp": pp, **axes.degrees, "tp": tp}
-    text, count = " x ".join(f"{name}={n}" for name, n in degrees.items()), prod(degrees.values())
+    text, count = axis_text(degrees), prod(degrees.values())
     if mesh is None:
         every = Ranks.find()
         if every is None:

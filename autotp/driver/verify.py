@@ -188,8 +188,7 @@ def prove_call(
             f"the model draws random numbers, which every rank of {axes.name} does for itself: prove it in eval()."
         )
     values = Values.of(captured, model, inputs)
-    ours = planned, sharded, values
-    compared = (same_bits if bits else compare)(*ours, captured, beside)
+    compared = (same_bits if bits else compare)(planned, sharded, values, captured, beside)
     certified = certificate(planned, sharded, axes.degrees) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
     return replace(proof, certificate=certified, beside={**({"pp": pp} if pp > 1 else {}), **proof.beside}), options

@@ -124,6 +124,11 @@ class Carried:
         self.shape, self.tensors = shape, list(tensors)
 
 
+def carried_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Carried]:
+    """List the objects among the arguments of a call."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
+
+
 class Returned:
     """Results of a forward with such objects: its outputs, and each object among the arguments as it is afterwards."""
 

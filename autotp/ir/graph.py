@@ -289,8 +289,12 @@ class Capture:
     def own_graph(self) -> None:
         """Give this record a graph of its own, which may then be changed; other records keep theirs."""
         graph, env = copy_graph(self.graph.nodes)
-        graph.owning_module = self.graph.owning_module
-        self.graph, self.blocks = graph, Blocks()
+        graph.owning_module, self.blocks = self.graph.owning_module, Blocks()
+        self.move(graph, env)
+
+    def move(self, graph: fx.Graph, env: Mapping[fx.Node, fx.Node]) -> None:
+        """Have another graph, in which these nodes stand for the placeholders of this one."""
+        self.graph = graph
         self.leaves = [replace(leaf, node=env[leaf.node]) for leaf in self.leaves]
         self.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in self.symbols.items()}
 

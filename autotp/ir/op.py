@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -174,13 +174,12 @@ class Op:
             for i, a in enumerate(arguments_of(node.target)):
                 op.args[a.name] = positional.get(i, node.kwargs.get(a.name, a.default))
         for name, value in op.args.items():
-            for item in value if isinstance(value, list | tuple) else (value,):
+            for item in several(value):
                 if is_tensor(item):
                     op.slots.append(item)
                     op.names.append(name)
                     op.ins.append(sizes(item.meta["val"]))
-        result = node.meta.get("val")
-        for v in result if isinstance(result, list | tuple) else (result,):
+        for v in several(node.meta.get("val")):
             op.outs.append(sizes(v) if isinstance(v, torch.Tensor) else ())
         return op
 
@@ -200,6 +199,11 @@ class Op:
     def dim(self) -> int:
         """The argument `dim`, a dimension of the first operand, counted from the front."""
         return self.args["dim"] % max(len(self.ins[0]), 1)
+
+
+def several(value: Any) -> Sequence[Any]:
+    """The items of a list; any other value as the one item."""
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def is_tensor(item: Any) -> bool:

@@ -11,7 +11,7 @@ from autotp.cost.meshes import Mesh
 from autotp.errors import InputError, PlanError
 from autotp.plans.show import document
 from autotp.plans.show.terminal import Line, Printed, Sheet, Table, View
-from autotp.text import amount, number, seconds
+from autotp.text import amount, axis_text, number, seconds
 
 from .estimates import Axes, Degree
 from .plan import Plan
@@ -61,7 +61,7 @@ def call_of(mesh: Mesh) -> str:
         return ""
     degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}
     degrees |= {"ep": mesh.ep} if mesh.ep > 1 else {}
-    axes = ", ".join(f"{name}={n}" for name, n in degrees.items())
+    axes = axis_text(degrees, ", ")
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
         return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, {axes}{chunks}, ...)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import collective_bytes
 from autotp.errors import InputError
-from autotp.text import BESIDE
+from autotp.text import BESIDE, axis_text
 
 if TYPE_CHECKING:
     from .plan import Collective, Plan
@@ -128,7 +128,7 @@ class Axes:
     def text(self) -> str:
         """The degrees in words, such as "dp=2 x cp=2"."""
         degrees = self.degrees | ({"ep": self.ep} if self.ep > 1 else {})
-        return " x ".join(f"{name}={n}" for name, n in degrees.items()) or "dp=1"
+        return axis_text(degrees) or "dp=1"
 
     @property
     def exposed(self) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import SLACK, solve
 from autotp.errors import InputError, PlanError
@@ -99,6 +101,10 @@ class _Explainer:
     builder: Builder
     parameter: Parameter
 
+    @property
+    def leaf(self) -> fx.Node:
+        return next(n for n, x in self.builder.leaves.items() if x.name == self.parameter.name)
+
     def run(self) -> Explanation:
         pin = self.builder.user.parameters.get(self.parameter.name)
         pins = {k: v for k, v in self.builder.pins.items() if pin is None or k != pin.key}
@@ -106,8 +112,7 @@ class _Explainer:
         problem, heads = free.build()
         # Every alternative asks for the same conversions.
         problem = replace(problem, convert=cache(problem.convert), traffic=cache(problem.traffic))
-        leaf = next(n for n, x in free.leaves.items() if x.name == self.parameter.name)
-        at = heads.index(free.same[leaf])
+        at = heads.index(free.same[self.leaf])
         alternatives = [self._alternative(problem, at, k) for k in range(len(problem.items[at].choices))]
         alternatives.sort(key=lambda a: (not a.chosen, bool(a.why), a.seconds, a.layout))
         binds = f"{pin} by the user" if pin is not None else self._binds(alternatives)
@@ -154,9 +159,8 @@ class _Explainer:
     def _changes(self, alternatives: Sequence[Alternative]) -> Iterator[str]:
         """Changes that would change the choice: another degree, where heads do not fit this one."""
         tp = self.plan.tp
-        leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.parameter.name)
         for block in self.builder.parts:
-            if leaf not in block.parameters or block.heads is None:
+            if self.leaf not in block.parameters or block.heads is None:
                 continue
             count, kv = block.heads.count, block.heads.kv
             # Fewer key heads than ranks: each is on several ranks, whole or with the queries that read it.

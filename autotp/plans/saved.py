@@ -21,7 +21,7 @@ from autotp.errors import PlanError
 from autotp.ir.decisions import Decision, plain, read_layout, read_loop
 from autotp.ir.files import parse_json
 from autotp.ir.layouts import Distribution, Layout
-from autotp.text import BESIDE
+from autotp.text import BESIDE, message_of
 
 from .estimates import ALONE, Axes
 from .plan import Plan
@@ -111,7 +111,7 @@ def read_plan(text: str, name: str = "the text") -> Plan:
     try:
         return _plan(data, name)
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as e:
-        raise PlanError(f"{name} is a damaged plan: {type(e).__name__}: {e}. Plan again.") from e
+        raise PlanError(f"{name} is a damaged plan: {message_of(e)}. Plan again.") from e
 
 
 def _plan(data: dict[str, Any], name: str) -> Plan:

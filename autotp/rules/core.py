@@ -18,7 +18,7 @@ import torch
 from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
 from autotp.ir.layouts import Size, divide, simplify
-from autotp.ir.op import Carry, Factor, Op, Rule, Shape
+from autotp.ir.op import Carry, Factor, Op, Rule, Shape, several
 
 RuleFunction = Callable[[Op], Rule]
 RULES: dict[Any, RuleFunction] = {}
@@ -81,8 +81,7 @@ def function_of(target: Any) -> RuleFunction | None:
 
 def _summable(op: Op, slots: Iterable[int]) -> bool:
     """Say whether these operands can be sums over the ranks, and the results with them: truth values cannot."""
-    results = op.node.meta.get("val")
-    results = results if isinstance(results, list | tuple) else (results,)
+    results = several(op.node.meta.get("val"))
     values = [op.slots[s].meta["val"] for s in slots]
     return not any(isinstance(v, torch.Tensor) and v.dtype == torch.bool for v in (*values, *results))
 

@@ -138,10 +138,14 @@ class ShardCall:
     def in_partition(self, slot: int, dim: int) -> Distribution | None:
         return _partition(self.ins[slot], dim)
 
+    def out_length(self, dim: int, size: Size) -> Any:
+        """Local length of a dimension of the first result; `size` itself where it is not split."""
+        partition = self.out_partition(0, dim)
+        return self.sizes.of(size) if partition is None else self.length(partition)
+
     def out_shape(self, op: Op) -> list[Any]:
         """Local shape of the first result."""
-        dealt = [self.out_partition(0, d) for d in range(len(op.outs[0]))]
-        return [self.sizes.of(n) if p is None else self.length(p) for n, p in zip(op.outs[0], dealt, strict=True)]
+        return [self.out_length(d, n) for d, n in enumerate(op.outs[0])]
 
     def length(self, partition: Distribution) -> Any:
         """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""

@@ -13,7 +13,7 @@ import torch
 
 from autotp.errors import RuleError
 from autotp.ir.layouts import Size, divide, simplify
-from autotp.ir.op import Carry, Op, Rule, Shape
+from autotp.ir.op import Carry, Op, Rule, Shape, several
 
 from .core import Label, loops, without
 
@@ -215,7 +215,7 @@ def named_dims(op: Op) -> list[int] | None:
     """The dimensions that the arguments of a call name, as they stand there; None for all."""
     dims: list[Any] = []
     for value in [op.args[name] for name in NAMES if name in op.args]:
-        dims += value if isinstance(value, list | tuple) else [value]
+        dims += several(value)
     return None if not dims or None in dims else dims
 
 
@@ -251,11 +251,8 @@ def linear(op: Op, rule: Rule) -> str:
 
 def _terms(rule: Rule, sides: Sequence[Sequence[Carry | None]], shapes: Sequence[Shape]) -> str:
     """A term for each tensor of one side, of which every factor of the rule has its carries."""
-    terms = []
-    for i, shape in enumerate(shapes):
-        carries = [side[i] for side in sides]
-        terms.append(_term(rule, carries, shape))
-    return ",".join(terms)
+    columns = list(zip(*sides, strict=True)) or [()] * len(shapes)
+    return ",".join(_term(rule, *each) for each in zip(columns, shapes, strict=True))
 
 
 def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,8 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
     """
     picks: list[list[int]] = []
     producers: dict[object, Columns] = {}
-    most = sum(max(x.activation_bytes for x in item.choices) * item.count for item in problem.items) or 1.0
+    activations = attrgetter("activation_bytes")
+    most = sum(max(map(activations, item.choices)) * item.count for item in problem.items) or 1.0
     for item in problem.items:
         columns = [program.column(True) for _ in item.choices]
         leaves = 0 if item.ins else item.count

@@ -201,15 +201,14 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
             f"its working set apart. Its largest parts are:{_largest(problem, picks, x)}\n"
             "Give more memory, more ranks (tp), a smaller batch, or drop pins."
         )
-    sizes = [[choice.budget_bytes * item.count for choice in item.choices] for item in problem.items]
+    sizes = [_bytes_of(item, "budget_bytes", item.count) for item in problem.items]
     if sum(map(max, sizes)) > limit:  # one that rules nothing out leaves the program, and so the plan, as it is
         program.limit(within(sizes, program.budget_bytes, picks, limit))
 
 
-def _parameter_bytes(item: Item, kind: str) -> list[float]:
-    """Bytes of parameters of each choice, over all the item's nodes; none where it is of another kind."""
-    count = item.count if item.kind == kind else 0
-    return [choice.parameter_bytes * count for choice in item.choices]
+def _bytes_of(item: Item, name: str, count: int) -> list[float]:
+    """These bytes of each choice, over so many of the item's nodes."""
+    return [getattr(choice, name) * count for choice in item.choices]
 
 
 def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
@@ -230,13 +229,13 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0
-    if all(len(item.choices) == 1 for item in problem.items if any(x.parameter_bytes for x in item.choices)):
+    if all(len(item.choices) == 1 for item in problem.items if any(_bytes_of(item, "parameter_bytes", 1))):
         return sum(item.choices[0].parameter_bytes * item.count for item in problem.items)
     x, least, *_ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold
     # all norms and every small projection whole. A table that splits would too, so each kind has a slack of its own.
     for kind in dict.fromkeys(item.kind for item in problem.items):
-        sizes = [_parameter_bytes(item, kind) for item in problem.items]
+        sizes = [_bytes_of(item, "parameter_bytes", item.count * (item.kind == kind)) for item in problem.items]
         terms: Terms = {}
         for columns, each in zip(picks, sizes, strict=True):
             terms |= zip(columns, each, strict=True)

@@ -87,8 +87,11 @@ def _first(flow: Dataflow, part: GraphPart, products: list[fx.Node]) -> list[fx.
 def summed(op: Op, rule: Rule | None) -> list[PortDims]:
     """The dimensions of each operand that an operator sums over."""
     sums = [f.ins for f in factors_of(rule) if not any(f.outs)]
-    dims = [tuple(c.dim for ins in sums if (c := ins[i]) is not None) for i in range(len(op.slots))]
-    return [PortDims(op.node, "in", i, each) for i, each in enumerate(dims)]
+    ports = []
+    for i in range(len(op.slots)):
+        dims = tuple(c.dim for ins in sums if (c := ins[i]) is not None)
+        ports.append(PortDims(op.node, "in", i, dims))
+    return ports
 
 
 def _activations(flow: Dataflow, product: fx.Node) -> list[PortDims]:

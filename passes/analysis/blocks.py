@@ -144,7 +144,7 @@ class _Finder:
         else:
             dims, width = self._product_heads(scores)
             value = flow.ops[sums].outs[0][-1]
-        count, kv = (product(op.ins[i][d] for d in dims[i]) for i in (0, 1))
+        count, kv = (product(map(op.ins[i].__getitem__, dims[i])) for i in (0, 1))
         if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
             count = kv = divide(flow.width(out), value) or 1
             dims = ((0,), (0,))

@@ -245,7 +245,7 @@ def _composites(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _replace(node: fx.Node, body: fx.Graph) -> None:
-    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    operands = [*filter(is_tensor, node.all_input_nodes)]
     env: dict[fx.Node, Any] = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
     calls = [n for n in body.nodes if n.op == "call_function"]
     with node.graph.inserting_before(node):
@@ -263,7 +263,7 @@ def _traced(node: fx.Node) -> tuple[fx.Graph, list[Any]]:
     """Trace what the operator is made of, as a graph of its tensors, and the functions with a backward of their own
     in it."""
     target: Any = node.target
-    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    operands = [*filter(is_tensor, node.all_input_nodes)]
     functions: list[Any] = []
 
     def note(function: Any, *args: Any, **kwargs: Any) -> Any:

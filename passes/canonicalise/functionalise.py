@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.ir.graph import replace_node, tensors
+from autotp.ir.graph import computed, replace_node, tensors
 from autotp.ir.op import Op, aten, packet_of
 
 # What cuts a part out of a value -> what puts one in.
@@ -39,7 +39,7 @@ def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
     drop_inert(graph)
     positions = _lift(graph, state)
     shared = _Memory(graph, state)
-    if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.order):
+    if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.of):
         _lower(graph, positions)
         return None
     for node in [n for n in reversed(graph.nodes) if n in writes and not n.users]:
@@ -50,7 +50,7 @@ def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
 def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
     """Make the last value of each buffer that is written to a further output: as yet the buffer itself, or what
     the export copies into it last."""
-    output, order = graph.output_node(), {n: i for i, n in enumerate(graph.nodes)}
+    output = graph.output_node()
     final: dict[fx.Node, fx.Node] = {}
     for node in [n for n in graph.nodes if mutates(n)]:
         buffer = written_operand(node)
@@ -58,7 +58,7 @@ def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
             continue
         final[buffer] = buffer
         value = node.args[1] if node.target is aten.copy_.default and not node.users else None
-        if isinstance(value, fx.Node) and all(order[u] <= order[node] for u in buffer.users):
+        if isinstance(value, fx.Node) and all(u <= node for u in buffer.users):
             final[buffer] = value
             graph.erase_node(node)
     first = len(output.args[0])  # type: ignore[arg-type]
@@ -149,7 +149,6 @@ class _Memory:
     """Memory that values of a graph share, while in-place operators are rewritten."""
 
     def __init__(self, graph: fx.Graph, state: Set[str]) -> None:
-        self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.of, self.state = memory(graph), state
 
     def rewrite(self, node: fx.Node) -> bool:
@@ -165,7 +164,7 @@ class _Memory:
             return False
         node.target = twin
         self._renew(target, node, node)
-        target.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[node])
+        target.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
         return True
 
     def rewrite_part(self, write: fx.Node) -> bool:
@@ -193,9 +192,9 @@ class _Memory:
             fresh = {whole: value, **{n: self._replay(write, value, path or []) for n, path in stale.items()}}
         self._renew(whole, write, value)
         for old, node in fresh.items():
-            old.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[write])
+            old.replace_all_uses_with(node, delete_user_cb=lambda user: user > write)
         replace_node(write, new)
-        del self.order[write]
+        del self.of[write]
         return True
 
     def _path(self, name: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
@@ -218,27 +217,22 @@ class _Memory:
 
     def _renew(self, target: fx.Node, write: fx.Node, value: fx.Node) -> None:
         """Move what lay in the target's memory and comes later to new memory, that only this write fills."""
-        for later in (n for n, i in self.order.items() if i >= self.order[write] and self.of[n] & self.of[target]):
+        for later in (n for n, own in self.of.items() if n >= write and own & self.of[target]):
             self.of[later] = {*(self.of[later] - self.of[target]), id(value)}
 
     def _call(self, write: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in place of `write`, with memory of its own."""
         node = write.graph.call_function(target, args, kwargs)
-        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
-        node.meta = {**write.meta, "val": val}
-        self.order[node], self.of[node] = self.order[write], {id(node)}
+        node.meta, self.of[node] = {**write.meta, "val": computed(node)}, {id(node)}
         return node
 
     def _names(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
         """Other names of the target's memory from before the write."""
-        at = self.order[write]
-        return [n for n, i in self.order.items() if i < at and n is not target and self.of[n] & self.of[target]]
+        return [n for n, own in self.of.items() if n < write and n is not target and own & self.of[target]]
 
     def _later(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
         """List those of the names that are read after the write."""
-        at = self.order[write]
-        last_read = {n: max(map(self.order.__getitem__, n.users), default=-1) for n in self._names(target, write)}
-        return [n for n, last in last_read.items() if last > at]
+        return [n for n in self._names(target, write) if max(n.users, default=write) > write]
 
     def _leaf(self, target: fx.Node, write: fx.Node) -> bool:
         """Say whether an input or a weight has the memory of `target`, but for a buffer itself."""

@@ -60,7 +60,7 @@ class _Flow:
         return node in self.carries or (node not in self.cut and bool(self.memory[node] & self.places))
 
     def _operator(self, node: fx.Node) -> None:
-        operands = [x for x in node.all_input_nodes if is_tensor(x)]
+        operands = [*filter(is_tensor, node.all_input_nodes)]
         target = written_operand(node) if mutates(node) else None
         if target is not None and target in self.cut and self.memory[target] & self.places:
             self.odd.append(node)

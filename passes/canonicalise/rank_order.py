@@ -84,8 +84,5 @@ def follow(program: Capture, order: Sequence[NodeRow]) -> int:
         node, operands = alike[signature].pop(), iter(operand_names)
         # By rank 0's names, not by the node's own operands: of several that compute the same it may read another.
         env[node] = nodes[name] = copy_node(node, graph, lambda n, names=operands: nodes[next(names)], name)
-    program.graph = graph
-    for leaf in program.leaves:
-        leaf.node = env[leaf.node]
-    program.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()}
+    program.move(graph, env)
     return len(env)

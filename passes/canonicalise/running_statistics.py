@@ -48,7 +48,7 @@ def _functional(node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node
 
     Returns: buffer -> the value that it has now.
     """
-    args, order = Op.of(node).args, {n: i for i, n in enumerate(node.graph.nodes)}
+    args = Op.of(node).args
     with before(node) as call:
         names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps", "cudnn_enabled")
         norm = call(OPS.batch_norm.default, *(args[name] for name in names))
@@ -58,7 +58,7 @@ def _functional(node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node
     final = {}
     for name, value in zip(("running_mean", "running_var"), statistics, strict=True):
         earlier = args[name]
-        earlier.replace_all_uses_with(value, delete_user_cb=lambda user: order.get(user, -1) > order[node])
+        earlier.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user > value)
         buffers[value] = buffers[earlier]
         final[buffers[earlier]] = value
     return final

@@ -148,12 +148,12 @@ def value_of(node: fx.Node) -> Tensor:
     return node.meta.get("val", NOTHING)
 
 
-def whole_along(node: fx.Node, dim: int) -> bool:
-    """Say whether every rank has this node's value, not a summand of it, whole along the dimension."""
+def whole_rows(node: fx.Node) -> bool:
+    """Say whether every rank has this node's value, not a summand of it, whole along the last dimension."""
     layout = mark(node).layout
     if layout is None:
         return True
-    return not layout.partial and layout.sharded_dim != dim % value_of(node).ndim
+    return not layout.partial and layout.sharded_dim != value_of(node).ndim - 1
 
 
 def summable(node: fx.Node) -> bool:

@@ -103,9 +103,10 @@ class Judged:
         if not all(map(is_tensor, results)):
             return ALONE
         operators: list[Any] = [packet_of(n.target) or n.target for n in sorted(rewrite.nodes)]
+        names = " ".join(x.__name__ for x in operators)
         operands = [x for x in leaves if is_tensor(x) and not set(rewrite.nodes).isdisjoint(x.users)]
         first = self._place._replace(rank=0)  # the fullest: so a line is the same for all ranks
-        key = f"{name} for {' '.join(x.__name__ for x in operators)}: {_shape_classes(operands, first)} -> {_shape_classes(results, first)}"
+        key = f"{name} for {names}: {_shape_classes(operands, first)} -> {_shape_classes(results, first)}"
         # A model's blocks ask the same: one line of the table, and one measurement, answers for all.
         if key not in self._verdicts:
             plain, ours = (self._function(sorted(nodes), leaves, results, change) for change in (None, rewrite))

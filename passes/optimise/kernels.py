@@ -20,6 +20,7 @@ from autotp.ir.specs import PartialSpec
 from autotp.kernels.common import DTYPES, WIDE, available
 from autotp.kernels.norm import MAX_COLUMNS
 from autotp.passes.base import Changes
+from autotp.passes.schema import converts
 from autotp.rules.lookup import vocabulary_embedding
 
 from .expressions import (
@@ -38,7 +39,7 @@ from .expressions import (
     scope_of,
     summable,
     value_of,
-    whole_along,
+    whole_rows,
 )
 from .judged import Judged, Rewrite, retarget
 from .optimisation import Optimisation, RankProgram
@@ -125,7 +126,7 @@ def _fits(match: FoundNorm, node: fx.Node) -> bool:
         and isinstance(columns, int)
         and columns <= MAX_COLUMNS
         and all(v.dtype in DTYPES and sizes(v) == sizes(x)[-1:] for v in vectors)
-        and whole_along(match.x, -1)
+        and whole_rows(match.x)
         and summable(match.x)
     )
 
@@ -211,7 +212,6 @@ def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node,
 
 MAX = "max"
 VIEWS = (aten.reshape, aten.view, aten.flatten, aten.unsqueeze, aten.squeeze, aten.slice, aten.contiguous)
-CONVERSIONS = frozenset(convert.FUNCTIONS.values())
 
 
 def look_up(node: fx.Node) -> Rewrite | None:
@@ -268,7 +268,7 @@ def _in_one_pass(node: fx.Node, chain: list[Any]) -> fx.Node:
         maximum = graph.call_function(aten.select.int, (terms, 0, 0))
         _unlaid(maximum, most, scope, value.new_empty(value.shape[1:]))
         for old in reversed(chain):
-            if old.target in CONVERSIONS:
+            if converts(old):
                 maximum = _again(old, maximum, scope)
         new = graph.call_function(OPS.class_sums_of.default, (scores, maximum, target, terms, total))
     inherit(new, node, scope=scope)
@@ -288,14 +288,14 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
         if set(most.users) != {chain[-1] if chain else reader}:
             return None
         chain.append(most)
-        if most.target not in CONVERSIONS:
+        if not converts(most):
             break
         most = most.args[0]
     if not calls(most, aten.amax) or len(most.args) != 2 or list(most.args[1]) not in ([1], [-1]):
         return None
     of = most.args[0]
     # Either the scores are gathered or their maximum is: twice would be a maximum over the ranks of what is whole.
-    if of.target in CONVERSIONS:
+    if converts(of):
         if len(chain) > 1 or of.args[1].sharded_dim != 1 or not of.args[2].whole:
             return None
         chain, of = [*chain, of], of.args[0]

@@ -212,7 +212,7 @@ def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
     for new, past in product(news, [SOME_PAST[0]] if fixed else near):
         if fixed and new > sizes.whole:
             continue
-        length = sizes.value(sizes.whole, Trial(new, past, 0))
+        length = sizes.length(Trial(new, past, 0))
         ends = {0, 1, length // 2, *near, length - new}
         positions = [0]
         if graph.position is not None:

@@ -60,7 +60,7 @@ class Overlap(Optimisation):
     def run(self, program: RankProgram) -> Changes:
         """Fuse every group that saves enough by the model, and that was not measured to be slower."""
         judged, model = Judged(program, self), _Model(program.setting)
-        least = self.least * model.cluster.launch_overhead
+        least = self.least * model.seconds.cluster.launch_overhead
         for group in chain(groups(program.graph), dealt(program.graph)):  # each is found in what the one before left
             chunks = model.dealing(group, self.chunks) if group.deals else model.group(group, self.chunks)
             if chunks.saved <= least:
@@ -107,9 +107,7 @@ class _Model:
 
     def __init__(self, setting: Setting) -> None:
         self.saved, self.reasons = 0.0, Counter[str]()
-        self.cluster = setting.cluster
-        self.tp = setting.place.size
-        self.seconds = OverlapModel(self.tp, setting.cluster, setting.objective.training)
+        self.seconds = OverlapModel(setting.place.size, setting.cluster, setting.objective.training)
 
     def group(self, group: ProductGroup, forced: int) -> Chunks:
         """Price a conversion and its products: forward in chunks, backward under the weights' gradients."""
@@ -132,7 +130,7 @@ class _Model:
 
     def rows(self, conversion: fx.Node) -> int:
         """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
-        return math.prod(map(size_hint, conversion.meta["val"].shape[:-1])) // self.tp
+        return math.prod(map(size_hint, conversion.meta["val"].shape[:-1])) // self.seconds.tp
 
 
 def _sized(p: Product) -> ProductSizes:

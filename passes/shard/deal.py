@@ -161,13 +161,9 @@ class Localised:
         before = program.graph.find_nodes(op="placeholder")
         env = dict(zip(before, self.graph.find_nodes(op="placeholder"), strict=True))
         low, high = program.ranges.get(self.symbol, (1, 2**62))
-        program.graph = self.graph
-        leaves = []
+        program.move(self.graph, env)
         for leaf in program.leaves:
-            kind = BUFFER if leaf.kind is TABLE else leaf.kind
-            leaves.append(replace(leaf, node=env[leaf.node], kind=kind))
-        program.leaves = leaves
-        program.symbols = {s: (env[node], d) for s, (node, d) in program.symbols.items()}
+            leaf.kind = BUFFER if leaf.kind is TABLE else leaf.kind
         program.ranges = {**program.ranges, self.symbol: (-(-low // self.dealt.ranks), high // self.dealt.ranks)}
         program.guards = [substitute(g, self.whole) for g in program.guards]
 

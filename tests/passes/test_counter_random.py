@@ -14,7 +14,7 @@ from autotp.capture.request import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.compile import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import SEEDS, Capture
-from autotp.ir.op import operator_name
+from autotp.ir.op import packet_of
 from autotp.ir.specs import Runs
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
@@ -179,7 +179,8 @@ def test_attention_taken_apart_is_the_attention(kind):
     model = Attention(0.0, **options.get(kind, {}))
     given = [q, k, v, *([mask] if mask is not None else [])]
     program = capture_model(model, autotp.Inputs(*given), torch.device("cpu"))[0]
-    with patch.object(counter_random, "draws", lambda node: operator_name(node.target) == "aten.scaled_dot_product_attention"):
+    attention = torch.ops.aten.scaled_dot_product_attention
+    with patch.object(counter_random, "draws", lambda node: packet_of(node.target) is attention):
         CountedRandom().run(program)
     assert any(n.target is OPS.counter_dropout.default for n in program.graph.nodes)
     given = given if mask is not None else [*given, None][: len(program.inputs)]

@@ -11,6 +11,7 @@ from torch import fx
 from autotp.ir.graph import draws, resolve, short_name, tensors
 from autotp.ir.op import EXPERTS, Carry
 from autotp.ir.program import Planned
+from autotp.passes.canonicalise.functionalise import mutates
 from autotp.passes.shard.strategies import Candidates
 
 ELEMENTWISE = "elementwise"
@@ -35,9 +36,8 @@ def without_rule(planned: Planned) -> list[str]:
     """A note of the operators that make tensors of tensors and run whole because they have no rule."""
     counts: Counter[str] = Counter()
     for node, op in planned.ops.items():
-        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
         whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
-        if whole and not writes and not draws(node):
+        if whole and not mutates(node) and not draws(node):
             counts[short_name(node.target)] += 1
     names = []
     for name, times in counts.items():

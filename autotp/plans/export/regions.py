@@ -21,7 +21,7 @@ from torch import fx
 from autotp.ir.decisions import Decision
 from autotp.ir.graph import Leaf, Value, outputs_of, resolve, where
 from autotp.ir.layouts import Layout
-from autotp.ir.op import Op, Rule, aten
+from autotp.ir.op import Op, Rule, aten, several
 from autotp.ir.scopes import generic, module_name, module_path
 from autotp.passes.shard.planner import Builder
 from autotp.rules.views import local_shape
@@ -265,5 +265,4 @@ def _runs_on_part(op: Op, rule: Rule | None, operand: Layout | None, result: Lay
     if (dims := op.args.get("dim")) is None:
         return op.target is aten.expand.default
     # A softmax over the split dimension would be one over a part of it.
-    every = dims if isinstance(dims, list | tuple) else [dims]
-    return operand is None or operand.sharded_dim not in {d % len(op.ins[0]) for d in every}
+    return operand is None or operand.sharded_dim not in {d % len(op.ins[0]) for d in several(dims)}
