@@ -134,9 +134,9 @@ def call_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride
     return seconds + cluster.collective_overhead if primitive in COLLECTIVES and n > 1 else seconds
 
 
-def mostly_start(primitive: str, nbytes: float, n: int, cluster: Cluster) -> bool:
-    """Return whether sending takes less than its start. Arguments and errors are those of `collective_seconds`."""
-    start, whole = (call_seconds(primitive, size, n, cluster) for size in (0, nbytes))
+def mostly_start(nbytes: float, n: int, cluster: Cluster) -> bool:
+    """Return whether an all-reduce takes less than its start. Arguments and errors are those of `collective_seconds`."""
+    start, whole = (call_seconds("all_reduce", size, n, cluster) for size in (0, nbytes))
     return whole < 2 * start
 
 

@@ -35,16 +35,6 @@ def hidden_seconds(communication: float, arithmetic: float) -> float:
     return min(communication, arithmetic)
 
 
-def best_chunks(seconds: Callable[[int], float], choices: tuple[int, ...] = CHOICES) -> int:
-    """The number of chunks that takes least, of equal ones the smallest.
-
-    Args:
-        seconds: what a number of chunks takes in all.
-        choices: numbers to choose from.
-    """
-    return min(choices, key=lambda n: (seconds(n), n))
-
-
 TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
 LEAST_LAUNCHES = (
     10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
@@ -96,8 +86,7 @@ class OverlapModel:
                 result_bytes + gathered_bytes, n
             )
 
-        chunks = forced or best_chunks(seconds, self.choices(rows))
-        return Chunks(chunks, seconds(1) - seconds(chunks))
+        return self._best(seconds, rows, forced)
 
     def dealing(self, size: float, rows: int, product: Product, forced: int = 0) -> Chunks:
         """Price a product and the reduce-scatter after it: in chunks, forward, and the all-gather before its backward.
@@ -118,18 +107,19 @@ class OverlapModel:
             back = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
             return there + back + self.copies(size + operand_bytes, n)
 
-        chunks = forced or best_chunks(seconds, self.choices(rows))
-        return Chunks(chunks, seconds(1) - seconds(chunks) if chunks > 1 else 0.0)
+        return self._best(seconds, rows, forced)
 
     def product(self, p: Product, chunks: int = 1) -> float:
         """Seconds of one of so many chunks of a rank's part of the product; its gradients take as long."""
         nbytes = (p.operand_bytes + p.result_bytes) / chunks + p.weight
         return op_seconds(p.flops / self.tp / chunks, nbytes / self.tp, p.dtype, self.cluster)
 
-    def choices(self, rows: int) -> tuple[int, ...]:
-        """Numbers of chunks of which each has rows enough for a product, of a rank's rows."""
+    def _best(self, seconds: Callable[[int], float], rows: int, forced: int) -> Chunks:
+        """The number of chunks that takes least, of equal ones the smallest, where each has rows enough for a product;
+        `seconds`: what a number of chunks takes in all."""
         most = rows * self.tp // (TILES * self.cluster.matmul_tile)
-        return tuple(n for n in CHOICES if n <= max(most, 1))
+        chunks = forced or min((n for n in CHOICES if n <= max(most, 1)), key=lambda n: (seconds(n), n))
+        return Chunks(chunks, seconds(1) - seconds(chunks))
 
     def sends(self, primitive: str, size: float, chunks: int = 1) -> float:
         """Seconds of one of so many chunks of a collective."""

@@ -445,10 +445,7 @@ class _Comparison:
     def _verdict(self, mine: _Fault | None, advice: str, what: str = "the values of") -> None:
         """Raise the same CompareError on every rank where one has found a difference: of the first (collective)."""
         self.finished = self.finished or mine is not None
-        every: list[_Fault | None] = [mine]
-        if self.ranks.tp > 1:
-            every = [None] * self.ranks.tp
-            dist.all_gather_object(every, mine, group=self.ranks.group)
+        every = from_all(self.ranks, mine, "what compare= found")
         first = min((fault for fault in every if fault is not None), default=None)
         if first is None:
             return

@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import tensors
-from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, factors_of, is_tensor, packet_of, sizes
+from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, factors_of, is_tensor, packet_of
 from autotp.kernels.functions import CALL, CALLS, DRAW, Loop
 
 from .core import rule_of
@@ -188,7 +188,7 @@ class _Classes:
         return dim
 
     def equal(self, a: Any, b: Any) -> None:
-        for d in range(len(sizes(tensors(a)[0]))):
+        for d in range(tensors(a)[0].ndim):
             self.parent[self.root((a, d))] = self.root((b, d))
 
     def read(self, node: fx.Node) -> None:

@@ -132,15 +132,16 @@ class ShardCall:
             return None
         return self.loop.cut(self.factor.pieces, self.tp)
 
-    def out_partition(self, result: int, dim: int) -> Distribution | None:
-        return _partition(self.outs[result], dim)
+    def out_partition(self, dim: int) -> Distribution | None:
+        """The partition of a dimension of the first result."""
+        return _partition(self.outs[0], dim)
 
     def in_partition(self, slot: int, dim: int) -> Distribution | None:
         return _partition(self.ins[slot], dim)
 
     def out_length(self, dim: int, size: Size) -> Any:
         """Local length of a dimension of the first result; `size` itself where it is not split."""
-        partition = self.out_partition(0, dim)
+        partition = self.out_partition(dim)
         return self.sizes.of(size) if partition is None else self.length(partition)
 
     def out_shape(self, op: Op) -> list[Any]:

@@ -242,11 +242,8 @@ def notation(op: Op, rule: Rule) -> str:
 
 def linear(op: Op, rule: Rule) -> str:
     """The operands that may be partial sums: `self + other` together, `self or other` either."""
-    sums = []
-    for slots in rule.linear:
-        names = [op.names[i] for i in sorted(slots)]
-        sums.append(" + ".join(dict.fromkeys(names)))
-    return " or ".join(dict.fromkeys(sums))
+    names = (dict.fromkeys(map(op.names.__getitem__, sorted(slots))) for slots in rule.linear)
+    return " or ".join(dict.fromkeys(map(" + ".join, names)))
 
 
 def _terms(rule: Rule, sides: Sequence[Sequence[Carry | None]], shapes: Sequence[Shape]) -> str:

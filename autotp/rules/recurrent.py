@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local_cell(op: Op, local: ShardCall):
-    units = local.out_partition(0, 1)
+    units = local.out_partition(1)
     args = local.arguments(op)
     weights = [args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
     if units is None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from autotp.comm.collectives import real
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import Ranks, from_all, leads
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
@@ -170,8 +170,7 @@ def calibrate(
     links: Samples = {}
     if ranks.tp > 1:
         links = _links(clock, ranks, start)
-        own, each = each[0], [each[0]] * ranks.tp
-        dist.all_gather_object(each, own, group=ranks.group)
+        each = from_all(ranks, each[0], "what each rank measured")
     cluster, each = together(each, links)
     if show and ranks.rank == 0:
         for machine, samples in each:

@@ -90,7 +90,7 @@ class LossAlone(Pass[Capture]):
         """
         program.own_graph()
         output = program.graph.output_node()
-        values = list(compat.tree_leaves(output.args[0]))
+        values = program.results
         mutations = [i for i in range(len(values)) if i in program.mutations]
         losses = [i for i, x in enumerate(values) if i not in mutations and isinstance(x, fx.Node) and _is_loss(x)]
         if len(losses) != 1:

@@ -62,7 +62,7 @@ class Bucket(Optimisation):
 
 def _small(node: fx.Node, setting: Setting) -> bool:
     """Say whether to send its gradient takes less than to start sending."""
-    return mostly_start("all_reduce", tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster)
+    return mostly_start(tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster)
 
 
 def unit_of(node: fx.Node) -> Unit:

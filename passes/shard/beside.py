@@ -204,7 +204,7 @@ class Savings:
             leaf = self.leaves.get(use.value[0])  # type: ignore[index]
             if leaf is None or not leaf.kind.trained or leaf.node not in self.prices.grads:
                 continue
-            if mostly_start("all_reduce", self._size(use.value), ranks, cluster):
+            if mostly_start(self._size(use.value), ranks, cluster):
                 groups[block_of(leaf.name), leaf.node.meta["val"].dtype, use.count].append(k)
         start = call_seconds("all_reduce", 0, ranks, cluster)
         for (*_, count), uses in groups.items():

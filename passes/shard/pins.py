@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autotp import compat
 from autotp.cost.solver.problem import Choice, Problem, ValueId
 from autotp.errors import InputError, PlanError
-from autotp.ir.graph import Capture, Leaf, floating, outputs_of, read, resolve, tensors, where
+from autotp.ir.graph import Capture, Leaf, floating, outputs_of, read, resolve, tensor_at, tensors, where
 from autotp.ir.layouts import I, Layout, R
 from autotp.ir.op import Op
 from autotp.ir.scopes import module_path
@@ -196,7 +196,7 @@ class _Finder:
             raise InputError(f"the pin {key!r} fits no output. The keys are {keys}.")
         values = outputs_of(self.program)
         for i in positions:
-            ndim = len(tensors(resolve(values[i])[0])[resolve(values[i])[1]].shape)
+            ndim = tensor_at(resolve(values[i])).ndim
             self.pinned.outputs.setdefault(i, ask(key, f"the output {names[i]}", dim, ndim))
 
     def module(self, key: str, dim: int | None) -> None:

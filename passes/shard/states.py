@@ -18,7 +18,7 @@ from autotp.cost.prices import Prices, lengths
 from autotp.cost.solver.problem import Choice, Item, Problem, ValueId
 from autotp.cost.terms import Cost
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensor_at, tensors
+from autotp.ir.graph import Capture, Value, placed_outputs, resolve, shape_of, short_name, tensor_at, tensors
 from autotp.ir.layouts import I, Layout, R, dealt_by
 from autotp.ir.op import sizes, symbols_of
 from autotp.ir.program import Past
@@ -83,7 +83,7 @@ class States:
         Args:
             name: of the state. lengths: sizes that inputs have along their sequence.
         """
-        shapes = [sizes(tensors(n)[0]) for n in (self.leaves.get(name), self.results.get(name)) if n is not None]
+        shapes = [shape_of(n) for n in (self.leaves.get(name), self.results.get(name)) if n is not None]
         if len({len(shape) for shape in shapes}) != 1:
             return ()
         free = name not in self.leaves
@@ -101,9 +101,8 @@ class States:
             if layout.sharded_dim is not None and layout.distribution is not None:
                 candidates.add((self.value(node), layout.sharded_dim), layout.distribution)
             elif node is self.leaves.get(name):
-                shape = sizes(tensors(node)[0])
                 for d in self.dims(name, lengths):
-                    candidates.add_plain((self.value(node), d), shape[d])
+                    candidates.add_plain((self.value(node), d), shape_of(node)[d])
 
     # ---- the problem -----------------------------------------------------------------------------------------------
 
@@ -131,16 +130,16 @@ class States:
         candidates: Candidates,
         prices: Prices,
     ) -> Item:
-        values = [*([leaf] if leaf is not None else []), *sorted(results, key=str)]
+        begun: list[Value] = [leaf] if leaf is not None else []
+        values = [*begun, *sorted(results, key=str)]
         size, choices = prices.bytes(tensor_at(values[0])), []
         for layout in self._layouts(names, values, candidates, prices.second_sizes):
-            ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(results, key=str)[:1])
-            outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
+            ins = tuple(as_read(layout, v in self.grads) for v, _ in values[len(begun) :][:1])
+            outs = tuple(as_read(layout, v in self.grads) for v, _ in begun)
             part, ties = size * prices.share(layout), penalty([layout], self.tp)
             cost = Cost(activation_bytes=part, budget_bytes=part)
             choices.append(Choice.of(ins, outs, cost, prices.seconds(cost), ties))
-        outs = [leaf] if leaf is not None else []
-        return Item(names[0], choices, [results] if results else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
+        return Item(names[0], choices, [results] if results else [], [*begun], len(names), f"the state {names[0]}")  # type: ignore[arg-type]
 
     def _layouts(
         self, names: tuple[str, ...], values: list[Value], candidates: Candidates, lengths: set
