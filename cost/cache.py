@@ -12,9 +12,7 @@ from autotp.ir.graph import Capture, placed_outputs, resolve, shape_of, tensor_a
 from autotp.ir.op import Op, aten, packet_of, sizes, symbols_of
 from autotp.ir.program import GraphPart, Planned
 
-from .prices import lengths, nbytes, sizer
-
-Hints = Mapping[Any, int]
+from .prices import Hints, lengths, nbytes, sizer
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def call_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride
 
 
 def mostly_start(nbytes: float, n: int, cluster: Cluster) -> bool:
-    """Return whether an all-reduce takes less than its start. Arguments and errors are those of `collective_seconds`."""
+    """Return whether an all-reduce takes less than its start; arguments and errors as of `collective_seconds`."""
     start, whole = (call_seconds("all_reduce", size, n, cluster) for size in (0, nbytes))
     return whole < 2 * start
 

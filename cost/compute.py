@@ -180,7 +180,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"), _recurrent),
     **dict.fromkeys(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"), _cell),
     **{
-        f"autotp.float8_{way}": lambda out, *operands: _matmul(out[0], *operands)
+        f"autotp.float8_{way}": lambda out, *operands, **_: _matmul(out[0], *operands)
         for way in ("linear", "rows", "rows_hp", "delayed")
     },
     "transformers.grouped_mm_fallback": _matmul,  # [tokens, k] by [experts, k, n], every token by one expert

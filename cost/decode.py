@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import fx
 
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, tensors
-from autotp.ir.layouts import Size
+from autotp.ir.layouts import Hint
 from autotp.ir.op import EXPERTS, Op, factors_of, packet_of
 from autotp.ir.program import Planned
 
@@ -26,7 +24,7 @@ def check_lengths(program: Capture, objective: Objective) -> None:
         )
 
 
-def weights_read(planned: Planned, hint: Callable[[Size], int]) -> float:
+def weights_read(planned: Planned, hint: Hint) -> float:
     """Bytes of parameters, buffers and constants that the fullest rank reads in a forward.
 
     A table of which rows are looked up counts by those rows, weights of experts by at most one expert for each row.
@@ -38,7 +36,7 @@ def weights_read(planned: Planned, hint: Callable[[Size], int]) -> float:
     return sum(reads.of_leaf(leaf.node) for leaf in planned.program.leaves if leaf.kind.steady)
 
 
-def experts_read(op: Op, hint: Callable[[Size], int]) -> dict[int, float]:
+def experts_read(op: Op, hint: Hint) -> dict[int, float]:
     """Operand slots with weights of experts -> the largest part of them that this call's rows can need."""
     if len(op.ins) < 2 or len(op.ins[1]) != 3 or not op.ins[0]:
         return {}
@@ -48,7 +46,7 @@ def experts_read(op: Op, hint: Callable[[Size], int]) -> dict[int, float]:
 class _Reads:
     """Shares of leaves that the operators read which use them, through views of it."""
 
-    def __init__(self, planned: Planned, hint: Callable[[Size], int]) -> None:
+    def __init__(self, planned: Planned, hint: Hint) -> None:
         self.planned, self.hint = planned, hint
 
     def of_leaf(self, leaf: fx.Node) -> float:

@@ -11,9 +11,9 @@ collectives, and what an optimizer's step needs for itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
@@ -26,11 +26,13 @@ from autotp.ir.scopes import module_path, moved_to
 
 from .cache import Cache
 from .objective import Objective
-from .prices import NO_PARTS, lengths, nbytes, sizer
+from .prices import NO_PARTS, Hints, lengths, nbytes, sizer
 from .saved_tensors import Saved, saved_by
 from .terms import Memory
 
-Hints = Mapping[Any, int]
+Moments = dict[fx.Node, int]
+
+NodeBytes = list[tuple[fx.Node, float]]
 
 
 def measure(
@@ -89,9 +91,9 @@ class LineBytes(NamedTuple):
         inputs: of each part what it reads of the rest and has a gradient.
     """
 
-    savings: list[tuple[fx.Node, float]]
-    working: list[tuple[fx.Node, float]]
-    inputs: list[list[tuple[fx.Node, float]]]
+    savings: NodeBytes
+    working: NodeBytes
+    inputs: list[NodeBytes]
 
 
 def line_bytes(
@@ -280,8 +282,8 @@ class _Line:
         origin = self.sharded.origin[node]
         return origin[0] in self.steady or origin in self.state_outputs  # what is left as a state counts as the cache
 
-    def _last_reads(self) -> dict[fx.Node, int]:
-        last: dict[fx.Node, int] = {}
+    def _last_reads(self) -> Moments:
+        last: Moments = {}
         for i, node in enumerate(self.nodes):
             for operand in node.all_input_nodes:
                 if operand in self.base:
@@ -289,10 +291,10 @@ class _Line:
         return last
 
     @cached_property
-    def savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, fx.Node, float, int | None]]]:
+    def savers(self) -> tuple[Moments, list[tuple[int, fx.Node, float, int | None]]]:
         """Memory -> moment of the first operator that saves it; of what operators add of their own the moment, the
         operator, bytes of the example's sizes, and what it is dealt out with."""
-        moments: dict[fx.Node, int] = {}
+        moments: Moments = {}
         extras: list[tuple[int, fx.Node, float, int | None]] = []
         for old in self.planned.ops if self.training else ():
             results = self._results(old)

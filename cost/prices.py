@@ -16,7 +16,7 @@ from autotp.comm import conversions
 from autotp.cost.machines.cluster import Cluster
 from autotp.cost.solver.problem import Traffic
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensor_at, tensors
-from autotp.ir.layouts import I, Layout, R, Size
+from autotp.ir.layouts import Hint, I, Layout, R, SlotLayouts
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import EXPERTS, Factor, Op, aten, dtype_name, gives_views, packet_of, sizes
 from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
@@ -26,6 +26,8 @@ from .compute import node_flops, op_cost, peak_share
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
 from .terms import NOTHING, TERMS, Cost
+
+Hints = Mapping[Any, int]  # a size for every symbol
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
@@ -39,7 +41,7 @@ LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 class Surcharge(Protocol):
     """Seconds that a mesh axis adds, to keep what it wants apart from what is merely dear."""
 
-    def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
+    def operator(self, op: Op, outs: SlotLayouts, nbytes: Callable[[Tensor], float]) -> float:
         """For an operator whose results lie so."""
         ...
 
@@ -207,7 +209,7 @@ class Prices:
             self._read[op.node] = [nbytes(v, self.hint, parts, self.whole) / n for v, parts, n in sides]
         return self._read[op.node]
 
-    def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
+    def operator(self, op: Op, ins: SlotLayouts, outs: SlotLayouts, split: Factor | None) -> Cost:
         """Return what one rank's call with this factor split costs, with activations that it saves for the backward.
 
         Args:
@@ -220,7 +222,7 @@ class Prices:
             return cost
         return cost + Cost(surcharge=self.surcharge.operator(op, outs, self.bytes))
 
-    def _operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
+    def _operator(self, op: Op, ins: SlotLayouts, outs: SlotLayouts, split: Factor | None) -> Cost:
         results = tensors(op.node)
         if is_free(op):
             return NOTHING
@@ -284,7 +286,7 @@ class Prices:
             total += size * (least if at is None else self.share(layouts[at]))
         return total
 
-    def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
+    def _waste(self, op: Op, split: Factor, outs: SlotLayouts) -> float:
         """The factor that splitting a product's columns adds to its arithmetic: columns are computed in whole tiles."""
         last, out = len(op.outs[0]) - 1, outs[0]
         if out.sharded_dim != last or None not in split.ins:
@@ -407,14 +409,12 @@ def lengths(program: Capture) -> set[Any]:
     return {s for side in sides for s in side if not isinstance(s, int)} & set(program.hints)
 
 
-def sizer(hints: Mapping[Any, int]) -> Callable[[Size], int]:
+def sizer(hints: Hints) -> Hint:
     """`size_hint` with these sizes for the symbols; substituting is slow, and a graph has few different sizes."""
     return cache(lambda size: size_hint(size, hints))
 
 
-def nbytes(
-    val: Tensor, hint: Callable[[Size], int], parts: Parts = NO_PARTS, whole: Callable[[Size], int] | None = None
-) -> float:
+def nbytes(val: Tensor, hint: Hint, parts: Parts = NO_PARTS, whole: Hint | None = None) -> float:
     """Bytes of the whole value.
 
     Args:

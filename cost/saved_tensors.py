@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autotp.comm.conversions import FUNCTIONS
-from autotp.ir.graph import Value, draws, on_meta, resolve, tensor_at, tensors
+from autotp.ir.graph import Alike, Value, draws, on_meta, resolve, tensor_at, tensors
 from autotp.ir.marks import Saved, mark, write
-from autotp.ir.op import Op, gives_views, operator_name, several
+from autotp.ir.op import Op, Ops, gives_views, operator_name, several
 
 from .compute import example, size_hint
 
@@ -152,8 +152,8 @@ class Keepers:
         grads: nodes whose values carry gradients.
     """
 
-    ops: Mapping[fx.Node, Op]
-    same: Mapping[fx.Node, fx.Node]
+    ops: Ops
+    same: Alike
     grads: set[fx.Node]
 
     def saved(self, node: fx.Node) -> Saved:

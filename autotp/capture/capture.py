@@ -13,13 +13,25 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs, mapped
 from autotp.ir.carried import carried_in, states_of
-from autotp.ir.graph import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Capture, Leaf, LeafKind
+from autotp.ir.graph import (
+    BUFFER,
+    CONSTANT,
+    INPUT,
+    PARAMETER,
+    STATE,
+    TABLE,
+    Capture,
+    Leaf,
+    LeafKind,
+    Mutations,
+    Symbols,
+)
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.analysis.ones import allow_ones
@@ -244,9 +256,9 @@ def _leaves(program: torch.export.ExportedProgram) -> list[Leaf]:
     return leaves
 
 
-def _symbols(leaves: Sequence[Leaf]) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
+def _symbols(leaves: Sequence[Leaf]) -> Symbols:
     """The first dimension of a placeholder that is each symbol: where its value is read."""
-    symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
+    symbols = Symbols()
     for leaf in leaves:
         val = leaf.node.meta.get("val")
         shape = val.shape if isinstance(val, Tensor) else ()
@@ -279,11 +291,11 @@ def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
             leaf.kind = TABLE if val.ndim > 1 and val.dtype not in (torch.int64, torch.bool) else BUFFER
 
 
-def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
+def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> Mutations:
     """Read what the forward writes to: position of the output -> name of the buffer, or place among the input
     tensors."""
     tensors = [x.node.name for x in leaves if x.kind.passed and x.is_tensor]
-    mutations: dict[int, str | int] = {}
+    mutations: Mutations = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)
         if spec.kind.name == "BUFFER_MUTATION":

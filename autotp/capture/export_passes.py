@@ -15,7 +15,7 @@ from torch.export.graph_signature import TensorArgument
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.carried import states_of
-from autotp.ir.graph import copy_graph, reached
+from autotp.ir.graph import Mutations, copy_graph, reached
 from autotp.ir.op import aten
 from autotp.passes.base import Changes, Pass
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions, written_operand
@@ -44,7 +44,7 @@ class Exported:
     repeats: Repeats | None = None
     draft: tuple[bool, ...] = ()
     conditions: Conditions | None = None
-    writes: dict[int, str | int] = field(default_factory=dict)
+    writes: Mutations = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -27,6 +27,8 @@ from .autograd_functions import PLAIN_TYPES
 from .copies import tensors_of
 
 T = TypeVar("T")
+Captured = tuple[Capture, T]  # and what else came of making it
+Make = Callable[[], Captured[T]]
 RankKey = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
 WHAT = "capturing the model"
 MAX_CONSTANT_NUMBERS = 4096  # of the tensors that a forward makes of literals
@@ -36,9 +38,9 @@ def capture_once(
     ranks: Ranks,
     agreed: Sequence[Pass[Capture]],
     key: Callable[[], RankKey],
-    make: Callable[[], tuple[Capture, T]],
-    take: Callable[[Capture, T], tuple[Capture, T]] = lambda captured, rest: (captured, rest),
-) -> tuple[Capture, T]:
+    make: Make[T],
+    take: Callable[[Capture, T], Captured[T]] = lambda captured, rest: (captured, rest),
+) -> Captured[T]:
     """A capture, the same on every rank: rank 0's, or each rank's own where they may differ. A collective call.
 
     Args:
@@ -74,9 +76,7 @@ def capture_once(
     return own
 
 
-def _each(
-    ranks: Ranks, agreed: Sequence[Pass[Capture]], make: Callable[[], tuple[Capture, T]], why: str
-) -> tuple[Capture, T]:
+def _each(ranks: Ranks, agreed: Sequence[Pass[Capture]], make: Make[T], why: str) -> Captured[T]:
     """Every rank's own capture, and why there is not one for all."""
     log.info("every rank captures the model for itself: %s", why)
     captured, rest = together(ranks, WHAT, make)
@@ -84,7 +84,7 @@ def _each(
     return captured, rest
 
 
-def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None, Any]:
+def _first(make: Make[T]) -> tuple[Any, Exception | None, Any]:
     """Capture on rank 0; gives what that made, what it raised, and what is sent: bytes, or why there are none."""
     try:
         own = make()
@@ -96,7 +96,7 @@ def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None
         return own, None, (None, str(odd))
 
 
-def _as_own(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) -> tuple[Any, str]:
+def _as_own(data: bytes, ranks: Ranks, take: Callable[..., Captured[T]]) -> tuple[Any, str]:
     """Rank 0's capture as this rank's, or why it cannot be."""
     try:
         packed, rest = pickle.loads(data)
@@ -106,7 +106,7 @@ def _as_own(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) -
     return take(captured, rest), ""
 
 
-def _again(own: Any, error: Exception | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
+def _again(own: Any, error: Exception | None, make: Make[T]) -> Captured[T]:
     """Return what is known already, or this rank's own."""
     if error is not None:
         raise error

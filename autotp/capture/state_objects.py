@@ -21,6 +21,8 @@ from autotp.log import log
 
 from .copies import tensors_of
 
+StateSizes = Mapping[tuple[str, int], int | None]  # (name of a state, dimension) -> its size; None where it varies
+
 KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
 
@@ -41,12 +43,12 @@ def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("use_cache") is True or bool(carried_in(args, kwargs))
 
 
-NONE: Mapping[tuple[str, int], int | None] = MappingProxyType({})
-_NUMBERS: ContextVar[Mapping[tuple[str, int], int | None]] = ContextVar("numbers", default=NONE)
+NONE: StateSizes = MappingProxyType({})
+_NUMBERS: ContextVar[StateSizes] = ContextVar("numbers", default=NONE)
 
 
 @contextmanager
-def sizes_of_states(numbers: Mapping[tuple[str, int], int | None]) -> Iterator[None]:
+def sizes_of_states(numbers: StateSizes) -> Iterator[None]:
     """Within this context a trace takes these sizes of states for numbers: a forward may never ask what they are.
 
     Args:

@@ -47,7 +47,18 @@ from autotp.runtime.module import ShardedModule
 from autotp.runtime.program_search import match_of
 from autotp.runtime.programs import Program, Source
 
-from .compared_call import Call, Candidates, again, by_shape, errors_of, joined, listening, noting, tensors_of
+from .compared_call import (
+    Call,
+    Candidates,
+    PartValues,
+    again,
+    by_shape,
+    errors_of,
+    joined,
+    listening,
+    noting,
+    tensors_of,
+)
 
 CAUSE = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
 AROUND = (
@@ -326,7 +337,7 @@ class _Comparison:
         model = copy.deepcopy(original, memo)
         for module, part in zip(model.modules(), self.module._order, strict=True):
             module.training = part.training
-        module_values: list[tuple[str, list[Tensor]]] = []
+        module_values: PartValues = []
         for name, module in model.named_modules():
             noting(module, name, module_values)
         args, kwargs = compat.tree_unflatten(again(flat), self.call.spec)

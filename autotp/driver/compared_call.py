@@ -26,6 +26,8 @@ from autotp.runtime import state
 from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.module import ShardedModule
 
+PartValues = list[tuple[str, list[Tensor]]]  # what modules gave, by their paths, in order
+
 # By shape, values with the modules that they were made in.
 Candidates = Mapping[tuple[int, ...], list[tuple[set[str], Tensor]]]
 POLICIES: tuple[type[BatchRules], ...] = (BatchRules, SequenceRules)
@@ -47,7 +49,7 @@ class Call:
     buffers: dict[str, Tensor]
     device: torch.device
     random: list[Tensor]
-    part_values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    part_values: PartValues = field(default_factory=list)
 
     @classmethod
     def of(cls, module: ShardedModule, arguments: Arguments) -> Call:
@@ -79,10 +81,10 @@ def again(values: Iterable[Any]) -> list[Any]:
 
 
 @contextmanager
-def listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]:
+def listening(module: ShardedModule) -> Iterator[PartValues]:
     """Note what each part gives in a call, after the user's own hooks, in order; not where a hook would keep it from
     being compiled."""
-    values: list[tuple[str, list[Tensor]]] = []
+    values: PartValues = []
     parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
     if module._source.lowering.name != "eager":
         parts = {}
@@ -94,7 +96,7 @@ def listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]
             handle.remove()
 
 
-def noting(module: nn.Module, path: str, values: list[tuple[str, list[Tensor]]]) -> RemovableHandle:
+def noting(module: nn.Module, path: str, values: PartValues) -> RemovableHandle:
     """Have a module note the tensors that it gives, by its path."""
     return module.register_forward_hook(lambda module, args, outputs: values.append((path, tensors_of(outputs))))
 

@@ -29,7 +29,7 @@ from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, first_part, without_cache
 from autotp.ir.graph import TABLE, Capture, draws
-from autotp.ir.layouts import Layout, Replicate
+from autotp.ir.layouts import Layout, Replicate, Layouts
 from autotp.ir.named_states import check_names, name_states
 from autotp.ir.precision import DELAYED
 from autotp.ir.program import Decided, Planned, Sharded
@@ -57,6 +57,11 @@ from .begun_cache import BegunCache, begun_cache
 from .options import Options
 from .schedule import ready, schedule
 from .shares import Staged, find_shares, refuse_full, unlike
+
+ModuleSource = tuple[nn.Module, Plan, Source]  # what a `ShardedModule` takes
+
+
+Captured = tuple[Capture, list[str]]  # a graph, and what the user should know of it
 
 GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
@@ -93,11 +98,11 @@ class Compilation:
     plan: Plan | None = None
     check: bool | None = None
     check_capture: bool | None = None
-    captured: tuple[Capture, list[str]] | None = None
+    captured: Captured | None = None
     hosts: Mapping[str, int] = field(default_factory=dict)
 
     @uncollected()
-    def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
+    def __call__(self, inputs: Inputs) -> ModuleSource:
         inputs = first_part(inputs, self.options.batch.dp // self.hosts["dp"] if "dp" in self.hosts else 1)
         captured, notes = self.captured or self.capture(inputs)
         return self.source(self.solve(captured, notes), captured)
@@ -107,11 +112,11 @@ class Compilation:
         """The ranks of both axes, which capture and plan together."""
         return self.ranks.planners
 
-    def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
+    def capture(self, inputs: Inputs) -> Captured:
         """The model's graph for these inputs, and its notes: rank 0's on every rank, where all models are equal."""
         ranks, device = self.every, self.ranks.device
 
-        def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
+        def take(captured: Capture, notes: list[str]) -> Captured:
             captured.origin = skeleton(self.model, device), without_cache(self.model, inputs)[0]
             return captured, notes
 
@@ -131,7 +136,7 @@ class Compilation:
         solve = partial(solve_plan, captured, notes, self.options, type(self.model).__name__)
         return of_first(ranks, "planning", solve)
 
-    def source(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:
+    def source(self, plan: Plan, captured: Capture | None) -> ModuleSource:
         """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
         together(self.every, "fitting the plan to the model", lambda: _fits(self.model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
@@ -171,7 +176,7 @@ class Compilation:
 def _anew(
     model: nn.Module, inputs: Inputs, tp: int, axes: Axes, *, ranks: Ranks, options: Options,
     request: CaptureRequest, lowering: Lowering,
-) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
+) -> ModuleSource:  # fmt: skip
     """Return what a `ShardedModule` takes for other degrees over the same ranks, all else as of the one before.
 
     Args:
@@ -202,7 +207,7 @@ def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None =
 
 
 def _program(
-    captured: Capture, states: Mapping[str, Layout], outputs: str, decided: Decided | None = None, *, plan: Plan,
+    captured: Capture, states: Layouts, outputs: str, decided: Decided | None = None, *, plan: Plan,
     options: Options,
 ) -> Sharded:  # fmt: skip
     """The program of all ranks."""
@@ -298,7 +303,7 @@ def capture_model(
     device: torch.device,
     check: bool | None = None,
     request: CaptureRequest = DEFAULT_CAPTURE,
-) -> tuple[Capture, list[str]]:
+) -> Captured:
     """Capture a model's graph for these inputs as the model is now, and what the user should know of it.
 
     Args:
@@ -399,7 +404,7 @@ def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
 
 
 def apply_plan(
-    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Layouts | None = None
 ) -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
     again with every parameter and state where the plan has it.
@@ -413,7 +418,7 @@ def apply_plan(
 
 def applied(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full",
-    states: Mapping[str, Layout] | None = None, decided: Decided | None = None,
+    states: Layouts | None = None, decided: Decided | None = None,
 ) -> tuple[Planned, Sharded, Builder]:  # fmt: skip
     """Return what `apply_plan` gives, and what prices it.
 
@@ -429,13 +434,13 @@ def applied(
     return planned, sharded, builder
 
 
-def decided_for(captured: Capture, states: Mapping[str, Layout], *, plan: Plan, options: Options) -> Decided:
+def decided_for(captured: Capture, states: Layouts, *, plan: Plan, options: Options) -> Decided:
     """Decisions of a capture under a plan, for every rank to take; arguments as of `apply_plan`."""
     planned = _planned(_under(captured, plan, options, states), plan)
     return Decided({n.name: how for n, how in planned.decisions.items()}, planned.states)
 
 
-def _under(captured: Capture, plan: Plan, options: Options, states: Mapping[str, Layout] | None) -> Builder:
+def _under(captured: Capture, plan: Plan, options: Options, states: Layouts | None) -> Builder:
     """Builder of a capture's problem, with weights and states where a plan and the programs since have them."""
     if odd := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
@@ -470,8 +475,8 @@ def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Shard
 
 
 def _builder(
-    reading: Reading, options: Options, placements: Mapping[str, Layout] | None = None,
-    states: Mapping[str, Layout] | None = None, parts: CacheParts | None = None,
+    reading: Reading, options: Options, placements: Layouts | None = None,
+    states: Layouts | None = None, parts: CacheParts | None = None,
 ) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(

@@ -20,6 +20,8 @@ from autotp.plans.describe.describe import gathered_again
 from .shares import Staged
 from .staging import weigh
 
+Machines = tuple[Sequence[float], Sequence[float]]  # bytes that each place may hold, and how fast it is
+
 Array = np.ndarray
 SPLIT = ("weights", "gradients", "states")  # over dp and cp, by `fully_shard`
 
@@ -115,7 +117,7 @@ class Pricer:
     terms: Terms
     cluster: Cluster
     example: int
-    machines: Callable[[int], tuple[Sequence[float], Sequence[float]]] = lambda pp: ((), ())
+    machines: Callable[[int], Machines] = lambda pp: ((), ())
 
     def __post_init__(self) -> None:
         self._sums: dict[tuple[int, str, int], UnitSums] = {}

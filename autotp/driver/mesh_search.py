@@ -29,7 +29,7 @@ from autotp.plans.plan import Plan
 from autotp.text import amount, counts, divisors, listed, seconds, axis_text
 
 from .compile import plan_stages
-from .mesh_prices import Priced, Pricer, terms_of
+from .mesh_prices import Machines, Priced, Pricer, terms_of
 from .options import Options
 from .shares import Staged
 from .staging import machines_of
@@ -173,13 +173,13 @@ class _Search:
             staged = self.staged[tp, cp, ep] = plan_stages(captured, notes, options, self.name)
         self.pricers[tp, cp, ep] = Pricer(terms_of(staged), self.options.cluster, self.batch, self._machines(staged))
 
-    def _machines(self, staged: Staged) -> Callable[[int], tuple[Sequence[float], Sequence[float]]]:
+    def _machines(self, staged: Staged) -> Callable[[int], Machines]:
         """Return what a pipeline of so many places runs on, by a plan's prices."""
         planned, sharded, choice = staged.planned, staged.sharded, staged.plan.share_choice
         units, prices = units_of(planned, sharded) or [Unit("", 0)], staged.builder.prices
 
         @cache
-        def machines(pp: int) -> tuple[Sequence[float], Sequence[float]]:
+        def machines(pp: int) -> Machines:
             places = self.options.cluster.places(pp)
             limit = self.limit if self.options.memory is not None or len({*places}) == 1 else None
             if len(places) == 1 and choice is not None:  # tp has all devices: what the fullest rank has counts

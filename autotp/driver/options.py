@@ -28,6 +28,8 @@ from autotp.plans.plan import Plan
 from autotp.plans.share_choice import read_shares
 from autotp.text import BESIDE, BITS, counts, divisors, read_bytes
 
+Keywords = Mapping[str, Any]  # of a public function, by name
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -174,7 +176,7 @@ def with_keywords(function: F) -> F:
     return function
 
 
-def refuse_unknown(function: str, keywords: Mapping[str, Any], kind: type) -> None:
+def refuse_unknown(function: str, keywords: Keywords, kind: type) -> None:
     """Refuse keywords that a function does not take, as Python does.
 
     Args:
@@ -190,7 +192,7 @@ def refuse_unknown(function: str, keywords: Mapping[str, Any], kind: type) -> No
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-def pick(keywords: Mapping[str, Any], kind: type) -> dict[str, Any]:
+def pick(keywords: Keywords, kind: type) -> dict[str, Any]:
     """Return the keywords of one kind, with the defaults of those that were left out.
 
     Args:
@@ -199,7 +201,7 @@ def pick(keywords: Mapping[str, Any], kind: type) -> dict[str, Any]:
     return {name: keywords.get(name, DEFAULTS.get(name)) for name in kind.__annotations__}
 
 
-def refuse_beside(plan: Plan | None, keywords: Mapping[str, Any]) -> None:
+def refuse_beside(plan: Plan | None, keywords: Keywords) -> None:
     """Refuse steering beside a finished plan, which it could not change any more."""
     if plan is not None and (GROUPS in keywords or pick(keywords, Steering) != pick({}, Steering)):
         raise InputError(
@@ -238,7 +240,7 @@ class Options:
     search: bool = False
 
     @classmethod
-    def read(cls, tp: int, keywords: Mapping[str, Any] | None = None, batch: Axes = ALONE) -> Options:
+    def read(cls, tp: int, keywords: Keywords | None = None, batch: Axes = ALONE) -> Options:
         """Options for a number of ranks, from what the caller gave.
 
         Args:
@@ -283,7 +285,7 @@ class Options:
         return cls(plan.tp, cluster, {}, None, objective, **more, units=plan.units)
 
 
-def read_invariant(keywords: Mapping[str, Any], axis: str, ranks: int | None = None) -> int | None:
+def read_invariant(keywords: Keywords, axis: str, ranks: int | None = None) -> int | None:
     """Read the number of virtual ranks that a public function's argument asks for, checked.
 
     Args:
@@ -307,7 +309,7 @@ def read_invariant(keywords: Mapping[str, Any], axis: str, ranks: int | None = N
     return virtual
 
 
-def refuse_unlike(keywords: Mapping[str, Any]) -> None:
+def refuse_unlike(keywords: Keywords) -> None:
     """Refuse what does not go with equal bits at several degrees, by name.
 
     Args:
@@ -339,7 +341,7 @@ NUMBERS: dict[str, tuple[float, float, str]] = {
 }
 
 
-def read_number(name: str, keywords: Mapping[str, Any]) -> float:
+def read_number(name: str, keywords: Keywords) -> float:
     """Read the number that a public function's argument gives, checked by `NUMBERS`."""
     value, (least, most, words) = keywords.get(name, DEFAULTS[name]), NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -413,7 +415,7 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = None, ep: Any = None
     return axes
 
 
-def axes_beside(plan: Plan | None, keywords: Mapping[str, Any], tp: Any) -> Axes:
+def axes_beside(plan: Plan | None, keywords: Keywords, tp: Any) -> Axes:
     """Read the axes beside tp: the plan's, unless some are asked for.
 
     Args:

@@ -29,6 +29,8 @@ from autotp.passes.shard.planner import Reading
 from autotp.passes.shard.rewrite import ShardedProgram, ShardOperators, Specialise
 from autotp.passes.shard.sequence_axis import SequenceRules
 
+CapturePasses = tuple[Pass[Capture], ...]
+
 
 class Schedule(NamedTuple):
     """Passes by the kind of program that they rewrite, in the order in which they run.
@@ -44,10 +46,10 @@ class Schedule(NamedTuple):
     """
 
     exported: tuple[Pass[Exported], ...]
-    canonical: tuple[Pass[Capture], ...]
-    requested: tuple[Pass[Capture], ...]
-    agreed: tuple[Pass[Capture], ...]
-    planned: tuple[Pass[Capture], ...]
+    canonical: CapturePasses
+    requested: CapturePasses
+    agreed: CapturePasses
+    planned: CapturePasses
     sharded: tuple[Pass[ShardedProgram], ...]
     rank: tuple[Pass[RankProgram], ...]
 

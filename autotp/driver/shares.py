@@ -7,17 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import fx
-
 from autotp.cost.cache import Cache
 from autotp.cost.memory import measure
-from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.shares import Dealt, solve_shares
 from autotp.cost.stretches import Stretches
 from autotp.errors import PlanError
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.sizes import apportion
-from autotp.passes.shard.planner import Builder
+from autotp.passes.shard.planner import Builder, Built
 from autotp.plans.plan import Plan
 from autotp.plans.share_choice import Dealing, ShareChoice, least
 from autotp.text import amount
@@ -41,7 +38,7 @@ class Staged:
     planned: Planned
     sharded: Sharded
     builder: Builder
-    problem: tuple[Problem, list[fx.Node]]
+    problem: Built
 
 
 class Trial:

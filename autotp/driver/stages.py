@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -20,7 +20,7 @@ from autotp.cost.objective import TRAINING
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Layouts
 from autotp.ir.program import Decided, Sharded
 from autotp.passes.decompose.loss_sums import with_loss
 from autotp.passes.stages.balance import Staging
@@ -37,6 +37,7 @@ from autotp.text import counts, axis_text
 from .compare import kind_of
 from .compile import Compilation, applied, decided_for, further, plain
 from .options import (
+    Keywords,
     Options,
     StageKeywords,
     StateKeywords,
@@ -163,7 +164,7 @@ def _division(
 
 
 def _cut(
-    captured: Capture, states: Mapping[str, Layout], outputs: str, decided: Decided, *, plan: Plan, options: Options,
+    captured: Capture, states: Layouts, outputs: str, decided: Decided, *, plan: Plan, options: Options,
     division: Staging, absent: Sequence[frozenset[str]],
 ) -> Sharded:  # fmt: skip
     """The program of the ranks for a further call, cut at the division's blocks.
@@ -184,7 +185,7 @@ def _cut(
     return sharded
 
 
-def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords: Mapping[str, Any]) -> Axes:
+def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords: Keywords) -> Axes:
     """Read the axes beside stages, and refuse what these cannot be."""
     for name, value in (("pp", pp), ("chunks", chunks)):
         if not counts(value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -32,6 +32,7 @@ from autotp.text import BESIDE, BITS
 from .compile import applied, capture_model, plain, solve_plan
 from .decoding import check_count, decoded
 from .options import (
+    Keywords,
     Options,
     Product,
     VerifyKeywords,
@@ -118,8 +119,8 @@ def verify(
 
 
 def _bits(
-    model: nn.Module, example_inputs: Any, plan: Plan | None, request: CaptureRequest, keywords: Mapping[str, Any],
-    others: Mapping[str, Any],
+    model: nn.Module, example_inputs: Any, plan: Plan | None, request: CaptureRequest, keywords: Keywords,
+    others: Keywords,
 ) -> Report:  # fmt: skip
     """Compare numbers of processes with each other; arguments as of `verify`, with those that do not go with it."""
     beside = {**keywords, **others}
@@ -147,7 +148,7 @@ def prove_call(
     inputs: Inputs,
     tp: int,
     plan: Plan | None,
-    keywords: Mapping[str, Any],
+    keywords: Keywords,
     request: CaptureRequest,
     certify: bool = False,
     axes: Axes = ALONE,

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from autotp import compat
 
+Attribute = tuple[type, str]  # a class, and the name of an attribute of its objects
+
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 SHIFT = 2  # a number n travels as a tensor of size [n + SHIFT, 0]: torch takes sizes of 0 and 1 for constants
 
@@ -192,7 +194,7 @@ _slot, _count = lru_cache(maxsize=4096)(TensorSlot), lru_cache(maxsize=4096)(Cou
 class Walk:
     """Describes objects; `moving` are the attributes whose whole numbers change, as (class, attribute)."""
 
-    def __init__(self, name: str, moving: Iterable[tuple[type, str]], earlier: Sequence[Tensor] = ()) -> None:
+    def __init__(self, name: str, moving: Iterable[Attribute], earlier: Sequence[Tensor] = ()) -> None:
         self.name, self.moving = name, frozenset(moving)
         self.tensors: list[Any] = []
         self.names: list[str] = []
@@ -262,7 +264,7 @@ class Skim:
         twice: whether something is held in two places, which only a walk describes.
     """
 
-    def __init__(self, value: Any, moving: Collection[tuple[type, str]]) -> None:
+    def __init__(self, value: Any, moving: Collection[Attribute]) -> None:
         self.moving, self.twice = moving, False
         self.parts: list[Any] = []
         self.tensors: list[Any] = []
@@ -359,7 +361,7 @@ def counted(number: Any) -> Tensor:
     return torch.empty((number + SHIFT, 0), dtype=torch.uint8)
 
 
-def describe(value: Any, name: str, moving: Iterable[tuple[type, str]] = (), earlier: Sequence[Tensor] = ()) -> Carried:
+def describe(value: Any, name: str, moving: Iterable[Attribute] = (), earlier: Sequence[Tensor] = ()) -> Carried:
     """An object as its shape and tensors.
 
     Args:
@@ -452,14 +454,14 @@ def changed_numbers(before: Any, after: Any, owner: Any = None, name: str = "") 
     return set().union(*(changed_numbers(was.get(key), x, after.kind, str(key)) for key, x in after.items))
 
 
-def asked_sizes(before: Shape, after: Shape, sizes: Mapping[str, Sequence[Any]]) -> set[tuple[type, str]]:
+def asked_sizes(before: Shape, after: Shape, sizes: Mapping[str, Sequence[Any]]) -> set[Attribute]:
     """Attributes whose numbers an object brings to a call that begins a state of this size, as (class, attribute).
 
     Args:
         before, after: descriptions of the object. sizes: of the states after the call, by name.
     """
 
-    def attributes(old: Any, new: Any) -> Iterator[tuple[type, str]]:
+    def attributes(old: Any, new: Any) -> Iterator[Attribute]:
         if not isinstance(old, Compound) or not isinstance(new, Compound):
             return
         was = dict(old.items)

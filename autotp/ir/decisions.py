@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .layouts import Distribution, Layout, kinds
+from .layouts import Distribution, Layout, SlotLayouts, kinds
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Decision:
     """Decision of how one operator runs: a layout per operand slot and per result, and the split factor with its
     loop."""
 
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
+    ins: SlotLayouts
+    outs: SlotLayouts
     factor: int | None = None
     loop: Distribution | None = None
 

@@ -16,14 +16,18 @@ from torch import Tensor, fx
 from autotp import compat
 
 from .marks import copy_graph, copy_node, mark, write  # noqa: F401  others have them from here
-from .op import Op, aten, expression, sizes
+from .op import Op, Ops, aten, expression, sizes
 from .scopes import Blocks, module_name
 from .sizes import Size, substitute
 
 Function = Callable[..., Any]  # what a graph calls, or is
+Emit = Callable[..., fx.Node]  # writes a call, of a function with its arguments
 Nodes = Sequence[fx.Node]
 Env = dict[fx.Node, fx.Node]  # a node -> what stands for it in another graph
+Alike = Mapping[fx.Node, fx.Node]  # a node -> the equal one that stands for it, of the first repeated block
 NamedTensors = dict[str, Tensor]
+Mutations = dict[int, str | int]  # position of an output -> buffer, or tensor among the inputs, that takes it
+Symbols = dict[sympy.Symbol, tuple[fx.Node, int]]  # where each is read: an input, and a dimension of it
 Place = tuple[int, int]  # a tensor's place among the inputs that are tensors, and the dimension
 MAX_ELEMENTS = 2**62  # elements in a dimension whose symbol has no range
 
@@ -180,13 +184,11 @@ class Capture:
 
     graph: fx.Graph
     leaves: list[Leaf]
-    mutations: dict[
-        int, str | int
-    ]  # position of the graph's output -> buffer, or tensor among the inputs, that takes it
+    mutations: Mutations
     in_spec: compat.TreeSpec
     out_spec: compat.TreeSpec
     constants: dict[str, Any]
-    symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
+    symbols: Symbols
     hints: dict[sympy.Symbol, int]
     ranges: dict[sympy.Symbol, tuple[int, int]]
     guards: list[sympy.Basic]
@@ -292,7 +294,7 @@ class Capture:
         graph.owning_module, self.blocks = self.graph.owning_module, Blocks()
         self.move(graph, env)
 
-    def move(self, graph: fx.Graph, env: Mapping[fx.Node, fx.Node]) -> None:
+    def move(self, graph: fx.Graph, env: Mapping[fx.Node, Any]) -> None:
         """Have another graph, in which these nodes stand for the placeholders of this one."""
         self.graph = graph
         self.leaves = [replace(leaf, node=env[leaf.node]) for leaf in self.leaves]
@@ -344,7 +346,7 @@ def computed(node: fx.Node) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def caller(node: fx.Node) -> Callable[..., fx.Node]:
+def caller(node: fx.Node) -> Emit:
     """Writes calls at the graph's insertion point, in the module of this node, with their fake values."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -361,7 +363,7 @@ def caller(node: fx.Node) -> Callable[..., fx.Node]:
 
 
 @contextmanager
-def before(node: fx.Node) -> Iterator[Callable[..., fx.Node]]:
+def before(node: fx.Node) -> Iterator[Emit]:
     """Context that gives the `caller` of a node, and in which what is written stands before it."""
     with node.graph.inserting_before(node):
         yield caller(node)
@@ -478,7 +480,7 @@ def placed_outputs(program: Capture) -> list[tuple[int, fx.Node]]:
     return [(i, x) for i, x in enumerate(program.results) if isinstance(x, fx.Node) and tensors(x)]
 
 
-def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:
+def read(maker: fx.Node, ops: Ops) -> Iterator[tuple[fx.Node, int, Any]]:
     """Operators that read a node's values, the operand slot, and the value."""
     work = [maker]
     while work:

@@ -6,18 +6,17 @@ I, R, S and P are those of JAX `shard_map`'s varying and invariant axes and of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .partitions import Copies, Distribution, Groups, Partition, Segment  # noqa: F401
-from .sizes import Size, dealt, divide, record, simplify  # noqa: F401
+from .sizes import Hint, Size, ToSize, dealt, divide, record, simplify  # noqa: F401
 
 if TYPE_CHECKING:
     from .specs import Spec
 
 Reduction = Literal["sum", "max"]
-ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 
 
 @record
@@ -75,11 +74,11 @@ class Layout:
         """Number of runs of a dimension that are dealt separately, as those of a fused weight."""
         return 1 if self.distribution is None else self.distribution.pieces
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+    def share(self, tp: int, hint: Hint) -> float:
         """Largest part of a value that one rank holds; `hint` gives a number for every size."""
         return 1.0 if self.distribution is None else self.distribution.share(tp, hint)
 
-    def part(self, rank: int | None, tp: int, hint: Callable[[Size], int]) -> float:
+    def part(self, rank: int | None, tp: int, hint: Hint) -> float:
         """Part of a value that `rank` holds, the largest where it is None; `hint` as of `share`."""
         if rank is None or self.distribution is None:
             return self.share(tp, hint)
@@ -372,3 +371,4 @@ def dealt_by(dim: int, distribution: Distribution) -> Layout:
 
 
 Layouts = Mapping[str, Layout]  # by the names of what lies so
+SlotLayouts = tuple[Layout, ...]  # of the operands of a call, or of its results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -199,6 +199,9 @@ class Op:
     def dim(self) -> int:
         """The argument `dim`, a dimension of the first operand, counted from the front."""
         return self.args["dim"] % max(len(self.ins[0]), 1)
+
+
+Ops = Mapping[fx.Node, Op]  # the calls of a graph
 
 
 def several(value: Any) -> Sequence[Any]:

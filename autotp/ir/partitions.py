@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .sizes import Size, dealt, divide, largest, read_deal, read_size, record, shared, simplify, write_size
 
 if TYPE_CHECKING:
-    from .sizes import Deal, UnitsBy
+    from .sizes import Deal, Hint, ToSize, UnitsBy
     from .specs import CopiedRuns, Runs
+
+Simplicity = tuple[bool, int, bool, str]  # a key by which candidates are ordered
 
 
 @record
@@ -109,11 +111,11 @@ class Distribution:
         """Elements that `rank` owns, where `static`."""
         raise NotImplementedError
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+    def share(self, tp: int, hint: Hint) -> float:
         """Largest part that one rank stores; `hint` gives a number for every size."""
         return 1.0
 
-    def part(self, rank: int, tp: int, hint: Callable[[Size], int]) -> float:
+    def part(self, rank: int, tp: int, hint: Hint) -> float:
         """Part that `rank` stores; `hint` as of `share`."""
         return self.share(tp, hint)
 
@@ -125,7 +127,7 @@ class Distribution:
         """Make the same kind of distribution with a few elements."""
         return self
 
-    def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
+    def simplicity(self, tp: int) -> Simplicity:
         """Key that candidates are ordered by: even before uneven, few runs before many, a plain split before a
         repeated."""
         return (not self.even(tp), 1, False, str(self))
@@ -134,7 +136,7 @@ class Distribution:
         """Points that break ties between equal costs."""
         return 0
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> Runs | CopiedRuns:
+    def to_runtime(self, size: ToSize) -> Runs | CopiedRuns:
         """The form that calls of a rank's program take, each size mapped by `size`."""
         raise NotImplementedError
 
@@ -285,11 +287,11 @@ class Partition(Distribution):
         """The (offset, length) runs of a static partition that `rank` owns, in order."""
         return self.to_runtime(int).spans(rank, tp)
 
-    def part(self, rank: int, tp: int, hint: Callable[[Size], int]) -> float:
+    def part(self, rank: int, tp: int, hint: Hint) -> float:
         own = sum(dealt(hint(s.count), rank, tp, s.deal)[1] * hint(s.unit) for s in self.segments)
         return own / max(sum(hint(s.count) * hint(s.unit) for s in self.segments), 1)
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+    def share(self, tp: int, hint: Hint) -> float:
         part = total = 0
         for s in self.segments:
             count, unit = hint(s.count), hint(s.unit)
@@ -309,14 +311,14 @@ class Partition(Distribution):
 
         return replace(self, segments=tuple(map(few, self.segments)))
 
-    def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
+    def simplicity(self, tp: int) -> Simplicity:
         return (not self.even(tp), len(self.segments), self.repeat != 1, str(self))
 
     def penalty(self, tp: int) -> int:
         """A point for each further segment and for repetition, two for unevenness."""
         return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+    def to_runtime(self, size: ToSize) -> Runs:
         from .specs import Runs  # noqa: PLC0415  a plan is read without torch
 
         deals: list[tuple[Deal, ...]] = [(s.deal,) * bool(s.deal) for s in self.segments]
@@ -411,10 +413,10 @@ class Copies(Distribution):
         """The (offset, length) runs of a static one that `rank` has, in order."""
         return self.of.spans(rank // self.copies, tp // self.copies)
 
-    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+    def share(self, tp: int, hint: Hint) -> float:
         return self.of.share(tp // self.copies, hint)
 
-    def part(self, rank: int, tp: int, hint: Callable[[Size], int]) -> float:
+    def part(self, rank: int, tp: int, hint: Hint) -> float:
         return self.of.part(rank // self.copies, tp // self.copies, hint)
 
     def padding(self, tp: int) -> float:
@@ -423,7 +425,7 @@ class Copies(Distribution):
     def small(self, tp: int) -> Copies:
         return replace(self, of=self.of.small(tp // self.copies))
 
-    def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
+    def simplicity(self, tp: int) -> Simplicity:
         """Key that comes after those of partitions that are as even, of as many segments."""
         uneven, segments, repeated, text = self.of.simplicity(tp // self.copies)
         return uneven, segments, repeated, f"{type(self).__name__} {text}".lower()
@@ -431,7 +433,7 @@ class Copies(Distribution):
     def penalty(self, tp: int) -> int:
         return 1 + self.of.penalty(tp // self.copies)
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> CopiedRuns:
+    def to_runtime(self, size: ToSize) -> CopiedRuns:
         from .specs import CopiedRuns  # noqa: PLC0415  a plan is read without torch
 
         return CopiedRuns(*self.of.to_runtime(size), self.copies)
@@ -485,7 +487,7 @@ class Groups(Distribution):
     def full(self, tp: int) -> bool:
         return self.of.full(tp)
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> Runs | CopiedRuns:
+    def to_runtime(self, size: ToSize) -> Runs | CopiedRuns:
         """Convert the groups."""
         return self.of.to_runtime(size)
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from .decisions import Decision
 from .graph import Capture, Value, tensors
-from .layouts import I, Layout, R, Size
+from .layouts import I, Layout, Layouts, R, Size
 from .op import Factor, Op, Rule
 
 # By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
@@ -73,7 +73,7 @@ class Decided(NamedTuple):
     """Decisions of a program by the names of its nodes, and layouts of its states: for a rank that has the graph."""
 
     decisions: Mapping[str, Decision]
-    states: Mapping[str, Layout]
+    states: Layouts
 
 
 class MeshPlace(NamedTuple):

@@ -16,6 +16,8 @@ import sympy
 from .files import MAX_NUMBER
 
 Size = int | sympy.Expr
+Hint = Callable[[Size], int]  # gives a number for every size
+ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 T = TypeVar("T")
 LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {

@@ -11,7 +11,7 @@ from autotp.cost.terms import Memory
 from autotp.errors import PlanError
 from autotp.ir.decisions import Decision
 from autotp.ir.files import read_text
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Layout, Layouts
 from autotp.ir.sizes import UnitsBy
 from autotp.plans.show.document import report
 from autotp.plans.show.overview import overview
@@ -150,8 +150,8 @@ class Plan(Printed):
     notes: tuple[str, ...] = ()
     degrees: tuple[Degree, ...] = ()
     layer: Layer | None = None
-    states: Mapping[str, Layout] = field(repr=False, default_factory=dict)
-    tables: Mapping[str, Layout] = field(repr=False, default_factory=dict)
+    states: Layouts = field(repr=False, default_factory=dict)
+    tables: Layouts = field(repr=False, default_factory=dict)
     batch: Axes = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     shares: tuple[int, ...] = ()

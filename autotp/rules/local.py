@@ -14,7 +14,8 @@ from torch import fx
 from autotp import compat
 from autotp.comm.conversions import function_for, local_size
 from autotp.errors import PlanError
-from autotp.ir.layouts import Distribution, Groups, Layout, Size
+from autotp.ir.graph import Symbols
+from autotp.ir.layouts import Distribution, Groups, Layout, Size, SlotLayouts
 from autotp.ir.marks import write
 from autotp.ir.op import Factor, Localise, Op, Rule, arguments_of, expression
 from autotp.ir.specs import CopiedRuns, Runs
@@ -40,7 +41,7 @@ class Sizes:
     """Nodes of the new graph that hold symbolic sizes; every size is computed from the inputs, which are whole."""
 
     graph: fx.Graph
-    symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
+    symbols: Symbols
     node_of: dict[Any, fx.Node] = field(default_factory=dict)
     formulas: dict[sympy.Symbol, Callable[[Sizes], fx.Node]] = field(default_factory=dict)  # of further symbols
     equal: Callable[[Sizes, Distribution], Any] | None = None  # what every rank owns of it, where known
@@ -108,8 +109,8 @@ class ShardCall:
     sizes: Sizes
     env: dict[fx.Node, Any]
     operands: list[fx.Node]
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
+    ins: SlotLayouts
+    outs: SlotLayouts
     factor: Factor | None
     loop: Distribution | None
     rule: Rule | None

@@ -26,6 +26,10 @@ from autotp.ir.op import dtype_name
 
 from .this_machine import described
 
+Amount = tuple[float, float]  # of work, and the seconds that it took
+
+Run = Callable[[], object]
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BATCHES = 5  # of calls
 MAX_CALLS = 1000  # in a batch: many launches, and turns on a shared core
@@ -59,18 +63,18 @@ class Clock:
     device: torch.device
     budget: float
 
-    def time(self, call: Callable[[], object]) -> float:
+    def time(self, call: Run) -> float:
         """Return the median seconds of one call that ranks make together; the slowest rank's, on every rank."""
         return self.worst(statistics.median(self._batches(call, self.worst)))
 
-    def alone(self, call: Callable[[], object]) -> float:
+    def alone(self, call: Run) -> float:
         """Return this rank's mean seconds of one call that all ranks make at the same time, each as often as it can.
 
         A device that is throttled works and pauses: of short batches most may have no pause in them, or all.
         """
         return statistics.mean(self._batches(call, float))
 
-    def _batches(self, call: Callable[[], object], agreed: Callable[[float], float]) -> list[float]:
+    def _batches(self, call: Run, agreed: Callable[[float], float]) -> list[float]:
         """List the seconds of a call in each batch; `agreed`: what ranks make of those of one, to make equally many."""
         self._batch(call, 1)
         once = max(agreed(self._batch(call, 1)), 1e-7)
@@ -85,7 +89,7 @@ class Clock:
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.ranks.group)
         return float(worst)
 
-    def _batch(self, call: Callable[[], object], calls: int) -> float:
+    def _batch(self, call: Run, calls: int) -> float:
         self.worst(0.0)  # every rank starts now
         begun = time.perf_counter()
         for _ in range(calls):
@@ -234,7 +238,7 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
     run = _layer if device.type == "cpu" else _products  # what eager execution starts besides a device's queue hides
     launch = clock.alone(partial(_launches, device)) / LAUNCHES
     product = clock.alone(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
-    times: list[tuple[float, float]] = []
+    times: list[Amount] = []
     for size in sizes.copies:
         seconds = clock.alone(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
         times.append((2.0 * size, own_seconds(seconds, launch)))
@@ -253,7 +257,7 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
     return samples
 
 
-def rates(times: Sequence[tuple[float, float]]) -> list[float]:
+def rates(times: Sequence[Amount]) -> list[float]:
     """Return the least rate, that of all work together, which is their median, and the most.
 
     Args:
@@ -296,7 +300,7 @@ def _launches(device: torch.device) -> None:
 
 def _in_turn(
     run: Callable[..., object], shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
-) -> Callable[[], object]:
+) -> Run:
     """Return a call on operands of these shapes, others each time until `COLD_BYTES` have been read."""
     count = max(COLD_BYTES // (sum(map(math.prod, shapes)) * dtype.itemsize), 1)
     # Random numbers: a device multiplies ones faster, for they take less power.
@@ -348,9 +352,7 @@ def _subgroup(parts: list[list[int]]) -> Any:
     return dist.new_group(next(p for p in parts if dist.get_rank() in p), use_local_synchronization=True)
 
 
-def link_of(
-    primitive: str, n: int, timed: Sequence[tuple[float, float]], forwards: bool, least: float
-) -> tuple[float, float]:
+def link_of(primitive: str, n: int, timed: Sequence[Amount], forwards: bool, least: float) -> Amount:
     """Return latency and bandwidth of the links of a ring over which a short and a long message took so long.
 
     Args:
@@ -363,7 +365,7 @@ def link_of(
     return max((first - per_byte * short) / steps, LEAST_LATENCY), 1 / per_byte
 
 
-def _transfer(clock: Clock, primitive: str, size: int, n: int, group: dist.ProcessGroup) -> tuple[float, float]:
+def _transfer(clock: Clock, primitive: str, size: int, n: int, group: dist.ProcessGroup) -> Amount:
     """Time a call of the primitive, as plans run it, on a whole tensor of about so many bytes: bytes, and seconds."""
     rows, width = SIZES[clock.device.type].matmuls[1]
     x, w = torch.rand(rows, width, device=clock.device), torch.rand(width, width, device=clock.device)

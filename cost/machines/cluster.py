@@ -17,6 +17,8 @@ from autotp.ir.files import parse_json, parse_toml, read_text
 
 from .presets import PRESETS
 
+FilePath = str | PathLike[str]
+
 DEFAULT_PRESET = "h100"
 SUFFIXES = (".json", ".toml")
 MAX_FILE_BYTES = 1 << 16  # bytes: a description has about one thousand
@@ -272,7 +274,7 @@ def _worst(name: str, members: Sequence[Cluster]) -> Any:
     return min(values) if name in HIGH else max(values)
 
 
-def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
+def _filled(data: Mapping[str, Any], path: FilePath) -> dict[str, Any]:
     """A file's fields, on top of those of the preset that it names."""
     fields = {"name": Path(path).stem, **data}
     preset = fields.pop("preset", None)
@@ -320,7 +322,7 @@ def _refuse(what: str, value: Any, must: str) -> InputError:
 # ---- files --------------------------------------------------------------------------------------------------
 
 
-def read_fields(path: str | PathLike[str]) -> dict[str, Any]:
+def read_fields(path: FilePath) -> dict[str, Any]:
     """The fields that a file holds, by the format that its suffix says.
 
     Raises:
@@ -334,7 +336,7 @@ def read_fields(path: str | PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def write_fields(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
+def write_fields(path: FilePath, data: Mapping[str, Any]) -> None:
     """Write fields that are strings, numbers, flags and mappings of those, in the format that the suffix says.
 
     Raises:
@@ -348,7 +350,7 @@ def write_fields(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
         raise InputError(f"{file} cannot be written: {error.strerror or error}. Check the path.") from None
 
 
-def _suffix(path: str | PathLike[str]) -> str:
+def _suffix(path: FilePath) -> str:
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise InputError(f"{Path(path)} must end in {' or '.join(SUFFIXES)}: the suffix says the format.")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from autotp.cost.terms import NOTHING, Cost
-from autotp.ir.layouts import Distribution, Layout
+from autotp.ir.layouts import Distribution, Layout, SlotLayouts
 
 from .savings import Saving
 
@@ -27,8 +27,8 @@ class Choice:
     The numbers are what a stage of the solver minimises: `cost`, term by term, under the weights of that stage.
     """
 
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
+    ins: SlotLayouts
+    outs: SlotLayouts
     seconds: float = 0.0
     activation_bytes: float = 0.0  # that autograd saves for the backward
     parameter_bytes: float = 0.0  # on the rank that has most, for decoding those of the cache too
@@ -39,7 +39,7 @@ class Choice:
     cost: Cost = NOTHING
 
     @classmethod
-    def of(cls, ins: tuple[Layout, ...], outs: tuple[Layout, ...], cost: Cost, seconds: float, penalty: int) -> Choice:
+    def of(cls, ins: SlotLayouts, outs: SlotLayouts, cost: Cost, seconds: float, penalty: int) -> Choice:
         """The choice with its numbers from a cost.
 
         Args:

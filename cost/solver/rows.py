@@ -15,6 +15,8 @@ from .integer_program import IntegerProgram, Row, Terms
 from .problem import Choice, Problem, Use
 from .savings import Conversion, add_savings
 
+Picks = list[list[int]]  # the columns of each item's choices
+
 ACTIVATIONS, PARTITIONS, CONVERSIONS = 1e4, 1e-3, 1e-4  # weights of the second order
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
 
@@ -29,7 +31,7 @@ class Arc(NamedTuple):
     column: int
 
 
-def build(problem: Problem) -> tuple[IntegerProgram, list[list[int]]]:
+def build(problem: Problem) -> tuple[IntegerProgram, Picks]:
     """The program without limits, and the columns of each item's choices."""
     program = IntegerProgram()
     picks, producers = add_items(problem, program)
@@ -44,13 +46,13 @@ def build(problem: Problem) -> tuple[IntegerProgram, list[list[int]]]:
     return program, picks
 
 
-def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]], dict[object, Columns]]:
+def add_items(problem: Problem, program: IntegerProgram) -> tuple[Picks, dict[object, Columns]]:
     """Columns and rows of the choices: the columns of each item, and value -> layout -> columns that produce it.
 
     Args:
         problem: its items. program: gets a column for each choice and a row for each item.
     """
-    picks: list[list[int]] = []
+    picks: Picks = []
     producers: dict[object, Columns] = {}
     activations = attrgetter("activation_bytes")
     most = sum(max(map(activations, item.choices)) * item.count for item in problem.items) or 1.0
@@ -78,7 +80,7 @@ def second_order(choice: Choice, most: float) -> float:
 
 
 def add_use(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], producers: Columns, use: Use, late: float
+    problem: Problem, program: IntegerProgram, picks: Picks, producers: Columns, use: Use, late: float
 ) -> list[Arc]:
     """Ship the value from the layout that is produced to the one that each consumer reads.
 
@@ -108,7 +110,7 @@ def add_use(
     return arcs
 
 
-def readers_of(problem: Problem, picks: list[list[int]], use: Use) -> list[Columns]:
+def readers_of(problem: Problem, picks: Picks, use: Use) -> list[Columns]:
     """Per consumer: the columns of the choices that read each layout."""
     readers: dict[tuple[int, int], Columns] = {}
     for item, slot in use.consumers:
@@ -192,7 +194,7 @@ def conserved(
     return rows
 
 
-def within(sizes: list[list[float]], knapsack: Terms, picks: list[list[int]], limit: float) -> list[Row]:
+def within(sizes: list[list[float]], knapsack: Terms, picks: Picks, limit: float) -> list[Row]:
     """Rows for at most `limit` bytes.
 
     One knapsack row says it. Its relaxation would leave every large parameter whole by a fraction, so choices that are

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Layout, SlotLayouts
 
 from .integer_program import IntegerProgram, Row, Terms
 
 Conversion = tuple[int, Layout, Layout]  # number of the use, from which layout to which
-ChoiceKey = tuple[int, tuple[Layout, ...], tuple[Layout, ...]]  # number of the item, layouts of the choice
+ChoiceKey = tuple[int, SlotLayouts, SlotLayouts]  # number of the item, layouts of the choice
 
 
 @dataclass(frozen=True)

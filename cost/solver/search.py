@@ -19,6 +19,8 @@ from typing import NamedTuple
 import highspy
 import numpy as np
 
+Relaxed = tuple[np.ndarray, float]  # column values, and the objective there
+
 Fixed = dict[int, int]  # column -> 0 or 1
 ITERATIONS = 20_000  # of the simplex, from a basis that is near: ten times what the largest programs have taken
 UNLIMITED = 2**31 - 1
@@ -194,7 +196,7 @@ class Search:
         duals = self.highs.getSolution().row_dual
         return -duals[-1] / self.scale if len(duals) else 0.0
 
-    def _near(self, root: tuple[np.ndarray, float]) -> tuple[np.ndarray, float] | None:
+    def _near(self, root: Relaxed) -> Relaxed | None:
         """An assignment near the optimum and its cost, in a few relaxations: limits of bytes make them fractional, so
         what these weigh is paid for, at the price that the first relaxation, `root`, has for it (Lagrange's
         multiplier). What costs more than this assignment is ruled out of this search."""
@@ -216,7 +218,7 @@ class Search:
         return near, float(cost @ near)
 
     def _descend(
-        self, cutoff: float, root: tuple[np.ndarray, float] | None = None, most: int = MAX_NODES
+        self, cutoff: float, root: Relaxed | None = None, most: int = MAX_NODES
     ) -> tuple[float, np.ndarray | None]:
         """The lower bound, at most `cutoff`; and the best assignment below it, unless the search gave up."""
         order = itertools.count()
@@ -242,12 +244,12 @@ class Search:
         """Have another objective, from the basis that is there."""
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
 
-    def _root(self, cost: np.ndarray) -> tuple[np.ndarray, float] | None:
+    def _root(self, cost: np.ndarray) -> Relaxed | None:
         """The relaxation for another objective, as a search begins with it; None where that is infeasible."""
         self._minimise(cost)
         return self._relax({})
 
-    def _relax(self, fixed: Fixed) -> tuple[np.ndarray, float] | None:
+    def _relax(self, fixed: Fixed) -> Relaxed | None:
         """Column values and objective with some columns fixed; None where that is infeasible."""
         for column, value in fixed.items():
             self.highs.changeColBounds(column, value, value)

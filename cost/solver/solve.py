@@ -64,7 +64,7 @@ from autotp.text import amount
 from .band import plainest
 from .integer_program import IntegerProgram, Optimum, Terms, total
 from .problem import Item, Problem, traffic
-from .rows import MICRO, build, within
+from .rows import MICRO, Picks, build, within
 from .search import Start
 
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
@@ -111,7 +111,7 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None, sec
     return replace(best, stopped_after=seconds if stopped or time.process_time() > program.deadline else None)
 
 
-def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
+def _solution(problem: Problem, program: IntegerProgram, picks: Picks, x: np.ndarray) -> Solution:
     """Return what these column values say."""
     choices = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
     whole = np.round(x)
@@ -138,9 +138,7 @@ def feasible(problem: Problem) -> None:
 ColumnSolution = tuple[Solution, np.ndarray, Start]  # and its column values, and where they were found
 
 
-def _banded(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], fastest: ColumnSolution, band: float
-) -> Solution:
+def _banded(problem: Problem, program: IntegerProgram, picks: Picks, fastest: ColumnSolution, band: float) -> Solution:
     """The plainest plan that is at most `band` slower than the fastest one, and never slower than a rival.
 
     Where a rival is not within the band, the plan stays faster than it by more than the band.
@@ -161,7 +159,7 @@ def _banded(
 
 
 def _rival(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], start: Start, band: float
+    problem: Problem, program: IntegerProgram, picks: Picks, start: Start, band: float
 ) -> tuple[Solution, np.ndarray] | None:
     """The best of the plans that this one is held against, and its column values; None where none of them is legal.
 
@@ -188,7 +186,7 @@ def _minimise(program: IntegerProgram, objective: Terms, what: str) -> Optimum:
     return optimum
 
 
-def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], limit: float) -> None:
+def _budget(problem: Problem, program: IntegerProgram, picks: Picks, limit: float) -> None:
     """Add the rows of a memory budget.
 
     Raises:
@@ -211,7 +209,7 @@ def _bytes_of(item: Item, name: str, count: int) -> list[float]:
     return [getattr(choice, name) * count for choice in item.choices]
 
 
-def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
+def _largest(problem: Problem, picks: Picks, x: np.ndarray) -> str:
     """The items that take most of the budget, a line each."""
     parts = []
     for item, columns in zip(problem.items, picks, strict=True):
@@ -225,7 +223,7 @@ def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
     return lines
 
 
-def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]], slack: float) -> float:
+def _parameters(problem: Problem, program: IntegerProgram, picks: Picks, slack: float) -> float:
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0

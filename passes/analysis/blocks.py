@@ -7,14 +7,12 @@ itself; an adapter is trained beside a frozen product, which is named as it woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import networkx as nx
 from torch import fx
 
 from autotp import compat
 from autotp.cost.prices import LOOKUPS
-from autotp.ir.graph import short_name
+from autotp.ir.graph import Alike, short_name
 from autotp.ir.layouts import Size, divide
 from autotp.ir.op import Shape, factors_of, packet_of
 from autotp.ir.program import GraphPart, HeadDims, Heads
@@ -28,7 +26,7 @@ SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
 
 
-def find_blocks(flow: Dataflow, same: Mapping[fx.Node, fx.Node]) -> list[GraphPart]:
+def find_blocks(flow: Dataflow, same: Alike) -> list[GraphPart]:
     """The named parts of a captured and canonical graph, in the order of the graph.
 
     Args:
@@ -43,7 +41,7 @@ def find_blocks(flow: Dataflow, same: Mapping[fx.Node, fx.Node]) -> list[GraphPa
 
 
 class _Finder:
-    def __init__(self, flow: Dataflow, same: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(self, flow: Dataflow, same: Alike) -> None:
         self.flow, self.same = flow, same
         self.owner: dict[fx.Node, int] = {}
         self.parts: list[tuple[str, str, list[fx.Node], Heads | None]] = []

@@ -19,6 +19,8 @@ from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, factors_of, is_tensor, packet_of
 from autotp.rules.core import product, rule_of
 
+Walked = tuple[list[fx.Node], list[fx.Node]]  # nodes that a walk passed, and those that it stopped at
+
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
 
 
@@ -214,7 +216,7 @@ class Dataflow:
 
     def walk(
         self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], *stops: Callable[[fx.Node], bool]
-    ) -> tuple[list[fx.Node], list[fx.Node]]:
+    ) -> Walked:
         """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently.
 
         Args:
@@ -236,11 +238,11 @@ class Dataflow:
                 work += step(n)
         return sorted(between), sorted(ends)
 
-    def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    def back(self, starts: Iterable[fx.Node]) -> Walked:
         """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""
         return self.walk(starts, operands, self._product, self.junctions.__contains__)
 
-    def ahead(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    def ahead(self, starts: Iterable[fx.Node]) -> Walked:
         """Nodes ahead of `starts` up to the next contractions, and these; a junction ends the walk."""
         return self.walk(starts, lambda n: n.users, self._product, self.junctions.__contains__)
 

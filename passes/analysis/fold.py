@@ -17,6 +17,8 @@ from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import Block, Blocks, module_of, module_path
 
+Members = dict[str, list[fx.Node]]  # path of a block -> its nodes, in order
+
 LISTS = -1  # in place of a depth
 SELECT, SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 DIGITS = re.compile(r"\d+")
@@ -86,9 +88,9 @@ def _first(twins: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return node
 
 
-def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str, dict[str, list[fx.Node]]]:
+def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str, Members]:
     """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
-    out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    out: dict[str, Members] = defaultdict(lambda: defaultdict(list))
     for n, path in paths.items():
         indexed = [p for p in path if INDEXED.search(p)]
         if len(indexed) > level:
@@ -141,7 +143,7 @@ PLACED = re.compile(r"(^|\.)\d+$")
 Place = tuple[str, tuple[str, ...]]  # an item, and the modules around its list, outermost first
 
 
-def items(paths: Mapping[fx.Node, tuple[str, ...]]) -> dict[str, dict[str, list[fx.Node]]]:
+def items(paths: Mapping[fx.Node, tuple[str, ...]]) -> dict[str, Members]:
     """List -> item -> its nodes in order, for lists whose items are not called themselves, outside of other blocks.
 
     Args:
@@ -173,9 +175,7 @@ def _place(path: tuple[str, ...], modules: set[str]) -> Place | None:
     return None
 
 
-def _blocks(
-    calls: Sequence[fx.Node], members: Sequence[fx.Node], places: Mapping[fx.Node, Place]
-) -> dict[str, list[fx.Node]]:
+def _blocks(calls: Sequence[fx.Node], members: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> Members:
     """Item -> all nodes from its first to the next item's; of the last as many as of the first. None where they mix."""
     order = {n: i for i, n in enumerate(calls)}
     runs: list[tuple[str, int]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, before, copy_graph, differentiable, replace_node, replace_results
+from autotp.ir.graph import Capture, Emit, before, copy_graph, differentiable, replace_node, replace_results
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, packet_of, sizes
 from autotp.kernels.functions import apply, functions_as
@@ -419,7 +418,7 @@ class ComplexScatters(Pass[Capture]):
         return Changes(len(scatters), "parts are put into complex values as real ones")
 
 
-def _on_pairs(node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
+def _on_pairs(node: fx.Node, call: Emit) -> fx.Node:
     """Write the scatter as one of pairs of real numbers, by `call`."""
     args = dict(Op.of(node).args)
     whole, part, rank = args.pop("self"), args.pop("src"), node.meta["val"].ndim

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autotp.ir.graph import CUTS, floating
+from autotp.ir.graph import CUTS, Env, floating
 from autotp.ir.op import aten, is_tensor
 
 from .functionalise import is_region, memory, mutates, region_body, without_gradient, written_operand
@@ -87,7 +87,7 @@ class _Flow:
                 self.carries.add(user)
                 self.places |= self.memory[user]
 
-    def _detach(self, region: fx.Node, body: fx.Graph, carried: dict[fx.Node, fx.Node]) -> None:
+    def _detach(self, region: fx.Node, body: fx.Graph, carried: Env) -> None:
         of = memory(body)
         writes = [n for n in body.nodes if mutates(n)]
         of_carried = set().union(*(of[inner] for inner in carried))

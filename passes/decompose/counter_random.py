@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.ir.graph import SEEDS, Capture, Leaf, before, draws, replace_node
+from autotp.ir.graph import SEEDS, Capture, Emit, Leaf, before, draws, replace_node
 from autotp.ir.marks import write
 from autotp.ir.op import Op, aten, expression, packet_of, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
@@ -90,7 +90,7 @@ def _drawing(program: Capture) -> list[fx.Node]:
 class _Call:
     """Writes calls before a node, in its module, with their fake values."""
 
-    emit: Callable[..., fx.Node]
+    emit: Emit
     sizes: Sizes
     seed: fx.Node
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.graph import Capture, before, replace_node, tensors
+from autotp.ir.graph import Capture, Emit, before, replace_node, tensors
 from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
 from autotp.passes.base import Changes, Pass
@@ -30,7 +30,6 @@ SEVERAL = (
     "Say which of them is the loss, such as loss=lambda outputs, targets: outputs.loss, with targets= among the "
     "example inputs, or use outputs='full'. A mixture of experts gives its auxiliary loss beside the one that holds it."
 )
-EmitCall = Callable[..., fx.Node]
 
 
 class DecomposeLosses(Pass[Capture]):
@@ -157,7 +156,7 @@ def _sum_apart(op: Op) -> None:
     replace_node(op.node, total)
 
 
-def _counting(call: EmitCall, op: Op) -> fx.Node:
+def _counting(call: Emit, op: Op) -> fx.Node:
     """Weight of each example in the mean: one, or its class's weight; nothing where it is to be ignored."""
     target = op.args["target"]
     if target.meta["val"].is_floating_point():  # probabilities of classes: every example counts
@@ -166,7 +165,7 @@ def _counting(call: EmitCall, op: Op) -> fx.Node:
     return counts if op.args["weight"] is None else call(aten.mul.Tensor, _weights(call, op, counts), counts)
 
 
-def _weights(call: EmitCall, op: Op, counts: fx.Node) -> fx.Node:
+def _weights(call: Emit, op: Op, counts: fx.Node) -> fx.Node:
     """The weight of every target's class."""
     targets = call(aten.where.ScalarOther, counts, op.args["target"], 0)
     table = call(aten.unsqueeze.default, op.args["weight"], 1)

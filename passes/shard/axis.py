@@ -15,7 +15,7 @@ from torch import fx
 
 from autotp.cost.prices import Surcharge
 from autotp.ir.graph import Capture, Leaf, Value, outputs_of, resolve, tensors
-from autotp.ir.layouts import Distribution, I, Layout, P, Partition, R
+from autotp.ir.layouts import Distribution, I, Layout, P, Partition, R, SlotLayouts
 from autotp.ir.op import Op, Rule
 from autotp.ir.program import Planned
 from autotp.rules.core import rule_of
@@ -57,9 +57,7 @@ class AxisRules:
         """Give the one layout that a leaf may have, which carries a gradient or not; None: any that its kind may."""
         return None
 
-    def outputs(
-        self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions
-    ) -> tuple[Layout, ...] | None:
+    def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> SlotLayouts | None:
         """Give the layouts of the program's tensor outputs; None: whole, or as they are pinned."""
         return None
 

@@ -16,7 +16,20 @@ from autotp.comm import conversions
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs, mapped
 from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensor_at, tensors, where
-from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, Size, Travelled, divide
+from autotp.ir.layouts import (
+    Distribution,
+    I,
+    Layout,
+    Layouts,
+    Partition,
+    R,
+    Segment,
+    Shard,
+    Size,
+    SlotLayouts,
+    Travelled,
+    divide,
+)
 from autotp.ir.marks import Axis, BatchConversion, inherit, mark, write
 from autotp.ir.op import Carry, Factor, Op, Rule, expression, sizes, symbols_of
 from autotp.ir.program import Planned
@@ -39,7 +52,7 @@ class Apart:
 
     batch: sympy.Symbol
 
-    def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
+    def operator(self, op: Op, outs: SlotLayouts, nbytes: Callable[[Tensor], float]) -> float:
         results = zip(tensors(op.node), outs, strict=False)
         whole = [v for v, x in results if x.sharded_dim is None and has(sizes(v), self.batch) and self.counts(v)]
         return WHOLE * sum(map(nbytes, whole))
@@ -101,7 +114,7 @@ class BatchRules(AxisRules):
                 return True
         return False
 
-    def settle(self, program: Capture, planned: Planned, inputs: Mapping[str, Layout]) -> list[str]:
+    def settle(self, program: Capture, planned: Planned, inputs: Layouts) -> list[str]:
         """Check what was decided, and say in words what changes hands.
 
         Args:
@@ -148,7 +161,7 @@ class BatchRules(AxisRules):
         """Say which slice of that dimension each rank has."""
         return Partition.plain(self.batch, ranks)
 
-    def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
+    def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> SlotLayouts:
         writes = {x for i, x in enumerate(program.results) if i in program.mutations and program.becomes(i) is None}
         layouts: list[Layout] = []
         for x in outputs_of(program):

@@ -21,7 +21,7 @@ from autotp.cost.solver.problem import Problem, Use, ValueId
 from autotp.cost.solver.savings import Cap, ChoiceKey, Conversion, Saving, most
 from autotp.ir.graph import Leaf, resolve, shape_of, tensor_at, tensors
 from autotp.ir.layouts import I, Layout, P, R, Shard
-from autotp.ir.op import Op, dtype_name, packet_of
+from autotp.ir.op import Ops, dtype_name, packet_of
 from autotp.ir.scopes import block_of
 from autotp.passes.optimise.products import VIEWS, product_of
 
@@ -40,7 +40,7 @@ class Savings:
     problem: Problem
     heads: Sequence[fx.Node]
     prices: Prices
-    ops: Mapping[fx.Node, Op]
+    ops: Ops
     leaves: Mapping[fx.Node, Leaf]
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from autotp.cost import Cluster
 from autotp.cost.compute import size_hint
 from autotp.ir.graph import BUFFER, TABLE, Capture, computed, outputs_of, resolve
-from autotp.ir.layouts import Layout, Size
+from autotp.ir.layouts import Layout, Layouts, Size, SlotLayouts
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.ir.sizes import substitute
@@ -51,10 +51,10 @@ class Dealt:
     axis: str
     ranks: int
     symbol: sympy.Symbol
-    inputs: Mapping[str, Layout]
-    outputs: tuple[Layout, ...]
+    inputs: Layouts
+    outputs: SlotLayouts
     notes: list[str]
-    weights: Mapping[str, Layout]
+    weights: Layouts
 
 
 @dataclass(frozen=True)

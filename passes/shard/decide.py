@@ -17,18 +17,18 @@ from autotp.ir.program import Decided, Decision, GraphPart, Planned, Solution
 from autotp.passes.analysis.axes import PortDims, summed
 
 from .axis import TENSOR
-from .planner import Builder
+from .planner import Builder, Built
 from .states import decided, lying_as_read
 
 
-def problem_of(builder: Builder) -> tuple[Problem, list[fx.Node]]:
+def problem_of(builder: Builder) -> Built:
     """The decision problem with Megatron's plans, and the node of each item."""
     problem, heads = builder.build()
     problem.rivals = rivals(builder, problem, heads)
     return problem, heads
 
 
-def decide(builder: Builder, problem_and_nodes: tuple[Problem, list[fx.Node]] | None = None) -> Planned:
+def decide(builder: Builder, problem_and_nodes: Built | None = None) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for.
 
     Args:

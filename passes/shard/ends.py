@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from autotp.errors import PlanError
-from autotp.ir.graph import Value, resolve
-from autotp.ir.op import Op, Rule
+from autotp.ir.graph import Alike, Value, resolve
+from autotp.ir.op import Ops, Rule
 from autotp.ir.program import EndsTable, Planned
 
 
 def ends_table(
     calls: Iterable[fx.Node],
-    ops: Mapping[fx.Node, Op],
+    ops: Ops,
     rules: Mapping[fx.Node, Rule | None],
-    same: Mapping[fx.Node, fx.Node],
+    same: Alike,
 ) -> EndsTable:
     """The values that say where groups end, by number: in the order in which the program's operators read them.
 

@@ -19,7 +19,7 @@ from autotp.cost.compute import node_flops
 from autotp.cost.prices import is_free, lengths, sizer
 from autotp.ir.graph import Capture, Value, placed_outputs, reached, resolve, short_name, tensor_at, tensors
 from autotp.ir.layouts import Size
-from autotp.ir.op import Op, Rule, aten, expression, factors_of, packet_of, sizes, symbols_of
+from autotp.ir.op import Op, Ops, Rule, aten, expression, factors_of, packet_of, sizes, symbols_of
 from autotp.ir.program import Parts, Past
 from autotp.ir.scopes import block_of, module_name
 
@@ -119,7 +119,7 @@ def _block(node: fx.Node) -> str:
 
 
 def past_of(
-    program: Capture, calls: Sequence[fx.Node], ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None],
+    program: Capture, calls: Sequence[fx.Node], ops: Ops, rules: Mapping[fx.Node, Rule | None],
     parts: CacheParts | None,
 ) -> Past:  # fmt: skip
     """Find what the operators of a program read of earlier tokens.

@@ -22,9 +22,9 @@ from torch.distributed.tensor.placement_types import Placement
 from autotp import compat
 from autotp.cost.solver.problem import Choice, Problem, ValueId
 from autotp.errors import InputError, PlanError
-from autotp.ir.graph import Capture, Leaf, floating, outputs_of, read, resolve, tensor_at, tensors, where
-from autotp.ir.layouts import I, Layout, R
-from autotp.ir.op import Op
+from autotp.ir.graph import Alike, Capture, Leaf, floating, outputs_of, read, resolve, tensor_at, tensors, where
+from autotp.ir.layouts import I, Layout, Layouts, R
+from autotp.ir.op import Op, Ops
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis.axes import AXES, PortDims
 from autotp.text import listed, near
@@ -128,9 +128,7 @@ def read_pins(pins: Any) -> dict[str, int | None]:
     return dims
 
 
-def find(
-    program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], logical: Callable[[], Mapping[str, list[PortDims]]]
-) -> Pinned:
+def find(program: Capture, pins: Dims, ops: Ops, logical: Callable[[], Mapping[str, list[PortDims]]]) -> Pinned:
     """Find the pins in a captured graph; of several that fit one parameter or module, the first counts.
 
     Args:
@@ -158,7 +156,7 @@ def find(
 @dataclass
 class _Finder:
     program: Capture
-    ops: Mapping[fx.Node, Op]
+    ops: Ops
     pinned: Pinned
 
     def parameter(self, key: str, dim: int | None) -> None:
@@ -244,9 +242,7 @@ class _Finder:
         return {k: by_place[str(theirs.index(i))] for k, i in enumerate(values) if i in theirs}
 
 
-def placed_apart(
-    leaves: Mapping[fx.Node, Leaf], placed: Mapping[str, Layout], alike: Mapping[fx.Node, fx.Node]
-) -> dict[fx.Node, str]:
+def placed_apart(leaves: Mapping[fx.Node, Leaf], placed: Layouts, alike: Alike) -> dict[fx.Node, str]:
     """Marks of equal blocks that a plan placed differently, such as one that its own program did not read."""
     marks = {n: repr(placed[x.name]) for n, x in leaves.items() if x.name in placed}
     differ = any(marks.get(alike[n]) != layout for n, layout in marks.items())

@@ -35,7 +35,7 @@ from autotp.ir.graph import (
     tensors,
     where,
 )  # fmt: skip
-from autotp.ir.layouts import Copies, Distribution, I, Layout, Partition, R, Shard, dealt_by
+from autotp.ir.layouts import Copies, Distribution, I, Layout, Layouts, Partition, R, Shard, SlotLayouts, dealt_by
 from autotp.ir.op import Op, factors_of, sizes
 from autotp.ir.program import GraphPart, Past
 from autotp.ir.sizes import UnitsBy
@@ -53,6 +53,10 @@ from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
 from .states import CarriedItem, States
 from .strategies import OPAQUE, TORCHS, Candidates, penalty, several_read, signatures
+
+Slots = list[set[Value]]  # the values that each operand slot reads, in all equal operators
+
+Built = tuple[Problem, list[fx.Node]]  # the problem, and the representative node of each item
 
 OUTPUT_SLOT = "output"
 
@@ -109,12 +113,12 @@ class Builder:
     program: Capture
     tp: int
     cluster: Cluster
-    pinned: Mapping[str, Layout] = field(default_factory=dict)
+    pinned: Layouts = field(default_factory=dict)
     pins: Dims = field(default_factory=dict)
     sequence: bool | None = None
     objective: Objective = TRAINING
     memory: float | None = None
-    carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
+    carried: Layouts = field(default_factory=dict)  # layouts of states that are decided
     axis: AxisRules = TENSOR
     band: float | None = None  # of the least seconds; None: only seconds count
     seconds: float = inf  # of the search for a better plan
@@ -172,12 +176,12 @@ class Builder:
         producer, index = resolve(node)
         return self.same[producer], index
 
-    def build(self) -> tuple[Problem, list[fx.Node]]:
+    def build(self) -> Built:
         """The problem, and the representative node of each item."""
         members = Counter(self.same[n] for n in [*self.leaves, *self.calls])
         # The same operand of equal operators may be several values: the first block reads the embedding, the others
         # the block before.
-        slots: dict[fx.Node, list[set[Value]]] = {}
+        slots: dict[fx.Node, Slots] = {}
         for n in self.calls:
             sets = slots.setdefault(self.same[n], [set() for _ in self.ops[n].slots])
             for values, operand in zip(sets, self.ops[n].slots, strict=True):
@@ -209,7 +213,7 @@ class Builder:
         check_neighbours(problem, heads, asks)
         return problem, heads
 
-    def goals(self) -> tuple[Layout, ...]:
+    def goals(self) -> SlotLayouts:
         """Layouts in which the graph's outputs leave it: as the axis wants; otherwise whole, but where the user
         pinned them."""
         settled = self.axis.outputs(self.program, self.grads, self.tp, self._partitions)
@@ -228,7 +232,7 @@ class Builder:
         """List the partitions that a dimension of a value may have."""
         return self.candidates.of.get((self.value(node), dim), [])
 
-    def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
+    def _grow(self, slots: dict[fx.Node, Slots]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
         work = [n for n in slots if self.rules[n] is not None]
         self._seed(work, slots)
@@ -239,7 +243,7 @@ class Builder:
                 for factor in factors_of(self.rules[n]):
                     self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
 
-    def _seed(self, work: list[fx.Node], slots: Mapping[fx.Node, list[set[Value]]]) -> None:
+    def _seed(self, work: list[fx.Node], slots: Mapping[fx.Node, Slots]) -> None:
         """The partitions that dimensions may have by themselves; those of others follow from them."""
         seeds = self.axis.seeds(self.leaves.values(), self.tp)
         if seeds is not None:
@@ -270,7 +274,7 @@ class Builder:
             if isinstance(factor.size, int) and factor.size > 1:
                 self.candidates.add_plain(((node, 0), new.dim), factor.size)
 
-    def _seed_shared(self, node: fx.Node, slots: list[set[Value]]) -> None:
+    def _seed_shared(self, node: fx.Node, slots: Slots) -> None:
         """Heads of keys and values that are fewer than the ranks may be each on several of these."""
         for factor in factors_of(self.rules[node]):
             if self.shares or self.units or not several_read(self.ops[node], factor):
@@ -303,7 +307,7 @@ class Builder:
         kind = "weights" if leaf.kind.trained else "tables"
         return Item(leaf.name, choices, [], [(node, 0)], count, kind=kind)
 
-    def _choice(self, ins: tuple[Layout, ...], outs: tuple[Layout, ...], cost: Cost) -> Choice:
+    def _choice(self, ins: SlotLayouts, outs: SlotLayouts, cost: Cost) -> Choice:
         """A choice with what it weighs."""
         return Choice.of(ins, outs, cost, self.prices.seconds(cost), penalty([*ins, *outs], self.tp))
 
@@ -323,7 +327,7 @@ class Builder:
             )
         return splits
 
-    def _call(self, node: fx.Node, slots: list[set[Value]], count: int) -> Item:
+    def _call(self, node: fx.Node, slots: Slots, count: int) -> Item:
         op, results = self.ops[node], self._results(node)
         operands: list[frozenset[Any]] = [frozenset(s) for s in slots]
         ins = [resolve(s)[0] in self.grads for s in op.slots]
@@ -352,7 +356,7 @@ class Builder:
         label, kind = f"activations of {where(node)}", CACHE if cached else Item.kind
         return Item(node.name, pinned_choices, operands, results, count, label, kind)
 
-    def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
+    def _knows_ends(self, node: fx.Node, *layouts: SlotLayouts) -> bool:
         """Say whether rows dealt by group are so where it is known already where the groups end."""
         numbers = {x.groups.ends for side in layouts for x in side if x.groups is not None}
         firsts = [self.ends[k][0][0] for k in numbers]

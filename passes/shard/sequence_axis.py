@@ -9,7 +9,7 @@ r-th from the front and the r-th from the back, so that causal attention is as m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autotp.errors import CaptureError
 from autotp.ir.graph import Capture, Leaf, differentiable, draws, floating, resolve, shape_of, tensor_at, tensors, where
-from autotp.ir.layouts import Layout, Partition, Segment, Shard
+from autotp.ir.layouts import Layout, Layouts, Partition, Segment, Shard, SlotLayouts
 from autotp.ir.marks import Axis
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, factors_of, packet_of
 from autotp.ir.program import Planned
@@ -45,7 +45,7 @@ class Tokenwise(Apart):
 
     grads: frozenset[fx.Node]
 
-    def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
+    def operator(self, op: Op, outs: SlotLayouts, nbytes: Callable[[Tensor], float]) -> float:
         # Every rank may make all masks and positions, and turn what was gathered.
         if (self.grads and op.node not in self.grads) or packet_of(op.target) in MOVES:
             return 0.0
@@ -85,7 +85,7 @@ class SequenceRules(BatchRules):
         heads = tuple(_heads(program, symbol, ranks, inner))
         return cls(symbol, True, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
 
-    def settle(self, program: Capture, planned: Planned, inputs: Mapping[str, Layout]) -> list[str]:
+    def settle(self, program: Capture, planned: Planned, inputs: Layouts) -> list[str]:
         """Refuse random numbers for what is not dealt, and say in words what changes hands.
 
         Args:

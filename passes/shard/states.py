@@ -18,8 +18,8 @@ from autotp.cost.prices import Prices, lengths
 from autotp.cost.solver.problem import Choice, Item, Problem, ValueId
 from autotp.cost.terms import Cost
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, Value, placed_outputs, resolve, shape_of, short_name, tensor_at, tensors
-from autotp.ir.layouts import I, Layout, R, dealt_by
+from autotp.ir.graph import Alike, Capture, Value, placed_outputs, resolve, shape_of, short_name, tensor_at, tensors
+from autotp.ir.layouts import I, Layout, Layouts, R, dealt_by
 from autotp.ir.op import sizes, symbols_of
 from autotp.ir.program import Past
 
@@ -49,9 +49,9 @@ class States:
 
     program: Capture
     tp: int
-    same: Mapping[fx.Node, fx.Node]
+    same: Alike
     grads: set[fx.Node]
-    fixed: Mapping[str, Layout]
+    fixed: Layouts
     ignored: bool = False
 
     def __post_init__(self) -> None:

@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, Replicate, dealt_by, kinds
+from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, Replicate, SlotLayouts, dealt_by, kinds
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape
 from autotp.ir.sizes import Size, UnitsBy
 from autotp.rules.core import product
+
+Slots = list[frozenset[ValueId]]  # the values that each operand slot reads, in all equal operators
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
 OPAQUE = Rule(summed=False)  # what is known of an operator of somebody else's: its backward may be anything
@@ -73,7 +75,7 @@ class Candidates:
         """Say whether every rank certainly owns something of a loop that is dealt so."""
         return loop.full(self.tp) if self.fills is None else self.fills(loop, self.tp)
 
-    def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Distribution]:
+    def loops(self, factor: Factor, ins: Slots, outs: list[ValueId]) -> list[Distribution]:
         """Partitions of a factor's loop that some slot suggests.
 
         Args:
@@ -102,7 +104,7 @@ class Candidates:
         # A plain split of 8 + 4 columns gives rank 0 six of the first piece: no slice of the pieces is that.
         return [p for p in whole if not factor.pieces or p.cut(factor.pieces, self.tp)]
 
-    def spread(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> None:
+    def spread(self, factor: Factor, ins: Slots, outs: list[ValueId]) -> None:
         """Carry what one slot suggests to the factor's other slots.
 
         Rows by group only go onwards, from operands: where their ends are not yet known, nothing can be split by them.
@@ -119,7 +121,7 @@ class Candidates:
                     for value in values:
                         self.add((value, carry.dim), partition)
 
-    def arrives(self, factor: Factor, loop: Distribution, ins: list[frozenset[ValueId]]) -> bool:
+    def arrives(self, factor: Factor, loop: Distribution, ins: Slots) -> bool:
         """Say whether some operand may be split by these groups."""
         carried = [(carry, values) for carry, values in zip(factor.ins, ins, strict=True) if carry is not None]
         return any(loop in self.of.get((v, carry.dim), ()) for carry, values in carried for v in values)
@@ -178,11 +180,11 @@ def penalty(layouts: Iterable[Layout], tp: int) -> int:
     return sum(x.penalty(tp) for x in layouts)
 
 
-Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Distribution | None]
+Signature = tuple[SlotLayouts, SlotLayouts, int | None, Distribution | None]
 
 
 def signatures(
-    rule: Rule | None, ins: list[bool], outs: list[bool], slots: list[frozenset[ValueId]], results: list[ValueId],
+    rule: Rule | None, ins: list[bool], outs: list[bool], slots: Slots, results: list[ValueId],
     candidates: Candidates,
 ) -> Iterator[Signature]:  # fmt: skip
     """Every legal (layouts of operands, layouts of results, split factor, its loop) of one operator.
@@ -237,9 +239,9 @@ def _whole(rule: Rule | None, ins: list[bool], outs: list[bool]) -> Iterator[Sig
 
 
 def _split(
-    rule: Rule, factor: Factor, loop: Distribution, slots: list[frozenset[ValueId]], results: list[ValueId],
+    rule: Rule, factor: Factor, loop: Distribution, slots: Slots, results: list[ValueId],
     candidates: Candidates,
-) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:  # fmt: skip
+) -> tuple[SlotLayouts, SlotLayouts] | None:  # fmt: skip
     """The layouts of operands and results where this loop is split; None where some slot cannot be."""
     layouts: list[Layout] = []
     for slot, (carry, values) in enumerate(_carried(factor, slots, results)):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp.errors import CaptureError, InputError
-from autotp.ir.graph import Capture, copy_node, shape_of, tensors, where
+from autotp.ir.graph import Capture, Env, copy_node, shape_of, tensors, where
 from autotp.ir.layouts import Copied, Copies, Groups, Layout, Partition, R, Shard, Travelled
 from autotp.ir.marks import Axis, BatchConversion, inherit
 from autotp.ir.op import EXPERTS, Carry, Op, Rule, aten, factors_of, sizes
@@ -177,8 +177,8 @@ class Journey:
     ranks: int
     ep: int
     owned: Collection[fx.Node] = ()
-    there: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    own: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    there: Env = field(default_factory=dict)
+    own: Env = field(default_factory=dict)
     ends: fx.Node | None = None
     counts: fx.Node | None = None
 

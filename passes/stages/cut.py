@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.errors import PlanError
-from autotp.ir.graph import BUFFER, CONSTANT, INPUT, SEEDS, Capture, Leaf, copy_node, draws
+from autotp.ir.graph import BUFFER, CONSTANT, INPUT, SEEDS, Capture, Env, Leaf, Mutations, copy_node, draws
 from autotp.ir.layouts import I, Layout
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import expression
@@ -95,7 +95,7 @@ def joined(planned: Planned, sharded: Sharded, pieces: Sequence[Piece]) -> Shard
     graph, leaves, results = fx.Graph(), dict[str, fx.Node](), dict[int, Any]()
     out = replace(sharded, graph=graph, layouts={}, origin={}, ends={}, pieces=())
 
-    def copied(node: fx.Node, of: Sharded, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def copied(node: fx.Node, of: Sharded, env: Env) -> fx.Node:
         new = copy_node(node, graph, env.__getitem__)
         for mine, theirs in ((out.layouts, of.layouts), (out.origin, of.origin)):
             mine |= {new: theirs[node]} if node in theirs else {}  # type: ignore[operator]
@@ -107,7 +107,7 @@ def joined(planned: Planned, sharded: Sharded, pieces: Sequence[Piece]) -> Shard
     for piece in pieces:
         nodes: Any = [*piece.sharded.graph.nodes]
         heads = [*flow, *(leaves[leaf.name] for leaf in piece.capture.leaves[len(flow) :])]
-        env: dict[fx.Node, fx.Node] = dict(zip(nodes, heads, strict=False))
+        env: Env = dict(zip(nodes, heads, strict=False))
         for node in nodes[len(heads) : -1]:
             env[node] = copied(node, piece.sharded, env)
         outputs = fx.map_arg(nodes[-1].args[0], env.__getitem__)
@@ -298,10 +298,10 @@ class _Cutter:
         shared = tuple(filter(self._shared, positions))
         return Piece(capture, writer.out, wires_in, wires_out, names, inputs, positions, shared)
 
-    def _mutations(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> dict[int, str | int]:
+    def _mutations(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> Mutations:
         """Takers of a stage's outputs, by place: a tensor among the inputs by its place among the stage's own."""
         whole, own = _tensors(self.program.leaves), _tensors(leaves)
-        out: dict[int, str | int] = {}
+        out: Mutations = {}
         for k, position in enumerate(positions):
             taker = self.program.mutations.get(position)
             if isinstance(taker, int):  # a state that the stage only writes is no input of it: whoever called writes it
@@ -333,7 +333,7 @@ class _Writer:
         self.cutter, self.stage = cutter, stage
         self.graph = fx.Graph()
         self.out = Sharded(self.graph)
-        self.env: dict[fx.Node, fx.Node] = {}
+        self.env: Env = {}
 
     def begin(self, pairs: Any) -> list[Leaf]:
         """All but the output; the leaves that it takes, in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from autotp import compat
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, mapped
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Layout, Layouts
 from autotp.ir.scopes import generic
 from autotp.text import first_line
 
@@ -219,7 +219,7 @@ def spmd_types(part: str = "") -> Any:
 
 def to_spmd_types(plan: Plan) -> dict[str, dict[str, Any]]:
     """The layouts of a plan's parameters, split buffers and states, by name, as `spmd_types.assert_type` takes them."""
-    layouts: Mapping[str, Layout] = {**plan.placements, **plan.states}
+    layouts: Layouts = {**plan.placements, **plan.states}
     return {name: {AXIS: annotation(layout)} for name, layout in layouts.items()}
 
 

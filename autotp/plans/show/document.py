@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from autotp.plans.estimates import Axes, Degree
     from autotp.plans.plan import Collective, Parameter, Plan
 
+Labelled = tuple[str, Sequence[str]]  # a name, and lines of what it comes to
+
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
 RELATIVE_SECONDS = 1e-6  # of the step: less is printed as equal
@@ -112,7 +114,7 @@ def _by_place(collectives: Iterable[Collective]) -> list[list[Collective]]:
     return list(groups.values())
 
 
-def totals(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
+def totals(plan: Plan) -> Iterator[Labelled]:
     """The totals of a plan: a name, and lines of what it comes to."""
     t, m = plan.totals, plan.memory
     yield "parameters per rank", [of(t.local_parameters, t.parameters)]
@@ -173,7 +175,7 @@ def over(plan: Plan) -> str:
     return f"{' x '.join(map(str, beside.values()))} x {ranks} ({' x '.join(beside)} x tp)" if beside else ranks
 
 
-def _batch_axis(axis: Axes) -> Iterator[tuple[str, Sequence[str]]]:
+def _batch_axis(axis: Axes) -> Iterator[Labelled]:
     """The traffic over the data-parallel axis."""
     if axis.size == 1:
         return
@@ -307,7 +309,7 @@ def table_of_degrees(plan: Plan) -> View:
     return (Line(), Line("Degrees", style="bold"), degrees(plan.degrees)) if plan.degrees else ()
 
 
-def _labelled(rows: Iterable[tuple[str, Sequence[str]]]) -> View:
+def _labelled(rows: Iterable[Labelled]) -> View:
     for name, lines in rows:
         labels = [name, *[""] * (len(lines) - 1)]
         yield from (Line(text, f"{label:24} ", " " * 25) for label, text in zip(labels, lines, strict=True))
