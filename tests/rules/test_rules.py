@@ -115,7 +115,7 @@ def cut_off(op: Op) -> Rule:
     """Right forward, and no gradient."""
 
     def localise(op: Op, local: Any) -> Any:
-        return op.target, (local.emit(aten.detach.default, (local.operand(0),)),), {}
+        return op.target, (local.emit(aten.detach.default, (local.operands[0],)),), {}
 
     return replace(rule_of(op) or Rule(), localise=localise)
 
@@ -124,7 +124,7 @@ def doubled(op: Op) -> Rule:
     """Right forward, and twice the gradient."""
 
     def localise(op: Op, local: Any) -> Any:
-        x = local.operand(0)
+        x = local.operands[0]
         twice = local.emit(aten.mul.Tensor, (x, 2))
         return aten.sub.Tensor, (twice, local.emit(aten.detach.default, (x,))), {}
 
