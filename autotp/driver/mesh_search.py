@@ -26,7 +26,7 @@ from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.explain import explain
 from autotp.plans.plan import Plan
-from autotp.text import amount, counts, divisors, listed, seconds, axis_text
+from autotp.text import amount, axis_text, counts, divisors, listed, seconds
 
 from .compile import plan_stages
 from .mesh_prices import Machines, Priced, Pricer, terms_of

@@ -32,7 +32,7 @@ from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.stage import Grid, Pipeline
 from autotp.runtime.storage import ShardState
-from autotp.text import counts, axis_text
+from autotp.text import axis_text, counts
 
 from .compare import kind_of
 from .compile import Compilation, applied, decided_for, further, plain

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from autotp.comm.collectives import real
-from autotp.comm.ranks import Ranks, from_all, leads
+from autotp.comm.ranks import Ranks, from_all
 from autotp.cost import Cluster
 from autotp.cost.collective_costs import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
