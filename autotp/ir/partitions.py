@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .sizes import Size, dealt, divide, largest, read_deal, read_size, record, shared, simplify, write_size
 
 if TYPE_CHECKING:
-    from .sizes import Deal, Hint, ToSize, UnitsBy
+    from .sizes import Deal, Hint, Simplicity, ToSize, UnitsBy
     from .specs import CopiedRuns, Runs
-
-Simplicity = tuple[bool, int, bool, str]  # a key by which candidates are ordered
 
 
 @record

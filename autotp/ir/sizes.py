@@ -17,6 +17,7 @@ from .files import MAX_NUMBER
 
 Size = int | sympy.Expr
 Hint = Callable[[Size], int]  # gives a number for every size
+Simplicity = tuple[bool, int, bool, str]  # a key by which candidates are ordered
 ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 T = TypeVar("T")
 LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
