@@ -29,7 +29,7 @@ from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, first_part, without_cache
 from autotp.ir.graph import TABLE, Capture, draws
-from autotp.ir.layouts import Layout, Replicate, Layouts
+from autotp.ir.layouts import Layouts, Replicate
 from autotp.ir.named_states import check_names, name_states
 from autotp.ir.precision import DELAYED
 from autotp.ir.program import Decided, Planned, Sharded
