@@ -50,6 +50,16 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "`x + (f(x) - x).detach()` for a straight-through gradient.",
     ),
     (
+        r"_ctc_loss",
+        "Torch tells no sizes of this loss before it has the values. Return the log-probabilities, and take the loss of "
+        "them outside of the module.",
+    ),
+    (
+        r"zeros\(\): argument 'size' failed to unpack|pack_padded_sequence|pad_packed_sequence",
+        "How long packed rows are is told by values. Run the layer on the padded rows: what comes after a row's end "
+        "changes nothing before it in a layer of one direction; mask it after that, and reverse each row for the other.",
+    ),
+    (
         KINDS["loop"],
         "The loop runs as often as the values of a tensor say. Let it run over all indices and mask what does not "
         "count, or compute all of them at once (a batched or grouped matmul).",
@@ -266,6 +276,10 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
             f"the model is sharded already: autotp.compile or parallelize gave {what}. Give the original model."
         )
     for name, p in tensors_of(model).items():
+        if nn.parameter.is_lazy(p):
+            raise InputError(
+                f"{name} has no shape yet: the first call of a lazy module gives it one. Call the model once before."
+            )
         # Frozen, a quantised weight is replaced by the tensors in it; trained, its gradient has no place among these.
         if compat.wraps_tensors(p):
             raise CaptureError(

@@ -111,20 +111,17 @@ def _by_name(forward: Function, inputs: Inputs) -> tuple[list[Any], dict[str, An
     by_name: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
+        default = parameter.default
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             positional += value
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             by_name |= dict(sorted(value.items()))
-        elif not _alike(value, parameter.default):
+        # A number or word that came from another process as bytes is equal to the default, and not the same object.
+        elif value is not default and not (type(value) is type(default) in (str, float) and value == default):
             by_name[name] = value
     if by_name.get("use_cache") is False:  # captures are without a cache, said or unsaid
         del by_name["use_cache"]
     return positional, by_name
-
-
-def _alike(value: Any, default: Any) -> bool:
-    """Say whether an argument is its default, also a number or word that came from another process as bytes."""
-    return value is default or (type(value) is type(default) in (str, float) and repr(value) == repr(default))
 
 
 Match = tuple["Program", list[int]]  # what runs a call, and the order in which it takes the leaves

@@ -201,6 +201,14 @@ def test_hooks_on_gradients_that_were_there_before_are_refused():
         autotp.plan(hooked, 2, example_inputs=X)
 
 
+def test_a_weight_without_a_shape_is_refused():
+    lazy = nn.Sequential(nn.LazyLinear(8))
+    with pytest.raises(InputError, match=r"0.weight has no shape yet.*Call the model once"):
+        autotp.plan(lazy, 2, example_inputs=X)
+    lazy(X)
+    assert autotp.plan(lazy, 2, example_inputs=X)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 def test_tensors_that_are_more_than_one_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)], layout=torch.jagged)

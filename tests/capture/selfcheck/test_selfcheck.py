@@ -216,6 +216,22 @@ class Loop(Net):
         return y
 
 
+class Aligned(Net):
+    def forward(self, x: Tensor) -> Any:
+        lengths, scores = torch.tensor([4]), self.up(x).log_softmax(-1)[:, None]
+        return nn.functional.ctc_loss(scores, torch.tensor([[1, 2]]), lengths, lengths // 2)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = nn.utils.rnn.pack_padded_sequence(x[:, None], torch.tensor([len(X)]))
+        return self.rnn(rows)[0].data
+
+
 class Foreign(Net):
     def forward(self, x: Tensor) -> Any:
         return torch.from_numpy(np.tanh(self.up(x).detach().numpy()))
@@ -239,6 +255,8 @@ class Opaque(Net):
         (Branch, "if y.sum() > 0:", "torch.where (both sides are computed), or pass"),
         (Number, "return y[: int(y.sum().item())]", "pass the number as an argument"),
         (Loop, "for row in y[y[:, 0] > 0]:", "Let it run over all indices"),
+        (Aligned, "nn.functional.ctc_loss(scores", "take the loss of them outside"),
+        (Packed, "return self.rnn(rows)[0].data", "Run the layer on the padded rows"),
         (Foreign, "torch.from_numpy(np.tanh(", "leaves torch for another library"),
         (Writer, "self.up.weight.clamp_(-0.1, 0.1)", "A parameter is changed by the optimizer alone"),
         (Opaque, "return opaque(self.up(x))", "torch.library.register_fake"),
