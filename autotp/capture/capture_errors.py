@@ -51,13 +51,13 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     ),
     (
         r"_ctc_loss",
-        "Torch tells no sizes of this loss before it has the values. Return the log-probabilities, and take the loss of "
-        "them outside of the module.",
+        "Torch tells no sizes of this loss before it has the values. Return the log-probabilities, and take the loss "
+        "of them outside of the module.",
     ),
     (
         r"zeros\(\): argument 'size' failed to unpack|pack_padded_sequence|pad_packed_sequence",
         "How long packed rows are is told by values. Run the layer on the padded rows: what comes after a row's end "
-        "changes nothing before it in a layer of one direction; mask it after that, and reverse each row for the other.",
+        "changes nothing before it in a layer of one direction; mask it after that. Reverse each row for the other.",
     ),
     (
         KINDS["loop"],
