@@ -182,7 +182,7 @@ def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails
     text = _text(error)
     way_out = next(advice for pattern, advice in WAYS_OUT if re.search(pattern, text))
     if fails:
-        way_out = f"It is not the capture: {fails}. Correct the inputs or the model until it runs on them."
+        way_out = f"It is not the capture: {fails.rstrip('.')}. Correct the inputs or the model until it runs on them."
     return CaptureError("\n".join([*lines, way_out]))
 
 
