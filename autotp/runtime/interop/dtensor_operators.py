@@ -27,7 +27,16 @@ from autotp.comm.lockstep import lost, meet_in, whole_backward
 from autotp.errors import StateError
 from autotp.inputs import Leaves
 
-from .ownership import DDP, in_parts, ours, refuse_clipping, refuse_drawing, stepping, wide_group
+from .ownership import (
+    DDP,
+    handle_between_steps,
+    in_parts,
+    ours,
+    refuse_clipping,
+    refuse_drawing,
+    stepping,
+    wide_group,
+)
 
 aten: Any = torch.ops.aten
 
@@ -55,6 +64,7 @@ COMPARISONS = tuple(getattr(getattr(aten, name), over) for name in COMPARED for 
 def install() -> None:
     """Let torch compute these operators as this file has them. Once per process."""
     compat.operator_handlers().update(HANDLERS)
+    handle_between_steps(WRITES)
     compat.replace_data(_data)
     compat.around_redistribution(_compared_first)
     compat.around_backward(whole_backward)
@@ -336,7 +346,6 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(PART_BY_PART, _on_parts),
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(compat.operators_named("copy_", "add_.T", "sub_.T", "mul_.T", "div_.T", "lerp_."), _write),
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
     **dict.fromkeys(COMPARISONS, _compared),
@@ -349,6 +358,8 @@ HANDLERS: dict[Any, Handler] = {
     aten.norm.ScalarOpt_dim: _norms,
     torch.ops.c10d.broadcast_.default: _broadcast,
 }
+
+WRITES = dict.fromkeys(compat.operators_named("copy_", "add_.T", "sub_.T", "mul_.T", "div_.T", "lerp_."), _write)
 
 
 # ---- collectives that torch begins -----------------------------------------------------------------------------------

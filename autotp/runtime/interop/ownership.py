@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,7 @@ INSTEAD = (
 )
 _groups: dict[str, str] = {}  # groups over which sharded modules lie, and those of all axes with them, by name
 _steps: list[Any] = []  # optimizers whose steps are under way, one within another
+_between: dict[Any, Any] = {}  # handlers that operators have between steps, which would slow down every update
 
 
 def know(group: str, every: str) -> None:
@@ -64,15 +65,31 @@ def of_another_rank(value: Any) -> bool:
     return (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist() != list(mesh.get_coordinate() or ())
 
 
+def handle_between_steps(handlers: Mapping[Any, Any]) -> None:
+    """Compute these operators on DTensors by these functions, but within the steps of optimizers."""
+    _between.update(handlers)
+    _now([*_steps])
+
+
+def _now(steps: list[Any]) -> None:
+    """Note the steps that are under way."""
+    _steps[:] = steps
+    table = compat.operator_handlers()
+    for op, handler in _between.items():
+        if steps:
+            table.pop(op, None)
+        else:
+            table[op] = handler
+
+
 def begin_step(optimizer: Any) -> None:
     """Note that all ranks are in a step of this optimizer from now on."""
-    _steps.append(optimizer)
+    _now([*_steps, optimizer])
 
 
 def end_step() -> None:
     """Note that the innermost step is done."""
-    if _steps:
-        _steps.pop()
+    _now(_steps[:-1])
 
 
 def stepping() -> bool:
@@ -82,16 +99,17 @@ def stepping() -> bool:
 
 def forget_steps() -> None:
     """Note that no step is under way: one that failed has no end."""
-    _steps.clear()
+    if _steps:
+        _now([])
 
 
 @contextlib.contextmanager
 def outside_of_steps() -> Iterator[None]:
     """Run what a step calls that is not its own, such as a closure; where that fails the step has ended."""
     steps = [*_steps]
-    _steps.clear()
+    _now([])
     yield
-    _steps[:] = steps
+    _now(steps)
 
 
 COMPILE = (
