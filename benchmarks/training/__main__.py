@@ -139,8 +139,8 @@ parameters in float32, AdamW with clipping at 1, over gloo processes of one thre
 {record["bytes"] / 1e6:.1f} MB, SHA-256 {record["digest"][:16]}. Apart: the largest difference from one process of plain
 torch in a step, as a part of the value, and the first step in which a loss differs at all. "Rows backwards" is one
 process, too, whose sums have another order: what rounding alone does over so many steps. CPU seconds of a step, of
-all ranks together. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]},
-Python {record["python"]}, {record["date"]}.
+all ranks together. Load: of the machine as the command began; other work ran beside some.
+{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}.
 
 {table(head, rows)}
 {same if len(bits) > 1 else ""}
