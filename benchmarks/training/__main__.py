@@ -130,7 +130,7 @@ def page(record: Mapping[str, Any]) -> str:
     bits = [runs[name] for name in BITS if name in runs]
     equal = all(run[key] == bits[0][key] for run in bits for key in ("losses", "norms"))
     same = f"{'Equal' if equal else 'NOT EQUAL'} to the bit in every step's loss and norm: {' and '.join(BITS)}."
-    days = sorted({run["date"] for run in runs.values()})
+    days = " and ".join(sorted({run["date"] for run in runs.values()}))
     spoken = "\n".join(f"    {line}".rstrip() for line in record["said"].splitlines())
     served = f"\nThe model of {SERVED}, served by `autotp serve` over 2 ranks, asked for {WORDS} bytes:\n\n{spoken}\n"
     return f"""\
@@ -141,7 +141,7 @@ parameters in float32, AdamW with clipping at 1, over gloo processes of one thre
 torch in a step, as a part of the value, and the first step in which a loss differs at all. "Rows backwards" is one
 process, too, whose sums have another order: what rounding alone does over so many steps. CPU seconds of a step, of
 all ranks together. Load: of the machine as the command began; other work ran beside some.
-{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {" and ".join(days)}.
+{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {days}.
 
 {table(head, rows)}
 {same if len(bits) > 1 else ""}
