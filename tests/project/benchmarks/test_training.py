@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path):
 
 
 def test_the_page_and_the_picture():
-    run = {"losses": [5.0, 4.0], "norms": [2.0, 1.0], "cpu_s": 0.5, "load": 0.1}
+    run = {"losses": [5.0, 4.0], "norms": [2.0, 1.0], "cpu_s": 0.5, "load": 0.1, "date": "x"}
     runs = {ONE: run, "tp=2": run | {"losses": [5.0, 4.004]}}
     made = dict.fromkeys(("command", "cores", "machine", "torch", "transformers", "python", "date"), "x")
     record = {**made, "steps": 2, "parameters": 7, "files": 1, "bytes": 9, "digest": "0" * 64}
