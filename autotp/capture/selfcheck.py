@@ -99,9 +99,9 @@ class Trial:
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
         """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
-        self.called_model  # noqa: B018  # the first call
+        model = self.called_model
         with self._undisturbed(), torch.enable_grad(), around or nullcontext():
-            return self._outputs(inputs)
+            return _outputs(model, inputs)
 
     def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
         """Refuse a change with which the model computes something else."""
@@ -172,17 +172,8 @@ class Trial:
         where = f"on {self.ground}" if self.ground else "on the example inputs"
         return f"the model itself fails {where}: {failure(error)}"
 
-    def _outputs(self, inputs: Inputs) -> dict[str, Any]:
-        """The outputs of a call. One that is a buffer is copied: buffers are afterwards as they were."""
-        outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
-        buffers = set(map(id, self.copied.buffers()))
-        for name, value in outputs.items():
-            if id(value) in buffers:
-                outputs[name] = value.clone()
-        return outputs
-
     def _results(self, inputs: Inputs) -> Results:
-        outputs = self._outputs(inputs)
+        outputs = _outputs(self.copied, inputs)
         state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _leaves_by_name(inputs)
         try:
             return {OUTPUT: outputs, STATE: state, GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))}
@@ -277,6 +268,16 @@ def _compare(ours: Results, theirs: Results, allowed: float) -> float:
             raise _Differs(f"{kind}{gap.key} is off by {gap.error:.1e}")
         worst = max(worst, rounding.worst)
     return worst
+
+
+def _outputs(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """The outputs of a call. One that is a buffer is copied: buffers are afterwards as they were."""
+    outputs = compat.named_leaves(model(*inputs.args, **inputs.kwargs))
+    buffers = set(map(id, model.buffers()))
+    for name, value in outputs.items():
+        if id(value) in buffers:
+            outputs[name] = value.clone()
+    return outputs
 
 
 def _leaves_by_name(inputs: Inputs) -> dict[str, Tensor]:
