@@ -2,13 +2,13 @@
 
 python -m benchmarks.models                          # the whole list at tp 2, 4 and 8
 python -m benchmarks.models --family decoder --tp 2  # a part; its results replace those in the file
+python -m benchmarks.models --older --jobs 2         # on where it stopped, or was older than the code; two at a time
 python -m benchmarks.models --render                 # the page from the results that are there
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +30,7 @@ def run(architecture: Architecture, tps: Sequence[int], limit: float = LIMIT) ->
     """The record of one architecture, from a process that is ended when it takes too long."""
     record, why = isolate.run(measure, architecture, tps, limit=limit * len(tps))
     left = {str(tp): {"ok": False, "why": why} for tp in tps if why and str(tp) not in record.get("tp", {})}
-    whole = {"family": architecture.family, "date": datetime.date.today().isoformat(), "tp": {}, **record}
-    return isolate.merge(whole, {"tp": left})
+    return isolate.merge({"family": architecture.family, "tp": {}, **record}, {"tp": left})
 
 
 def line(record: Mapping[str, Any]) -> str:
@@ -56,8 +55,7 @@ def write(results: Record) -> None:
     ranked = sorted(found.items(), key=lambda x: (-len(x[1]), x[0]))
     rules = {operator: [len(names), names[0]] for operator, names in ranked}
     skipped = [a.name for a in architectures() if not installed(a)]
-    runs = {key: results[key] for key in ("made", "again")}
-    whole = {**runs, "skipped": skipped, "operators_without_rule": rules, "models": models}
+    whole = {"made": results["made"], "skipped": skipped, "operators_without_rule": rules, "models": models}
     RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -69,13 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_choice(parser, LIMIT)
     given = parser.parse_args(arguments)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    chosen, now = choose(given), made("benchmarks.models", arguments)
-    part = bool(kept) and len(chosen) < len(architectures())  # the run of the whole list is still told
-    runs = {"made": kept["made"], "again": now} if part else {"made": now, "again": {}}
-    results: Record = {**runs, "models": kept.get("models", {})}
+    results: Record = {"made": made("benchmarks.models", arguments), "models": kept.get("models", {})}
 
-    def one(architecture: Architecture) -> str:
-        new = run(architecture, given.tp, given.limit)
+    def keep(architecture: Architecture, new: Record) -> str:
         old = results["models"].get(architecture.name, {})
         sides = {side: {**old.get(side, {}), **new.get(side, {})} for side in ("tp", "wide")}
         results["models"][architecture.name] = {**new, **sides}
@@ -83,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return line(new)
 
     if not given.render:
-        each(chosen, one)
+        chosen = choose(given, results["models"], "architectures")
+        each(chosen, lambda architecture: run(architecture, given.tp, given.limit), keep, given.jobs)
     PAGE.write_text(render())
 
 

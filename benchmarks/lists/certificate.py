@@ -1,8 +1,8 @@
 """Ask spmd_types about mutants and about the list of architectures; write the tables of docs/performance.md.
 
 python -m benchmarks.lists.certificate mutants        # fourteen programs, each conversion dropped, doubled, replaced
-python -m benchmarks.lists.certificate architectures  # the list at tp=2, without --missing all of it again
-python -m benchmarks.lists.certificate architectures --missing --family encoder  # a part, what has no result yet
+python -m benchmarks.lists.certificate architectures  # the list at tp=2
+python -m benchmarks.lists.certificate architectures --older --family encoder  # a part, what is older than its code
 python -m benchmarks.lists.certificate render         # the page from the results that are there
 """
 
@@ -44,7 +44,7 @@ def load() -> Record:
 
 
 def keep(results: Record) -> None:
-    """Write results and page, after each job: what is there is not asked again with --missing."""
+    """Write results and page, after each job."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(render(PAGE.read_text(), results))
 
@@ -106,26 +106,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["mutants", "architectures", "render"])
-    parser.add_argument("--missing", action="store_true", help="what has no result yet")
     add_choice(parser, LIMIT)
     given = parser.parse_args(arguments)
     results = load()
     if given.what != "render":
         results["made"][given.what] = made("benchmarks.lists.certificate", arguments)
     if given.what == "mutants":
-        names = [n for n in PROGRAMS if not (given.missing and n in results["mutants"])]
-        for name in track(names, console=Console(stderr=True), description="mutants"):
+        for name in track(PROGRAMS, console=Console(stderr=True), description="mutants"):
             results["mutants"][name] = run(tried, name, limit=10 * given.limit)
             keep(results)
     if given.what == "architectures":
 
-        def one(architecture: Architecture) -> str:
-            record = run(certified, architecture, limit=given.limit)
+        def add(architecture: Architecture, record: Record) -> str:
             results["architectures"][architecture.name] = record
             keep(results)
             return str(record.get("failed") or record["said"])
 
-        each([a for a in choose(given) if not (given.missing and a.name in results["architectures"])], one)
+        chosen = choose(given, results["architectures"], "certified-architectures")
+        each(chosen, lambda architecture: run(certified, architecture, limit=given.limit), add, given.jobs)
     keep(results)
 
 

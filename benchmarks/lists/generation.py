@@ -2,7 +2,7 @@
 
 python -m benchmarks.lists.generation                        # all that can generate, at tp=2 and 3
 python -m benchmarks.lists.generation --only llama t5 --tp 3 # a part; its results replace those in the file
-python -m benchmarks.lists.generation --missing              # those that have no result yet
+python -m benchmarks.lists.generation --older                # on where it stopped, or is older than the code
 python -m benchmarks.lists.generation --render               # the page from the results that are there
 
 Each architecture is built small, in float64, and generates from a batch of two prompts, one of them padded, unsharded
@@ -66,14 +66,6 @@ def mixed(chosen: Sequence[Architecture]) -> list[Architecture]:
     return [a for each_ in rounds for a in each_ if a is not None]
 
 
-def add(results: Record, more: Record) -> None:
-    """Put what another run found beside what is there, in its place where both have it."""
-    results["made"] = more["made"]
-    for name, model in more["models"].items():
-        kept = results["models"].get(name, {}).get("tp", {})
-        results["models"][name] = {**model, "tp": {**kept, **model["tp"]}}
-
-
 def write(results: Record) -> None:
     """Keep the results, in the order of the list."""
     order = {a.name: i for i, a in enumerate(architectures())}
@@ -86,35 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 3], help="degrees (default: 2 3)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens to generate")
-    parser.add_argument(
-        "--missing", action="store_true", help="only architectures that have no result at these degrees"
-    )
-    parser.add_argument("--add", type=Path, nargs="+", default=[], help="other results, added to those in the file")
     parser.add_argument("--render", action="store_true", help="write docs/models.md from the results that are there")
     add_choice(parser, LIMIT)
     given = parser.parse_args(arguments)
     results = load(RESULTS.name)
-    for path in given.add:
-        add(results, json.loads(path.read_text()))
-    only_page = given.render or bool(given.add)
-    results["made"] = results["made"] if only_page else made("benchmarks.lists.generation", arguments)
 
-    def one(architecture: Architecture) -> str:
-        record = measure(architecture, given.tp, given.tokens, given.limit)
+    def keep(architecture: Architecture, record: Record) -> str:
         kept = {} if "own" in record else results["models"].get(architecture.name, {}).get("tp", {})
         record["tp"] = {**kept, **record.get("tp", {})}
         results["models"][architecture.name] = {"family": architecture.family, **record}
         write(results)
         return line(record)
 
-    def known(name: str) -> bool:
-        model = results["models"].get(name, {})
-        return "own" in model or {str(tp) for tp in given.tp} <= model.get("tp", {}).keys()
-
-    write(results)
-    if not only_page:
-        chosen = [a for a in choose(given) if generates(a) and not (given.missing and known(a.name))]
-        each(mixed(chosen), one)
+    if not given.render:
+        results["made"] = made("benchmarks.lists.generation", arguments)
+        chosen = [a for a in choose(given, results["models"], "generators") if generates(a)]
+        each(mixed(chosen), lambda a: measure(a, given.tp, given.tokens, given.limit), keep, given.jobs)
     PAGE.write_text(render())
 
 

@@ -207,15 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results: dict[str, Any] = {"made": made("benchmarks.lists.hand_plans", arguments), "models": kept.get("models", {})}
 
-    def one(architecture: Architecture) -> str:
+    def one(architecture: Architecture) -> Record:
         record, why = isolate.run(compare, architecture, given.tp, limit=given.limit * len(given.tp))
-        record |= {"failed": why} if why else {}
+        return {**record, "failed": why} if why else record
+
+    def keep(architecture: Architecture, record: Record) -> str:
         if record.get("plan"):
             results["models"][architecture.name] = record
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         return line(record)
 
-    each(choose(given), one)
+    each(choose(given, results["models"], "hand-written-plans"), one, keep, given.jobs)
     PAGE.write_text(render())
 
 

@@ -1,7 +1,7 @@
 """Run autotp over models of other libraries; writes results/libraries.json and its part of docs/models.md.
 
 python -m benchmarks.lists.libraries --install FOLDER        # the pinned packages, without their dependencies
-python -m benchmarks.lists.libraries --folder FOLDER         # the models that have no result yet
+python -m benchmarks.lists.libraries --folder FOLDER         # the models that have no result as new as the code
 python -m benchmarks.lists.libraries --folder FOLDER --only timm monai/ViT  # libraries or models, again
 python -m benchmarks.lists.libraries --render                # the page from the results that are there
 
@@ -12,19 +12,19 @@ torch.export.export takes it with static shapes, its plan at tp=2, proved, and i
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.helpers import isolate
-from benchmarks.helpers.command import made
+from benchmarks.helpers.command import made, stamped
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.library import Listed, examine, listed
 from benchmarks.helpers.lists.page import PAGE, load, render
+from benchmarks.results import fresh
 
 COMMAND = "benchmarks.lists.libraries"
 RESULTS = Path(__file__).parents[1] / "results" / "libraries.json"
@@ -43,13 +43,13 @@ def install(folder: Path) -> None:
 def measure(model: Listed, folder: str, limit: float = LIMIT) -> Record:
     """The record of one model, from a process that is ended when it takes too long."""
     record, why = isolate.run(examine, model, folder, limit=limit, preload="benchmarks.helpers.lists.library")
-    today = {"library": model.library, "recurrent": model.recurrent, "date": datetime.date.today().isoformat()}
+    listed_as = {"library": model.library, "recurrent": model.recurrent}
     if why and "weights" not in record:
         record["failed"] = why
     elif why:
         tp = "4" if "2" in record.get("tp", {}) else "2"
         record = isolate.merge(record, {"tp": {tp: {"ok": False, "why": why} if tp == "2" else {"failed": why}}})
-    text = json.dumps({**today, "tp": {}, **record})
+    text = json.dumps(stamped({**listed_as, "tp": {}, **record}))
     return json.loads(text.replace(f"{folder.rstrip('/')}/", "") if folder else text)  # reasons name no folder
 
 
@@ -65,7 +65,7 @@ def line(record: Record) -> str:
     return "  ".join(parts)
 
 
-def choose(names: Sequence[str], known: Sequence[str]) -> list[Listed]:
+def choose(names: Sequence[str], known: Collection[str]) -> list[Listed]:
     """The models of the list that are named, by library or whole name; without names those that are not known."""
     models = listed()
     unknown = set(names) - {name for m in models for name in (m.library, m.key)}
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.render:
         results["made"] = {**made(COMMAND, arguments), "command": f"python -m {COMMAND}"}
     write(results)
-    for model in [] if given.render else choose(given.only, list(results["models"])):
+    for model in [] if given.render else choose(given.only, fresh(results["models"], "modules-of-libraries")):
         if time.monotonic() - began > given.budget:
             break
         results["models"][model.key] = record = measure(model, given.folder, given.limit)

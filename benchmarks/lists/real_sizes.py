@@ -1,6 +1,6 @@
 """Plan well-known configurations on the meta device; writes results/real_sizes.json and its part of docs/models.md.
 
-python -m benchmarks.lists.real_sizes --folder FOLDER            # those that have no result yet
+python -m benchmarks.lists.real_sizes --folder FOLDER            # those that have no result as new as the code
 python -m benchmarks.lists.real_sizes --folder FOLDER --only NAME ...
 python -m benchmarks.lists.real_sizes --render                   # the page from the results that are there
 
@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.helpers import isolate
-from benchmarks.helpers.command import made
+from benchmarks.helpers.command import made, stamped
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.page import PAGE, load, render
 from benchmarks.helpers.lists.real import examine, export, reals
 from benchmarks.helpers.lists.real_page import asked, ratio
+from benchmarks.results import fresh
 
 COMMAND, WARM = "benchmarks.lists.real_sizes", "benchmarks.helpers.lists.real"
 RESULTS = Path(__file__).parents[1] / "results" / "real_sizes.json"
@@ -53,14 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(given.only) - {real.name for real in listed}
     if unknown:
         raise SystemExit(f"not in benchmarks/real_sizes.toml: {', '.join(sorted(unknown))}")
-    chosen = [r for r in listed if r.name in given.only or (not given.only and r.name not in results["models"])]
+    known = fresh(results["models"], "real-sizes")
+    chosen = [r for r in listed if r.name in given.only or (not given.only and r.name not in known)]
     for real in [] if given.render else chosen:
         record, why = isolate.run(examine, real, given.folder, limit=given.limit, preload=WARM)
         record |= {"failed": why} if why and "capture" not in record else {}
         if "capture" in record:
             record |= isolate.run(export, real, given.folder, limit=given.limit, preload=WARM)[0]
         results = load(RESULTS.name)  # another process may have written meanwhile
-        text = json.dumps({**record, "load": round(os.getloadavg()[0], 1)})
+        text = json.dumps(stamped({**record, "load": round(os.getloadavg()[0], 1)}))
         folder = f"{given.folder.rstrip('/')}/"
         results["models"][real.name] = json.loads(text.replace(folder, "") if given.folder else text)
         order = [r.name for r in listed if r.name in results["models"]]

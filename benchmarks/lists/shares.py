@@ -2,7 +2,7 @@
 
 python -m benchmarks.lists.shares                       # those of `CHOSEN`, at 2:1 and 3:2:1
 python -m benchmarks.lists.shares --only llama mixtral  # a part; its results replace those in the file
-python -m benchmarks.lists.shares --missing             # those that have no result yet
+python -m benchmarks.lists.shares --older               # on where it stopped, or is older than the code
 
 Each architecture is built small, verified on simulated ranks in float64, every value and gradient, and where it can
 generate, decodes two tokens with its cache. "uneven": whether some weight is dealt otherwise than by `torch.chunk`.
@@ -67,24 +67,26 @@ def line(record: Record) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--missing", action="store_true", help="only architectures that have no result")
     add_choice(parser, LIMIT)
     given = parser.parse_args(arguments)
     results: Record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
     results["made"] = made("benchmarks.lists.shares", arguments)
     order = {a.name: i for i, a in enumerate(architectures())}
 
-    def one(architecture: Architecture) -> str:
+    def one(architecture: Architecture) -> Record:
         record, why = run(measure, architecture, limit=given.limit)
         for shares in SHARES if why else ():
             record.setdefault("shares", {}).setdefault(":".join(map(str, shares)), {"ok": False, "why": why})
-        results["models"][architecture.name] = record["shares"]
+        return record
+
+    def keep(architecture: Architecture, record: Record) -> str:
+        results["models"][architecture.name] = record
         results["models"] = dict(sorted(results["models"].items(), key=lambda x: order[x[0]]))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         return line(record)
 
-    chosen = [a for a in choose(given) if given.only or a.name in CHOSEN.split()]
-    each([a for a in chosen if not (given.missing and a.name in results["models"])], one)
+    chosen = [a for a in choose(given, results["models"], "shares") if given.only or a.name in CHOSEN.split()]
+    each(chosen, one, keep, given.jobs)
 
 
 if __name__ == "__main__":

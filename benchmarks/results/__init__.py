@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPENDS = "depends.toml"
+UNKNOWN = "of a commit that is not in this history"
 
 
 def git(root: Path, *arguments: str) -> str | None:
     """What git prints in a folder, without its end; None where it ends with another status than 0."""
     done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def changed(root: Path, commit: str, folders: tuple[str, ...]) -> str:
+    """Say why what was measured at this commit is older than what it depends on; "" where it is not."""
+    if git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return UNKNOWN
+    found = [f for f in folders if git(root, "diff", "--quiet", commit, "HEAD", "--", f) is None]
+    return f"changed since: {', '.join(found)}" if found else ""
+
+
+def fresh(records: Mapping[str, Mapping[str, Any]], figure: str, root: Path = ROOT) -> set[str]:
+    """Return the names of a list's records that are as new as the code which `depends.toml` says for its figure."""
+    table = tomllib.loads((root / "benchmarks" / "results" / DEPENDS).read_text(encoding="utf-8"))
+    folders = tuple(table["groups"][table["figures"][figure][0]])
+    old = functools.cache(lambda commit: changed(root, commit, folders))
+    return {name for name, record in records.items() if record.get("commit") and not old(record["commit"])}

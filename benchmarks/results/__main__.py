@@ -28,12 +28,11 @@ from typing import Any
 
 from rich.console import Console
 
-from . import git
+from . import DEPENDS, ROOT, changed, git
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPENDS, MADE, RECORDS = "depends.toml", "made.json", "performance"
+MADE, RECORDS = "made.json", "performance"
 LOGS = Path("build", "results")
-NEVER, UNKNOWN, FAILED = "never measured by `make results`", "of a commit that is not in this history", "failed"
+NEVER, FAILED = "never measured by `make results`", "failed"
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,7 @@ class Figure:
         """Say why it is to be measured again: which of its folders have changed, in the order of the table; or ""."""
         if self.failed:
             return f"{FAILED}: {self.failed}"
-        if not self.commit:
-            return NEVER
-        if git(root, "cat-file", "-e", f"{self.commit}^{{commit}}") is None:
-            return UNKNOWN
-        changed = [f for f in self.folders if git(root, "diff", "--quiet", self.commit, "HEAD", "--", f) is None]
-        return f"changed since: {', '.join(changed)}" if changed else ""
+        return changed(root, self.commit, self.folders) if self.commit else NEVER
 
 
 def figures(folder: Path) -> list[Figure]:

@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.helpers.lists.page import render
 from benchmarks.helpers.performance import PAGE, RESULTS, result_of
-from benchmarks.results.__main__ import FAILED, NEVER, UNKNOWN, main, own_files
+from benchmarks.results import UNKNOWN, fresh
+from benchmarks.results.__main__ import FAILED, NEVER, main, own_files
 from benchmarks.results.__main__ import figures as listed
 from tests.conftest import Passed
 
@@ -193,6 +194,17 @@ def test_a_figure_older_than_its_folders_is_refused_and_measured_again(history, 
     assert ages(root)["second"] == UNKNOWN
     with pytest.raises(SystemExit, match=r"not in depends.toml: fourth"):
         main(["--only", "fourth"], root)
+
+
+def test_a_list_goes_on_with_what_is_older_than_its_code(history):
+    root, git = history
+    begin = git("rev-parse", "--short=8", "HEAD")
+    (root / "one/a.py").write_text("3", encoding="utf-8")
+    git("commit", "-q", "-a", "-m", "another")
+    commits = {"old": begin, "new": git("rev-parse", "--short=8", "HEAD"), "elsewhere": "0123abcd"}
+    records = {name: {"commit": commit} for name, commit in commits.items()} | {"nobody knows": {}}
+    assert fresh(records, "first", root) == {"new"}
+    assert fresh(records, "second", root) == {"old", "new"}  # of another folder
 
 
 def test_slow_tests_go_on_at_the_same_commit(tmp_path):

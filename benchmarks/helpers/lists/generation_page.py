@@ -12,10 +12,6 @@ HEAD = """\
 the same tokens, and the logits of every step within 1e-9 of the largest. Counted are architectures whose own
 `generate()` runs; *static* those that also run with `cache_implementation="static"`.
 
-The rows were made in parts: most by `python -m benchmarks.lists.generation --tp 2 --missing`, which goes through what
-has no row yet; by `--only NAMES` again where a fault was mended, and at tp=3. A row says what was found when it was
-made. The last part:
-
 {made}
 """
 

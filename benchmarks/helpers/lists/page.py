@@ -91,29 +91,29 @@ def render(models: Mapping[str, Any] | None = None, hand: Mapping[str, Any] | No
     models = load("models.json") if models is None else models
     hand = load("hand_plans.json") if hand is None else hand
     records = models["models"]
-    runs = made(models["made"], models.get("again"))
-    head = HEAD.format(count=len(records), made=runs, scale=SCALE, rows=ROWS, length=LENGTH)
+    head = HEAD.format(count=len(records), made=made(models), scale=SCALE, rows=ROWS, length=LENGTH)
     parts = [head, *_summary(records)]
     for family in dict.fromkeys(r["family"] for r in records.values()):
         parts += _family(family, {n: r for n, r in records.items() if r["family"] == family})
     parts += [*_failures(records, models.get("skipped", [])), MEGATRON]
     generated = load("generation.json")
-    parts += generation(generated, made(generated["made"]))
+    parts += generation(generated, made(generated))
     others = load("libraries.json")
-    parts += libraries(others, made(others["made"]))
+    parts += libraries(others, made(others))
     real = load("real_sizes.json")
-    parts += real_sizes(real, made(real["made"]))
-    parts += [HAND.format(made=made(hand["made"])), *_hand(hand["models"])] if hand["models"] else []
+    parts += real_sizes(real, made(real))
+    parts += [HAND.format(made=made(hand)), *_hand(hand["models"])] if hand["models"] else []
     return "\n".join(parts)
 
 
-def made(with_: Mapping[str, str], again: Mapping[str, str] | None = None) -> str:
-    """With what the results were made, and the last run that replaced a part of them, in a sentence each."""
-    if not with_:
+def made(results: Mapping[str, Any]) -> str:
+    """Say with what results were made, from the first to the last of their days."""
+    if not (run := results["made"]):
         return ""
-    since = f" A part again on {again['date']} by `{again['command']}`." if again else ""
-    named = ", ".join(f"{k} {with_[k]}" for k in ("autotp", "torch", "transformers", "python"))
-    return f"Made on {with_['date']} with {named}, on {with_['machine']}, by `{with_['command']}`.{since}"
+    days = sorted({record.get("date", run["date"]) for record in results["models"].values()}) or [run["date"]]
+    when = f"on {days[0]}" if len(days) == 1 else f"between {days[0]} and {days[-1]}"
+    named = ", ".join(f"{k} {run[k]}" for k in ("autotp", "torch", "transformers", "python"))
+    return f"Made {when} with {named}, on {run['machine']}, the last of them by `{run['command']}`."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

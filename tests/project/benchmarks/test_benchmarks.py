@@ -124,19 +124,23 @@ def test_a_hand_written_plan_is_counted():
     assert f"| {found:.2f} |" in page
 
 
-def test_a_run_of_a_part_does_not_pass_for_the_run_of_the_list(tmp_path, monkeypatch):
+def test_a_run_of_a_part_keeps_the_rest_and_says_between_which_days(tmp_path, monkeypatch):
     whole = json.loads(models.RESULTS.read_text())
+    for record in whole["models"].values():
+        record["date"] = "2026-11-21"
     (tmp_path / "models.json").write_text(json.dumps(whole))
     monkeypatch.setattr(models, "RESULTS", tmp_path / "models.json")
     monkeypatch.setattr(models, "PAGE", tmp_path / "models.md")
     monkeypatch.setattr(models, "run", lambda architecture, *_: whole["models"][architecture.name])
     monkeypatch.setattr(models, "installed", lambda architecture: architecture.name not in whole["skipped"])
-    models.main(["--only", "llama"])
+    models.main(["--only", "llama", "gpt2", "--jobs", "2"])
     found = json.loads((tmp_path / "models.json").read_text())
-    assert found["made"] == whole["made"] and found["models"] == whole["models"]
-    assert found["again"]["command"] == "python -m benchmarks.models --only llama"
+    llama = found["models"]["llama"]
+    assert llama["date"] > "2026-11-21" and llama["tp"] == whole["models"]["llama"]["tp"]
+    changed = {name for name, record in found["models"].items() if record != whole["models"][name]}
+    assert changed == {"llama", "gpt2"} and list(found["models"]) == list(whole["models"])
     head = render(found).split("- **passes**")[0]
-    assert f"by `{whole['made']['command']}`. A part again on" in head and "--only llama`." in head
+    assert f"Made between 2026-11-21 and {llama['date']} with" in head and "--only llama gpt2 --jobs 2`." in head
 
 
 @pytest.mark.zoo

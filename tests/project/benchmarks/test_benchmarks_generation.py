@@ -17,7 +17,7 @@ from benchmarks.helpers.lists.captured_once import captured_once
 from benchmarks.helpers.lists.doubled import doubled
 from benchmarks.helpers.lists.forked import forked
 from benchmarks.helpers.lists.generation_page import generation
-from benchmarks.lists.generation import add, line, mixed
+from benchmarks.lists.generation import line, mixed
 
 OK: dict[str, Any] = {"ok": True, "why": None}
 BAD = {"ok": False, "why": "other tokens | here"}
@@ -47,12 +47,9 @@ def test_a_forward_that_names_float32_computes_in_float64():
     assert torch.ones(1).dtype == torch.float32 != torch.double
 
 
-def test_families_take_turns_and_results_of_two_runs_are_joined():
+def test_families_take_turns():
     listed = [Architecture(name, family, "") for name, family in (("a", "x"), ("b", "x"), ("c", "y"))]
     assert [a.name for a in mixed(listed)] == ["a", "c", "b"]
-    results: dict[str, Any] = {"made": {}, "models": {"a": {"family": "x", "tp": {"2": 1, "3": 1}}}}
-    add(results, {"made": {"date": "now"}, "models": {"a": {"family": "x", "tp": {"2": 2}}}})
-    assert results == {"made": {"date": "now"}, "models": {"a": {"family": "x", "tp": {"2": 2, "3": 1}}}}
 
 
 def work(number: int, send: Any) -> None:
