@@ -35,6 +35,7 @@ from .legs import AUTOTP, CORE, DECODE, PLAN, SPEED, STYLES, TRAIN, WRITTEN, bas
 
 HEADING = "Beside the packages themselves"
 SHAPE, LENGTH, PROMPT, RANKS, RUNS, ROUNDS = Shape(), 256, 128, 2, 7, 15
+RATIO = "autotp's of it", "least to most"
 CLOSE = 1e-5  # of a loss: float32 sums in another order, over some updates
 PACKAGES = {
     CORE: "megatron-core",
@@ -131,13 +132,13 @@ def page(record: Mapping[str, Any]) -> str:
             refused.append(f"* {name}: {one['refused']}")
             continue
         step = record["steps"].get(name)
-        cells = [f"{step['cpu_s']:.3f}" if step else "-", _ratio(step), f"{one['set_up_s']:.1f}"]
+        cells = [f"{step['cpu_s']:.3f}" if step else "-", *_ratio(step), f"{one['set_up_s']:.1f}"]
         cells.append(f"{one['sent'] / 1e6:.1f}" if one.get("sent") else "-")
         cells += [f"{one['kept'] / 1e6:.0f}" if "kept" in one else "-", f"{one['peak'] / 1e6:.0f}"]
         rows.append([name, *cells, str(lines(WRITTEN[name.split(", ")[0]]))])
     refused += [f"* {name}, a decoded token: {why}" for name, why in record["not_decoded"].items()]
-    head = ["a training step", "CPU, s", "autotp's of it", "set-up, CPU s", "sent, MB", "kept, MB", "peak, MB", "lines"]
-    decoded = [[name, f"{one['cpu_s'] * 1e3:.1f}", _ratio(one)] for name, one in record["decoded"].items()]
+    head = ["a training step", "CPU, s", *RATIO, "set-up, CPU s", "sent, MB", "kept, MB", "peak, MB", "lines"]
+    decoded = [[name, f"{one['cpu_s'] * 1e3:.1f}", *_ratio(one)] for name, one in record["decoded"].items()]
     not_run = "\n".join(refused)
     spent = {name: one["spent"] for name, one in record["alone"].items() if "spent" in one}
     keys = "products", "others", "collectives", "step"
@@ -149,8 +150,8 @@ def page(record: Mapping[str, Any]) -> str:
 [step time](#step-time-beside-a-hand-written-module) (hidden {s.hidden}, {s.layers} layers, {LENGTH} tokens, float32) on
 {RANKS} gloo processes of one thread each. Each has the losses of one device over {measured.UPDATES} updates by SGD
 within {CLOSE:.0e}, or is not timed. CPU seconds of both ranks, medians of {record["runs"]} runs of {record["rounds"]}
-interleaved rounds; "autotp's of it" is autotp's CPU seconds over the peer's in the same rounds: median, and least to
-most of the runs. Set-up: CPU seconds of a rank from the whole model to the end of the first step. Sent: bytes of a rank
+interleaved rounds; "autotp's of it" is autotp's CPU seconds over the peer's in the same rounds: the median of the runs,
+and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step. Sent: bytes of a rank
 in a step, by torch's collectives (DeepSpeed's go through shared memory by an operator of its own). Kept: what autograd
 saves of a forward with the loss, on a rank. Peak: resident memory of a rank over that of the whole model before. Lines:
 what a user writes beside the loop. Megatron-Core's attention is not one fused operator here; cross entropy is torch's,
@@ -165,7 +166,7 @@ the other rank; and the CPU ms of a step without the profiler. The products' ari
 {table(["a training step", "products", "other operators", "collectives", "CPU of a step"], parts)}
 A token after a prompt of {PROMPT}, with transformers' dynamic cache:
 
-{table(["a decoded token", "CPU, ms", "autotp's of it"], decoded)}
+{table(["a decoded token", "CPU, ms", *RATIO], decoded)}
 {architectures.page(record["architectures"])}
 {planners.page(record["planners"])}
 Not measured:
@@ -174,8 +175,8 @@ Not measured:
 """
 
 
-def _ratio(one: Mapping[str, Any] | None) -> str:
-    return f"{one['ratio']:.3f} ({one['least']:.3f} to {one['most']:.3f})" if one else "-"
+def _ratio(one: Mapping[str, Any] | None) -> tuple[str, str]:
+    return (f"{one['ratio']:.3f}", f"{one['least']:.3f} to {one['most']:.3f}") if one else ("-", "-")
 
 
 def packages() -> str:
@@ -204,10 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             "Megatron-Core and DeepSpeed are not installed here: `make peers` runs this in an environment that has them"
         )
-    before = os.getloadavg()[0]
+    load = part(given.folder, "load", lambda: round(os.getloadavg()[0], 1))  # before the first part
     shape = Shape(64, 2, 8, 4, 96, 128) if given.tiny else SHAPE
     record = {"benchmark": "peers", **made("benchmarks.peers", arguments), "cores": os.cpu_count()}
-    record |= {"runs": given.runs, "rounds": given.rounds, "load_before": round(before, 1), "packages": packages()}
+    record |= {"runs": given.runs, "rounds": given.rounds, "load_before": load, "packages": packages()}
     record |= run(shape, 32 if given.tiny else LENGTH, given)
     print(page(record))
     if given.write:
