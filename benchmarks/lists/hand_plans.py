@@ -78,10 +78,15 @@ class Counted(TorchDispatchMode):
         primitive, ranks = COLLECTIVES[name]
         tensors = [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
         # An exchange among few of the ranks has nothing for the others.
-        among = sum(map(bool, args[2])) if primitive == "all_to_all" and args[2] else self.tp
+        among = sum(map(bool, args[2])) if primitive == "all_to_all" and args[2] else self._size(args)
         whole = sum(x.numel() * x.element_size() for x in tensors) * (among if ranks else 1)
         self.bytes += collective_bytes(primitive, whole, among)
         self.calls[f"{primitive} {'x'.join(map(str, tensors[0].shape))}"] += 1
+
+    def _size(self, args: Any) -> int:
+        """Ranks of the group that is called, of which torch.distributed's own operators take the object."""
+        groups = [x for x in args if isinstance(x, torch.ScriptObject) and x._type().name() == "ProcessGroup"]
+        return dist.ProcessGroup.unbox(groups[0]).size() if groups else self.tp
 
 
 def compare(architecture: Architecture, tps: Sequence[int], send: Send) -> None:

@@ -151,12 +151,12 @@ def page(record: Mapping[str, Any]) -> str:
 {RANKS} gloo processes of one thread each. Each has the losses of one device over {measured.UPDATES} updates by SGD
 within {CLOSE:.0e}, or is not timed. CPU seconds of both ranks, medians of {record["runs"]} runs of {record["rounds"]}
 interleaved rounds; "autotp's of it" is autotp's CPU seconds over the peer's in the same rounds: the median of the runs,
-and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step. Sent: bytes of a rank
-in a step, by torch's collectives (DeepSpeed's go through shared memory by an operator of its own). Kept: what autograd
-saves of a forward with the loss, on a rank. Peak: resident memory of a rank over that of the whole model before. Lines:
-what a user writes beside the loop. Megatron-Core's attention is not one fused operator here; cross entropy is torch's,
-of whole logits, for all. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers
-{record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before.
+and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step. Sent: bytes
+of a rank in a step, by torch's collectives. Kept: what autograd saves of a forward with the loss, on a rank. Peak: the
+most memory that a rank held, over that with the whole model before. Lines: what a user writes beside the loop.
+Megatron-Core's attention is not one fused operator here; cross entropy is torch's, of whole logits, for all.
+{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers {record["transformers"]}, Python
+{record["python"]}, {record["date"]}, load average {record["load_before"]} before.
 
 {table(head, rows)}
 Where a rank's step goes, in ms by torch's profiler: matrix products, other operators, and collectives with waiting for
@@ -164,7 +164,8 @@ the other rank; and the CPU ms of a step without the profiler. The products' ari
 {roofline * 1e3:.0f} ms at the rate that `autotp.calibrate` finds with both ranks at work:
 
 {table(["a training step", "products", "other operators", "collectives", "CPU of a step"], parts)}
-A token after a prompt of {PROMPT}, with transformers' dynamic cache:
+A token after a prompt of {PROMPT}, with transformers' dynamic cache. DeepSpeed sums through memory that the processes
+of one host share, by an operator that it compiles for CPUs; *over gloo* it sums as all others do:
 
 {table(["a decoded token", "CPU, ms", *RATIO], decoded)}
 {architectures.page(record["architectures"])}

@@ -62,6 +62,7 @@ def accelerated(model: nn.Module, shape: Shape) -> Leg:
 
 
 AUTOTP, CORE, SPEED, STYLES, PLAN = "autotp", "Megatron-Core", "DeepSpeed AutoTP", "torch's styles", "tp_plan"
+BY_ACCELERATE, GLOO = ", by accelerate", ", over gloo"
 Train = Callable[[Any, Shape, Tensor], Leg]
 TRAIN: dict[str, Train] = {
     AUTOTP: lambda m, s, x: of_module(ours(transformed(m, s), x, False)),
@@ -69,7 +70,7 @@ TRAIN: dict[str, Train] = {
     SPEED: lambda m, s, x: deepspeed(m, s, False),
     STYLES: lambda m, s, x: of_module(dtensor(m, s, False)),
     PLAN: lambda m, s, x: of_module(theirs(transformed(m, s), {}, dist.get_world_size())),
-    f"{PLAN}, by accelerate": lambda m, s, x: accelerated(m, s),
+    f"{PLAN}{BY_ACCELERATE}": lambda m, s, x: accelerated(m, s),
     f"{AUTOTP}, sequence-parallel": lambda m, s, x: of_module(ours(transformed(m, s), x, True)),
     f"{CORE}, sequence-parallel": lambda m, s, x: of_module(megatron_core.gpt_model(m, s, True)),
     f"{STYLES}, sequence-parallel": lambda m, s, x: of_module(dtensor(m, s, True)),
@@ -83,13 +84,17 @@ Decode = Callable[[Any, Shape, Tensor], Any]  # model, shape, prompt and a token
 DECODE: dict[str, Decode] = {
     AUTOTP: lambda m, s, x: decoding(transformed(m, s).eval(), s, x, "eager"),
     SPEED: lambda m, s, x: deepspeed_autotp.inference(transformed(m, s).eval()).module,
+    f"{SPEED}{GLOO}": lambda m, s, x: deepspeed_autotp.OverGloo(
+        deepspeed_autotp.inference(transformed(m, s).eval()).module
+    ),
     PLAN: lambda m, s, x: theirs(transformed(m, s).eval(), {}, dist.get_world_size()),
 }
 
 
 def base_of(name: str) -> str:
     """Return autotp's leg of the same kind: the one that a peer's times are held against."""
-    return AUTOTP + name.removeprefix(name.split(", ")[0]).replace(", by accelerate", "")
+    kind = name.removeprefix(name.split(", ")[0])
+    return AUTOTP if kind in {BY_ACCELERATE, GLOO} else AUTOTP + kind
 
 
 def decoder(name: str, model: Any, shape: Shape, ids: Tensor) -> Cached:

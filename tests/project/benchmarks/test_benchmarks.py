@@ -105,10 +105,11 @@ def test_collectives_are_counted():
         with hand_plans.Counted(4) as counted:
             dist.all_reduce(torch.ones(10))  # 40 bytes, of which a rank sends 2 * 3/4
             dist.all_gather([torch.ones(10) for _ in range(4)], torch.ones(10))  # 160 bytes, of which it sends 3/4
+            dist.all_reduce(torch.ones(10), group=dist.new_group([0]))  # of one rank, which sends nothing
     finally:
         dist.destroy_process_group()
     assert counted.bytes == 60 + 120
-    assert counted.calls == {"all_reduce 10": 1, "all_gather 10": 1}
+    assert counted.calls == {"all_reduce 10": 2, "all_gather 10": 1}
 
 
 def test_a_hand_written_plan_is_counted():
