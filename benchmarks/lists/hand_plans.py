@@ -85,7 +85,7 @@ class Counted(TorchDispatchMode):
 
     def _size(self, args: Any) -> int:
         """Ranks of the group that is called, of which torch.distributed's own operators take the object."""
-        groups = [x for x in args if isinstance(x, torch.ScriptObject) and x._type().name() == "ProcessGroup"]
+        groups = [x for x in args if isinstance(x, torch.ScriptObject) and str(x._type()).endswith(".ProcessGroup")]
         return dist.ProcessGroup.unbox(groups[0]).size() if groups else self.tp
 
 

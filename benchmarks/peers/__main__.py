@@ -151,7 +151,7 @@ def page(record: Mapping[str, Any]) -> str:
 {RANKS} gloo processes of one thread each. Each has the losses of one device over {measured.UPDATES} updates by SGD
 within {CLOSE:.0e}, or is not timed. CPU seconds of both ranks, medians of {record["runs"]} runs of {record["rounds"]}
 interleaved rounds; "autotp's of it" is autotp's CPU seconds over the peer's in the same rounds: the median of the runs,
-and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step. Sent: bytes
+and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step, compiled with empty caches. Sent: bytes
 of a rank in a step, by torch's collectives. Kept: what autograd saves of a forward with the loss, on a rank. Peak: the
 most memory that a rank held, over that with the whole model before. Lines: what a user writes beside the loop.
 Megatron-Core's attention is not one fused operator here; cross entropy is torch's, of whole logits, for all.
