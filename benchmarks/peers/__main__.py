@@ -151,12 +151,13 @@ def page(record: Mapping[str, Any]) -> str:
 {RANKS} gloo processes of one thread each. Each has the losses of one device over {measured.UPDATES} updates by SGD
 within {CLOSE:.0e}, or is not timed. CPU seconds of both ranks, medians of {record["runs"]} runs of {record["rounds"]}
 interleaved rounds; "autotp's of it" is autotp's CPU seconds over the peer's in the same rounds: the median of the runs,
-and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step, compiled with empty caches. Sent: bytes
-of a rank in a step, by torch's collectives. Kept: what autograd saves of a forward with the loss, on a rank. Peak: the
-most memory that a rank held, over that with the whole model before. Lines: what a user writes beside the loop.
-Megatron-Core's attention is not one fused operator here; cross entropy is torch's, of whole logits, for all.
-{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers {record["transformers"]}, Python
-{record["python"]}, {record["date"]}, load average {record["load_before"]} before.
+and least to most of them. Set-up: CPU seconds of a rank from the whole model to the end of the first step, with empty
+caches of what is compiled. Sent: bytes of a rank in a step, by torch's collectives. Kept: what autograd saves of a
+forward with the loss, on a rank. Peak: the most memory that a rank held, over that with the whole model before.
+Lines: what a user writes beside the loop. Megatron-Core's attention is not one fused operator here; cross entropy is
+torch's, of whole logits, for all. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]},
+transformers {record["transformers"]}, Python {record["python"]}, {record["date"]}, load average
+{record["load_before"]} before.
 
 {table(head, rows)}
 Where a rank's step goes, in ms by torch's profiler: matrix products, other operators, and collectives with waiting for
@@ -167,7 +168,7 @@ the other rank; and the CPU ms of a step without the profiler. The products' ari
 A token after a prompt of {PROMPT}, with transformers' dynamic cache. DeepSpeed sums through memory that the processes
 of one host share, by an operator that it compiles for CPUs; *over gloo* it sums as all others do:
 
-{table(["a decoded token", "CPU, ms", *RATIO], decoded)}
+{table(["a decoded token", "CPU, ms", "autotp's token of it", RATIO[1]], decoded)}
 {architectures.page(record["architectures"])}
 {planners.page(record["planners"])}
 Not measured:
