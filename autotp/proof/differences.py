@@ -126,8 +126,10 @@ def has_grad(value: Any) -> bool:
 
 
 def grad_or_zeros(value: Tensor) -> Tensor:
-    """The gradient that has come to a value; zeros where none has."""
-    return value.grad if value.grad is not None else torch.zeros_like(value)
+    """The gradient that has come to a value; zeros where none has, which inside a program take no memory."""
+    if value.grad is not None:
+        return value.grad
+    return torch.zeros_like(value) if value.is_leaf else value.new_zeros(()).expand_as(value)
 
 
 def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:

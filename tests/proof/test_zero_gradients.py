@@ -34,3 +34,14 @@ def test_what_rounding_leaves_of_a_zero_gradient_is_no_difference(cp, monkeypatc
     assert all(autotp.verify(Constant(), 2, ids(seed), cp=cp) for seed in range(3))
     monkeypatch.setattr(differences, "FLOOR", 0.0)  # the negative control: beside itself alone it is noise
     assert not all(autotp.verify(Constant(), 2, ids(seed), cp=cp) for seed in range(8))
+
+
+def test_zeros_of_what_no_gradient_reached_take_no_memory():
+    leaf = torch.ones(100, 100, requires_grad=True)
+    inside = leaf * 2
+    inside.retain_grad()
+    zeros = differences.grad_or_zeros(inside)
+    assert zeros.shape == inside.shape and not zeros.any() and zeros.untyped_storage().nbytes() == 4
+    assert differences.grad_or_zeros(leaf).untyped_storage().nbytes() == 40000  # a caller may add to it
+    inside.sum().backward()
+    assert bool((differences.grad_or_zeros(inside) == 1).all())
