@@ -27,7 +27,7 @@ ROWS, LENGTH = 4, 64 * SCALE  # tokens that wide models are planned for
 
 
 def measure(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
-    """Verify one architecture at each of `tps`; text models are also planned at `SCALE` times the width.
+    """Verify one architecture at each of `tps`.
 
     Args:
         architecture: what to build. tps: degrees, one after another.
@@ -43,9 +43,14 @@ def measure(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
         began = time.process_time()
         found = proved(model, inputs, tp)
         send({"tp": {str(tp): found | {"cpu_seconds": round(time.process_time() - began, 1)}}})
-        if found["ok"] and set(inputs) <= TEXT:
-            send({"wide": {str(tp): planned(architecture, inputs, tp)}})
     return None
+
+
+def widened(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
+    """Plan a text model at `SCALE` times the width, at each of `tps`; arguments as `measure` has them."""
+    inputs = example(build(architecture))
+    for tp in tps if set(inputs) <= TEXT else ():
+        send({"wide": {str(tp): planned(architecture, inputs, tp)}})
 
 
 def example(model: nn.Module) -> dict[str, Any]:
@@ -83,10 +88,12 @@ def proved(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> Record:
 
 
 def planned(architecture: Architecture, inputs: Mapping[str, Any], tp: int) -> Record:
-    """Figures of a plan for the wide model and `ROWS` sequences of `LENGTH` tokens; nothing is computed."""
+    """Figures of a plan for the wide model and `ROWS` sequences of at most `LENGTH` tokens; nothing is computed."""
     try:
         model = wide(architecture)
-        long = {k: v.new_zeros(ROWS, LENGTH) for k, v in inputs.items()}
+        named = (getattr(model.config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        length = min([LENGTH, *(most for most in named if isinstance(most, int))])
+        long = {k: v.new_zeros(ROWS, length) for k, v in inputs.items()}
         return figures(autotp.plan(model, tp, example_inputs=long), long)
     except Exception as error:
         return {"failed": reason(error)}

@@ -37,9 +37,9 @@ follow from their config classes. `make models` runs it and writes this page, fr
   otherwise). Parameters that nothing reads for these inputs are left out. Perfect are 50, 25 and 12.5.
 - **collectives**: forward + backward in a repeated layer, at the smallest degree. Megatron's are 2 + 2.
 - **bytes / Megatron's**: what a rank sends in a step over what it would send by Megatron's scheme, for plans of text
-  models that are {scale} times as wide, in bfloat16, for {rows} sequences of {length} tokens. In the small models
-  themselves latency decides, and a plan may send more bytes in fewer collectives. [How Megatron's are
-  counted](#megatrons-count).
+  models that are {scale} times as wide, in bfloat16, for {rows} sequences of {length} tokens, or as many as the model
+  has positions for. In the small models themselves latency decides, and a plan may send more bytes in fewer
+  collectives. A dash: it is no such model, or its plan took more than two minutes. [How Megatron's are counted](#megatrons-count).
 
 Every model has two layers (one of each kind, where kinds differ), eight heads of 8, a width of 64, and is in eval
 mode. Inputs are `autotp.inputs.for_model`'s: two sequences of 16 tokens, images of 32 x 32 pixels, and so on. A model

@@ -17,7 +17,7 @@ from benchmarks.helpers.build import Architecture, architectures, build, model_c
 from benchmarks.helpers.command import installed
 from benchmarks.helpers.isolate import merge
 from benchmarks.helpers.lists.page import PAGE, load, render
-from benchmarks.helpers.measure import WORDS, clean, figures, layer, measure
+from benchmarks.helpers.measure import WORDS, clean, figures, layer, measure, widened
 from benchmarks.lists import hand_plans
 
 LISTED = {a.name: a for a in architectures()}
@@ -26,6 +26,8 @@ LISTED = {a.name: a for a in architectures()}
 def measured(architecture: Architecture, *tps: int) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     measure(architecture, tps, parts.append)
+    if "tp" in parts[-1]:
+        widened(architecture, tps, parts.append)
     record: dict[str, Any] = {}
     for part in parts:
         record = merge(record, part)
