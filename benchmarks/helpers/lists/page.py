@@ -39,7 +39,8 @@ follow from their config classes. `make models` runs it and writes this page, fr
 - **bytes / Megatron's**: what a rank sends in a step over what it would send by Megatron's scheme, for plans of text
   models that are {scale} times as wide, in bfloat16, for {rows} sequences of {length} tokens, or as many as the model
   has positions for. In the small models themselves latency decides, and a plan may send more bytes in fewer
-  collectives. A dash: it is no such model, or its plan took more than two minutes. [How Megatron's are counted](#megatrons-count).
+  collectives. A dash: it is no such model, or its plan took more than two minutes. [How Megatron's are
+  counted](#megatrons-count).
 
 Every model has two layers (one of each kind, where kinds differ), eight heads of 8, a width of 64, and is in eval
 mode. Inputs are `autotp.inputs.for_model`'s: two sequences of 16 tokens, images of 32 x 32 pixels, and so on. A model
