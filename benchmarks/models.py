@@ -75,9 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def keep(architecture: Architecture, new: Record) -> str:
         old = results["models"].get(architecture.name, {})
-        kept = {side: {tp: x for tp, x in old.get(side, {}).items() if int(tp) not in given.tp} for side in SIDES}
-        sides = {side: {**kept[side], **new.get(side, {})} for side in SIDES}
-        results["models"][architecture.name] = {**new, **sides}
+        for side in SIDES:  # degrees that were not asked for keep what is known of them
+            others = {tp: x for tp, x in old.get(side, {}).items() if int(tp) not in given.tp}
+            new = {**new, side: {**others, **new.get(side, {})}}
+        results["models"][architecture.name] = new
         write(results)
         return line(new)
 

@@ -47,7 +47,8 @@ def step_of(leg: Leg, ids: Tensor, targets: Tensor) -> Callable[[], Tensor]:
 
 def alone(name: str, shape: Shape, length: int) -> Record:
     """Set one peer up in these processes: seconds, losses of updates, bytes sent and kept, and the most memory held."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # nothing is compiled already
+    cache = tempfile.TemporaryDirectory()  # removed with this call: nothing is compiled already
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
     model, (ids, targets) = untouched(shape), data(shape, length)
     Path("/proc/self/clear_refs").write_text("5")  # the most held is counted from here on
     before, began = held("VmRSS"), time.process_time()
