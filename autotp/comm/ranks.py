@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -124,7 +125,10 @@ class Ranks:
         return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
-    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1) -> Ranks:
+    def find(
+        tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1,
+        device: torch.device | None = None,
+    ) -> Ranks:  # fmt: skip
         """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
 
         Args:
@@ -132,7 +136,8 @@ class Ranks:
             mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
                 `tp` ranks that follow each other: a mesh (dp, tp), or (dp, cp, tp).
             dp, cp: the sizes of axes beside tp; of more than one rank the mesh has a dimension of this name and size.
-        Returns: `PLAIN_PROCESS` in a process that has no others.
+            device: where a process that has no others holds the model, as `device_of` finds it.
+        Returns: `PLAIN_PROCESS` in a process that has no others, but for its device.
         Raises:
             InputError: `tp` or `mesh` cannot be used, or they contradict each other.
             RankError: this rank is not in the mesh, or has no device.
@@ -145,7 +150,7 @@ class Ranks:
             return _with_axes(_of_mesh(_tp_axis(mesh), tp), mesh, degrees)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
-                return PLAIN_PROCESS
+                return PLAIN_PROCESS if device in (None, CPU) else replace(PLAIN_PROCESS, device=device)
             _check_world(tp, degrees, int(os.environ["WORLD_SIZE"]))
             _start()
         world = dist.get_world_size()
@@ -161,7 +166,15 @@ class Ranks:
         return _with_axes(_of_mesh(mesh["tp"], tp), mesh, degrees)
 
 
-PLAIN_PROCESS = Ranks(None, 0, 1, None, "", torch.device("cpu"))  # the only rank, of no process group
+CPU = torch.device("cpu")
+PLAIN_PROCESS = Ranks(None, 0, 1, None, "", CPU)  # the only rank, of no process group
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model is on; of one on the meta device the CUDA device if there is one, or the CPU."""
+    values = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()  # else it is refused later
+    there = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+    return next((x.device for x in values if not x.is_meta), there)
 
 
 def _check_world(tp: int | None, degrees: Mapping[str, int], world: int) -> int:

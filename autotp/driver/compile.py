@@ -182,7 +182,7 @@ def _anew(
     Args:
         model: on the meta device. inputs, tp, axes: to plan for. ranks, options, request, lowering: of the one before.
     """
-    ranks = Ranks.find(tp, ranks.planners.over(axes.degrees | {"tp": tp}), axes.dp)
+    ranks = Ranks.find(tp, ranks.planners.over(axes.degrees | {"tp": tp}), axes.dp, device=ranks.device)
     options, request = replace(options, tp=tp, batch=axes), replace(request, dp=axes.dp, ep=axes.ep)
     return Compilation(model, ranks, options, request, lowering, check_capture=False)(inputs)
 

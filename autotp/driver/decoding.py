@@ -41,7 +41,7 @@ from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.carriers import Carriers
 from autotp.runtime.generation.generate_methods import calling
 from autotp.runtime.programs import Program, Programs, form
-from autotp.text import counts, failure
+from autotp.text import counts, failure, listed
 
 from .compile import apply_plan, further
 from .options import Options
@@ -127,12 +127,14 @@ def check_count(model: nn.Module, count: Any, names: Names, axes: Axes) -> None:
         model: that decodes. count: tokens. names: of states that calls carry. axes: beside tp.
 
     Raises:
-        InputError: it says which.
+        InputError: it says which; or the model is on another device than the CPU.
     """
     if not counts(count):
         raise InputError(f"generate={count!r}: give how many tokens to decode after the example inputs, such as 16.")
     if axes.size > 1:
         raise InputError(f"generate= with {axes.name}: a cache is not dealt over that. Leave out one of them.")
+    if away := {x.device.type for x in model.parameters()} - {"cpu", "meta"}:
+        raise InputError(f"generate= calls the model too, on the CPU, and it is on {listed(away)}: pass model.cpu().")
     if not names and not callable(getattr(type(model), "generate", None)):
         raise InputError(NO_CACHE.format(count=count, name=type(model).__name__))
 

@@ -72,7 +72,7 @@ def verify(
     """Run the plan on simulated ranks in this process and compare every value and gradient with the original.
 
     Both sides run in float64, so that rounding does not hide a small error; that the captured graph is the model is
-    checked in the model's own dtype. No launcher and no devices are needed. The model and its buffers stay as they are.
+    checked in the model's own dtype. The CPU runs it, wherever the model is, which stays as it is with its buffers.
 
     Args:
         model: the model, with real weights, or on the meta device (then with random ones).

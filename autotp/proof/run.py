@@ -182,14 +182,14 @@ class Values:
 
     @classmethod
     def of(cls, program: Capture, model: nn.Module, inputs: Inputs) -> Values:
-        """Take the model's own parameters and buffers, and these inputs, as the leaves.
+        """Take the model's own parameters and buffers, and these inputs, as the leaves, on the CPU.
 
         Args:
             program: the capture. model: whose values they are; random ones on the meta device. inputs: of one call.
         """
         state = {**program.constants, **weights_of(model)}
-        tensors = [x for x in without_cache(model, inputs)[0].leaves if isinstance(x, Tensor)]
-        return cls({n: [v] for n, v in leaf_values(program, tensors, lambda name: real(state[name])).items()})
+        tensors = [x.cpu() for x in without_cache(model, inputs)[0].leaves if isinstance(x, Tensor)]
+        return cls({n: [v] for n, v in leaf_values(program, tensors, lambda name: real(state[name]).cpu()).items()})
 
     def doubled(self) -> dict[fx.Node, Any]:
         """Return whole values in float64 (and complex128)."""

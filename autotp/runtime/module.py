@@ -260,12 +260,16 @@ class ShardedModule(Batching, Part):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
-        examples = [fn(torch.empty(0, dtype=kind, device=self._shards.device)) for kind in PROBES]
+        before = self._shards.device
+        examples = [fn(torch.empty(0, dtype=kind, device=before)) for kind in PROBES]
         kinds = ", ".join(str(example.dtype) for example in examples)
         with self._calls.conversion(f"{kinds} on {examples[0].device.type}"):
             if self._shards.staged:
                 weights.refuse_types(self, fn)
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+            if self._shards.device != before:
+                self._programs_made.forget()
+            return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
         """Apply as on the whole model, so that what is drawn is the same at any number of ranks and stages."""

@@ -181,9 +181,9 @@ def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form:
     source, shards = module._source, module._shards
     # What a stage measures is its own.
     ranks = replace(shards.ranks, every=None) if source.pipeline else shards.ranks
-    judges = source.lowering.judges(ranks, shards.tp, shards.place)
+    judges = source.lowering.judges(ranks, shards.tp, shards.device)
     peak = module._plan.memory.peak
-    graph, fired = source.lowering.program(sharded, shards.places(), shards.place, peak, judges)
+    graph, fired = source.lowering.program(sharded, shards.places(), shards.device, peak, judges)
     inputs, reads, count = readings(captured, graph, shards)
     constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
     compiler = source.lowering.compiler()

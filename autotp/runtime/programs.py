@@ -318,6 +318,11 @@ class Programs(list[Program]):
                     return program, order
         return None
 
+    def forget(self) -> None:
+        """Let all go: what they make is on the device that the weights were on."""
+        for each in (self, self.kinds, self._latest):
+            each.clear()
+
     def key(self) -> int:
         """A name for another program."""
         self.total += 1

@@ -423,18 +423,11 @@ class ShardState:
 
     @property
     def device(self) -> torch.device:
-        """The device of the rank's tensors."""
-        return self.ranks.device
-
-    @property
-    def place(self) -> torch.device:
-        """The device of its parameters now, or to come: in one process they go where the user sends them."""
-        if self.ranks.mesh is not None:
-            return self.ranks.device
-        kind = next((piece.device for _, piece, _ in self.pieces()), torch.device("cpu"))
-        if kind.type != "meta":
-            return kind
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """The device of the rank's tensors, now or to come: in one process they go where the user sends them."""
+        now = self.ranks.device
+        if self.ranks.mesh is None:
+            now = next((piece.device for _, piece, _ in self.pieces()), now)
+        return self.ranks.device if now.type == "meta" else now
 
     @property
     def planners(self) -> Ranks:

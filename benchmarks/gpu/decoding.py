@@ -1,7 +1,8 @@
-"""Decoding an 8B model beside a hand-written compiled decoder: static cache, CUDA graphs of prefill and of decode.
+"""Decoding half of an 8B model's layers beside a hand-written compiled decoder.
 
-The same for one of 8 ranks, in torch's "fake" process group, which sends nothing. A step takes the token after the
-prompt, against a cache that holds the prompt, and leaves the cache as it found it.
+With a static cache, and CUDA graphs of prefill and of decode; the same for one of 8 ranks, in torch's "fake" process
+group, which sends nothing. A step takes the token after the prompt, against a cache that holds the prompt, and leaves
+the cache as it found it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Way(NamedTuple):
 
 def items(scale: Scale) -> dict[str, Callable[[], Record]]:
     """What is measured, by name."""
-    return {f"8B, tp={tp}": functools.partial(decoder, scale, tp) for tp in (1, scale.tp)}
+    name = f"8B, {scale.decoder.layers} layers, tp="
+    return {f"{name}{tp}": functools.partial(decoder, scale, tp) for tp in (1, scale.tp)}
 
 
 @torch.no_grad()
@@ -55,7 +57,7 @@ def decoder(scale: Scale, tp: int) -> Record:
     shape, prompt = scale.decoder, scale.prompt
     cluster(scale.device)  # measured before there is a group
     with torch.device(scale.device):
-        model = Llama(shape).to(scale.dtype).eval()
+        model = Llama(shape).to(scale.device, scale.dtype).eval()
         ids = torch.randint(shape.vocabulary, (1, prompt + 1))
     with alone(tp) if tp > 1 else nullcontext("") as group:
         way = Inference(0, tp, group) if tp > 1 else Whole()
@@ -204,7 +206,7 @@ def section(results: Mapping[str, Record]) -> str:
             faults += [f"{name}, {what}, {way}: no CUDA graph: {why}." for way, why in r[what]["faults"].items()]
     more = "".join(f"\n{fault}\n" for fault in faults)
     return f"""\
-A token after the prompt, with a static cache of twice its length, both compiled; the limit reads weights and cache once
-at the bandwidth that was measured. One of several ranks sends nothing here.
+A token after the prompt, by 16 of an 8B model's 32 layers, with a static cache of twice its length, both compiled; the
+limit reads weights and cache once at the bandwidth that was measured. One of several ranks sends nothing here.
 
 {table(head, rows)}{more}"""

@@ -11,9 +11,8 @@ import torch
 
 from autotp.runtime.lower.measured import GAIN
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.kernel_work import WORK
+from benchmarks.helpers.kernel_work import DTYPES, WORK, apart, calls
 from benchmarks.helpers.performance import table
-from benchmarks.kernels import DTYPES, apart, calls
 
 from .clock import compiled, in_turns, median_ratio
 from .sizes import Scale

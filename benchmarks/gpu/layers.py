@@ -87,7 +87,7 @@ def stack(scale: Scale, shape: Shape, tokens: int, backend: str) -> Record:
         backend: "eager", or one of `torch.compile`, for all of them.
     """
     with torch.device(scale.device):
-        whole = Stack(shape, Whole()).to(scale.dtype)
+        whole = Stack(shape, Whole()).to(scale.device, scale.dtype)
         x = torch.randn(1, tokens, shape.hidden, dtype=scale.dtype)
     described, pins = cluster(scale.device), {":input.x": Shard(1), ":output": Shard(1)}
     options: dict[str, Any] = {"example_inputs": x, "check_capture": False, "cluster": described}
@@ -95,7 +95,7 @@ def stack(scale: Scale, shape: Shape, tokens: int, backend: str) -> Record:
     with alone(scale.tp) as group:
         mesh = init_device_mesh(scale.device, (scale.tp,), mesh_dim_names=("tp",))
         with torch.device(scale.device):
-            hand = Stack(shape, Sequence(0, scale.tp, group)).to(scale.dtype)
+            hand = Stack(shape, Sequence(0, scale.tp, group)).to(scale.device, scale.dtype)
         plan = autotp.plan(whole, scale.tp, sequence_parallel=True, pins=pins, outputs="sharded", **options)
         part = autotp.parallelize(whole, plan, mesh, example_inputs=x, backend=backend)
         modules = {"whole": compiled(whole, backend), "hand": compiled(hand, backend), "autotp": part}
@@ -170,4 +170,8 @@ def _rates(found: Record) -> str:
         rows.append(
             [name, f"{measured:.4g}", f"{known:.4g}" if known else "-", f"{measured / known:.2f}" if known else "-"]
         )
-    return table(["", "measured", f"preset {found['preset'] or '(none)'}", "ratio"], rows)
+    told = (
+        "The memory's rate is in the cost model's units, which count a backward as twice its forward: GeLU's four "
+        "transfers as six.\n\n"
+    )
+    return told + table(["", "measured", f"preset {found['preset'] or '(none)'}", "ratio"], rows)

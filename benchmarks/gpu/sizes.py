@@ -65,7 +65,7 @@ FULL = Scale(
     "cuda", torch.bfloat16, "inductor", 20, TP,
     MODELS, {"fp32": torch.float32, "bf16": torch.bfloat16},
     SHAPES, TOKENS,
-    Shape(hidden=4096, layers=32, heads=32, kv_heads=8, wide=14336, vocabulary=128256), 1024,
+    Shape(hidden=4096, layers=16, heads=32, kv_heads=8, wide=14336, vocabulary=128256), 1024,
     Shape(hidden=2048, layers=16, heads=32, kv_heads=8, wide=8192, vocabulary=128256), 2, 2048,
     {k: v for name, shape in SHAPES.items() for k, v in products(name, shape, TOKENS[-1], TP).items()},
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from autotp import kernels as kernels  # enters their operators
 from autotp.kernels import operators
 
 TP, VOCABULARY, EPS, DROPPED = 8, 128256, 1e-5, 0.1
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPS: Any = torch.ops.autotp
 Outputs = tuple[Tensor, ...]
 
@@ -107,9 +108,10 @@ def rows(table: Tensor, ids: Tensor) -> Outputs:
     return (F.embedding(ids.masked_fill(outside, 0), table).masked_fill(outside.unsqueeze(-1), 0),)
 
 
-def seeded(x: Tensor) -> Tensor:
-    """A seed on x's device."""
-    return torch.full((), 7, dtype=torch.int64, device=x.device)
+def make_seeded(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Values, and the seed, which a program reads: of one that it knows Inductor makes indices beyond 64 bits."""
+    x = torch.randn(s.tokens, s.hidden, dtype=dtype, device=device)
+    return x, torch.full((), 7, dtype=torch.int64, device=device)
 
 
 def gelu(tanh: bool) -> Work:
@@ -145,9 +147,39 @@ WORK = {
         lambda s: ((1 + 1 / TP) * s.tokens * s.hidden, ((2 + 1 / TP) * s.tokens + s.classes) * s.hidden),
     ),
     "counter_dropout": Work(
-        _draw(("tokens", "hidden")),
-        lambda x: (OPS.counter_dropout_fused(x, seeded(x), None, 0, list(x.shape), DROPPED),),
-        lambda x: (operators.counter_dropout(x, seeded(x), None, 0, list(x.shape), DROPPED),),
+        make_seeded,
+        lambda x, seed: (OPS.counter_dropout_fused(x, seed, None, 0, list(x.shape), DROPPED),),
+        lambda x, seed: (operators.counter_dropout(x, seed, None, 0, list(x.shape), DROPPED),),
         1, _times(2, 2, "tokens", "hidden"),
     ),
 }  # fmt: skip
+
+
+def step(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Any], graded: int) -> tuple[Any, Any]:
+    """Outputs and gradients of a forward and backward, whose gradients come as random values."""
+    draw = torch.Generator(inputs[0].device).manual_seed(0)
+    given = [x.detach().requires_grad_() if i < graded else x for i, x in enumerate(inputs)]
+    outs = function(*given)
+    grads = [torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in outs]
+    return tuple(x.detach() for x in outs), torch.autograd.grad(outs, given[:graded], grads)
+
+
+def apart(work: Work, inputs: Sequence[Any]) -> float:
+    """Largest difference of an output or gradient of the kernel from eager PyTorch's, over the largest value."""
+    pairs = zip(*(sum(step(f, inputs, work.graded), ()) for f in (work.kernel, work.plain)), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def calls(work: Work, function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Callable[[], Any], ...]:
+    """A forward without gradients, and a forward and backward with gradients that exist already."""
+    given = [x.detach().requires_grad_() if i < work.graded else x for i, x in enumerate(inputs)]
+    grads = [torch.randn_like(x) for x in function(*given)]
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(*inputs)
+
+    def both() -> None:
+        torch.autograd.grad(function(*given), given[: work.graded], grads)
+
+    return forward, both

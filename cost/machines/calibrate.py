@@ -41,6 +41,7 @@ PASSES = 3  # the cost model counts a backward as twice its forward
 COLD_BYTES = 2**26  # of operands taken in turn, more than a core's cache: what a step multiplies was read a step ago
 LEAST_LATENCY = 1e-9  # seconds: a link is never free
 LEAST_SHARE = 0.1  # of a kernel's time that is its own, and not its launch
+HIDDEN = 2.0  # launches that a kernel takes on a device with a queue, from which on the next one's launch is within it
 UNITS = {
     "launch_overhead": (1e6, "us"),
     "product_launches": (1.0, "launches"),
@@ -105,7 +106,8 @@ class MeasuredSizes:
 
     Attributes:
         matmuls: rows and width of square weights; the second is what ranks compute between two collectives.
-        copies: bytes. transfers: bytes of the whole tensor, of a short message and of a long one.
+        copies: bytes, on a GPU more than its cache.
+        transfers: bytes of the whole tensor, of a short message and of a long one.
         budget: seconds for each: several cycles of a throttle.
     """
 
@@ -120,11 +122,13 @@ SIZES = {
         ((96, 192), (384, 384), (768, 192), (48, 768), (768, 768)), (2**18, 2**20, 2**22), (2**12, 2**21)
     ),
     "cuda": MeasuredSizes(
-        ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)), (2**24, 2**26, 2**28), (2**12, 2**27)
+        ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)), (2**27, 2**28, 2**29), (2**12, 2**27)
     ),
 }
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def calibrate(
     mesh: DeviceMesh | None = None,
     *,
@@ -235,13 +239,14 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
         clock: of this rank; its device is measured. dtypes: of the products.
     """
     sizes, device = SIZES[clock.device.type], clock.device
+    queued = device.type != "cpu"
     run = _layer if device.type == "cpu" else _products  # what eager execution starts besides a device's queue hides
     launch = clock.alone(partial(_launches, device)) / LAUNCHES
     product = clock.alone(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
     times: list[Amount] = []
     for size in sizes.copies:
         seconds = clock.alone(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
-        times.append((2.0 * size, own_seconds(seconds, launch)))
+        times.append((2.0 * size, own_seconds(seconds, launch, queued)))
     samples = {"launch_overhead": [launch], "product_launches": [product / launch], "memory_bandwidth": rates(times)}
     for dtype in dtypes:
         if clock.worst(not _multiplies(device, dtype)):  # on some rank
@@ -250,7 +255,7 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
         for rows, n in sizes.matmuls:
             operands = [(rows, n), (n, n), (rows, n)]
             seconds = clock.alone(_in_turn(run, operands, dtype, device)) / PASSES
-            times.append((2.0 * rows * n * n, own_seconds(seconds, product)))
+            times.append((2.0 * rows * n * n, own_seconds(seconds, product, queued)))
             if clock.worst(seconds) > SLOW_SECONDS:  # a device is slow with the dtype
                 break
         samples[dtype_name(dtype)] = rates(times)
@@ -268,8 +273,13 @@ def rates(times: Sequence[Amount]) -> list[float]:
     return [min(each), work / seconds, max(each)]
 
 
-def own_seconds(seconds: float, launch: float) -> float:
-    """Return the seconds of a kernel after its launch."""
+def own_seconds(seconds: float, launch: float, queued: bool) -> float:
+    """Return the seconds of a kernel after its launch; `queued`: its device has a queue, in which it waits for others.
+
+    Of many calls one after the other what a queue hides takes no time: a kernel then has all of them.
+    """
+    if queued and seconds > HIDDEN * launch:
+        return seconds
     return max(seconds - launch, LEAST_SHARE * seconds)
 
 

@@ -50,6 +50,9 @@ def test_degrees_that_do_not(tp, world, words):
 
 def test_one_plain_process_has_no_ranks():
     assert R.Ranks.find(4) is R.Ranks.find(1) is R.Ranks.find() is R.PLAIN_PROCESS
+    other = torch.device("meta")
+    assert R.Ranks.find(device=torch.device("cpu")) is R.PLAIN_PROCESS and R.Ranks.find(device=other).device == other
+    assert R.device_of(torch.nn.Linear(2, 2)).type == "cpu"
     R.agree(R.PLAIN_PROCESS, "nothing", {"a": "b"})
     assert R.together(R.PLAIN_PROCESS, "nothing", lambda: 3) == R.broadcast(R.PLAIN_PROCESS, 3) == 3
 

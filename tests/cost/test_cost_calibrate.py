@@ -52,7 +52,9 @@ def test_medians_take_the_place_of_what_was_measured_and_of_nothing_else():
 def test_times_that_no_link_takes_still_give_a_cluster(seconds):
     latency, bandwidth = link_of("all_reduce", 4, [(1e3, seconds), (1e6, seconds)], False, 1e-12)
     replace(ROUND, intra_latency=latency, intra_bandwidth=bandwidth)  # every number finite and positive
-    assert own_seconds(seconds, 2 * seconds) > 0
+    assert own_seconds(seconds, 2 * seconds, queued=False) > 0
+    assert own_seconds(10.0, 1.0, queued=False) == 9.0 and own_seconds(10.0, 1.0, queued=True) == 10.0
+    assert own_seconds(1.5, 1.0, queued=True) == 0.5  # the queue is empty: every launch is waited for
 
 
 @pytest.fixture
@@ -122,6 +124,11 @@ def test_a_throttled_device_is_as_slow_as_its_work_over_time(monkeypatch, pause)
     assert clock.alone(call) == pytest.approx(0.001 + pause / 10, rel=0.01)
     short = replace(clock, budget=0.03)
     assert (short.time(call) < 0.9 * short.alone(call)) == bool(pause)
+
+
+def test_it_measures_a_backward_where_no_gradients_are_recorded():
+    with torch.inference_mode():
+        assert autotp.calibrate(dtypes=[], show=False).launch_overhead > 0
 
 
 def test_a_rate_is_all_work_over_its_time():

@@ -57,7 +57,7 @@ class Wholes:
         wholes: NamedTensors = {}
         for first in firsts if here else ():
             entry: Any = self.peers.entries[first]
-            wholes[first] = torch.empty(entry.shape, dtype=entry.dtype, device=self.shards.place)
+            wholes[first] = torch.empty(entry.shape, dtype=entry.dtype, device=self.shards.device)
         self.peers.fill({first: [Box((0,) * x.ndim, x)] for first, x in wholes.items()})
         return wholes
 

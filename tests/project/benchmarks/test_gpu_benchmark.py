@@ -150,7 +150,7 @@ def test_all_that_is_asked_is_measured():
     }  # fmt: skip
     stacks = list(layers.items(FULL))
     assert "70B, 8192 tokens, inductor" in stacks and "8B, 1024 tokens, eager" in stacks
-    assert list(decoding.items(FULL)) == ["8B, tp=1", "8B, tp=8"]
+    assert list(decoding.items(FULL)) == ["8B, 16 layers, tp=1", "8B, 16 layers, tp=8"]
     files = list(suite.items(FULL))
     assert "tests/kernels/test_kernels.py" in files and "tests/runtime/lower/test_on_devices.py" in files
 
@@ -187,10 +187,11 @@ def test_training_at_tiny_sizes():
 
 def test_decoding_of_one_of_two_ranks_at_tiny_sizes(monkeypatch):
     monkeypatch.setattr(decoding, "STEPS", (decoding.DECODE,))
-    found = {"8B, tp=2": decoding.items(TINY)["8B, tp=2"]()}
-    assert not found["8B, tp=2"]["decode"]["faults"] and found["8B, tp=2"]["limit"] > 0
+    name = "8B, 1 layers, tp=2"
+    found = {name: decoding.items(TINY)[name]()}
+    assert not found[name]["decode"]["faults"] and found[name]["limit"] > 0
     told = decoding.section(found)
-    assert "| 8B, tp=2, decode, a CUDA graph |" in told
+    assert f"| {name}, decode, a CUDA graph |" in told
 
 
 def test_reports_of_pytest_are_read():

@@ -6,6 +6,8 @@ Each runs on the CPU too, so that only the device is new where there is one.
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.runtime.lower import lower, measured
+from autotp.runtime.storage import ShardState
 from benchmarks.gpu.decoding import graphed, our_way, ours
 from benchmarks.gpu.sizes import TINY
 from benchmarks.helpers.llama.megatron import Llama
@@ -80,7 +83,7 @@ def test_what_is_measured_computes_the_same_compiled():
 def test_prefill_and_decode_can_be_recorded(device):
     scale = dataclasses.replace(TINY, device=device)
     with torch.device(device), torch.no_grad():
-        model = Llama(scale.decoder).eval()
+        model = Llama(scale.decoder).to(device).eval()
         ids = torch.randint(scale.decoder.vocabulary, (1, scale.prompt + 1))
         way = our_way(ours(scale, model, ids, 1), ids)
         for step, wanted in zip(way, (model(ids[:, :-1]), model(ids)), strict=True):
@@ -90,6 +93,59 @@ def test_prefill_and_decode_can_be_recorded(device):
                 step()
             assert reads.calls == []
             torch.testing.assert_close(graphed(step, device)()[:, -1], wanted[:, -1], atol=CLOSE, rtol=CLOSE)
+
+
+FAKE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
+
+import autotp
+
+register("other")
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.empty(16, 8, device="other"))
+        self.register_buffer("kept", torch.empty(8, device="other"))
+        self.register_buffer("lost", torch.empty(8, device="other"), persistent=False)
+
+    def forward(self, ids):
+        return self.table[ids] + self.kept + torch.arange(ids.shape[1], device=ids.device)[:, None] * self.lost
+
+
+with FakeTensorMode():
+    model, ids = Model(), torch.empty(2, 4, dtype=torch.int64, device="other")
+    for tp in (1, None):
+        sharded = autotp.compile(model, tp, example_inputs=ids, check=False, check_capture=False)
+        print({x.device.type for x in (*sharded.parameters(), *sharded.buffers(), sharded(ids))})
+"""
+
+
+def test_one_process_computes_where_the_model_is():
+    """On a device that has no memory: an operand that is elsewhere is an error there as on a GPU."""
+    told = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
+    assert told.stdout == "{'other'}\n{'other'}\n", told.stderr
+
+
+def test_programs_of_another_device_are_let_go():
+    """Their graphs name it; a conversion of types alone lets none go."""
+    sharded: Any = autotp.compile(torch.nn.Linear(4, 4), 1, example_inputs=torch.ones(2, 4))
+    before = list(sharded._programs_made)
+    assert before and sharded.double()(torch.ones(2, 4, dtype=torch.float64)).dtype == torch.float64
+    assert sharded._programs_made[:1] == before
+    there = [torch.device("cpu")]
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        there[0] = torch.device("meta")
+        return x.float()
+
+    with patch.object(ShardState, "device", property(lambda _: there[0])):
+        sharded._apply(moved)
+    assert not sharded._programs_made and not sharded._programs_made.kinds
+    assert sharded(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_a_read_is_noticed():
