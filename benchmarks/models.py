@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.helpers.build import Architecture, architectures
-from benchmarks.helpers.command import add_choice, choose, each, installed, made
+from benchmarks.helpers.command import add_choice, beside, choose, each, installed, made
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.page import PAGE, render
 from benchmarks.helpers.measure import measure, widened
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for side in SIDES:  # degrees that were not asked for keep what is known of them
             others = {tp: x for tp, x in old.get(side, {}).items() if int(tp) not in given.tp}
             new = {**new, side: {**others, **new.get(side, {})}}
-        results["models"][architecture.name] = new
+        results["models"][architecture.name] = {**new, "commits": beside(old, new)}
         write(results)
         return line(new)
 

@@ -23,6 +23,8 @@ from benchmarks.results import ROOT, fresh, git
 from .build import Architecture, architectures, model_class
 from .isolate import Record
 
+COMMIT = git(ROOT, "rev-parse", "--short=8", "HEAD") or ""  # of the code that was loaded: a run takes hours
+
 
 def add_choice(parser: argparse.ArgumentParser, limit: float) -> None:
     """The arguments that choose architectures, and the time limit."""
@@ -45,7 +47,7 @@ def choose(given: argparse.Namespace, results: Mapping[str, Any], figure: str) -
     unknown = (names - {a.name for a in listed}) | (families - {a.family for a in listed})
     if unknown:
         raise SystemExit(f"not in benchmarks/architectures.toml: {', '.join(sorted(unknown))}")
-    known = fresh(results, figure) if given.older else set()
+    known = fresh(results, figure, degrees=getattr(given, "tp", ())) if given.older else set()
     named = [a for a in listed if (not names or a.name in names) and (not families or a.family in families)]
     return [a for a in named if a.name not in known]
 
@@ -81,9 +83,15 @@ def each(
 
 
 def stamped(record: Record) -> Record:
-    """A record with its date, and the commit whose code it is of."""
-    commit = git(ROOT, "rev-parse", "--short=8", "HEAD") or ""
-    return {**record, "date": datetime.date.today().isoformat(), "commit": commit}
+    """A record with its date, and the commit whose code it is of; of each degree too, for others may be kept beside."""
+    degrees = dict.fromkeys(record.get("tp", {}), COMMIT)
+    return {**record, "date": datetime.date.today().isoformat(), "commit": COMMIT, "commits": degrees}
+
+
+def beside(old: Record, new: Record) -> dict[str, str]:
+    """The commits of degrees, of what is kept of an older record and of a new one."""
+    kept: dict[str, str] = dict.fromkeys(old.get("tp", {}), old.get("commit", ""))
+    return {**kept, **old.get("commits", {}), **new.get("commits", {})}
 
 
 def installed(architecture: Architecture) -> bool:

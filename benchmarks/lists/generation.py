@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.helpers.build import Architecture, architectures, model_class
-from benchmarks.helpers.command import add_choice, choose, each, made
+from benchmarks.helpers.command import add_choice, beside, choose, each, made
 from benchmarks.helpers.isolate import Record, run
 from benchmarks.helpers.lists.generated import generated
 from benchmarks.helpers.lists.page import PAGE, load, render
@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = load(RESULTS.name)
 
     def keep(architecture: Architecture, record: Record) -> str:
-        kept = {} if "own" in record else results["models"].get(architecture.name, {}).get("tp", {})
-        record["tp"] = {**kept, **record.get("tp", {})}
+        old = {} if "own" in record else results["models"].get(architecture.name, {})
+        record |= {"tp": {**old.get("tp", {}), **record.get("tp", {})}, "commits": beside(old, record)}
         results["models"][architecture.name] = {"family": architecture.family, **record}
         write(results)
         return line(record)

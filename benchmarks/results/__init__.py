@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,23 @@ def changed(root: Path, commit: str, folders: tuple[str, ...]) -> str:
     return f"changed since: {', '.join(found)}" if found else ""
 
 
-def fresh(records: Mapping[str, Mapping[str, Any]], figure: str, root: Path = ROOT) -> set[str]:
-    """Return the names of a list's records that are as new as the code which `depends.toml` says for its figure."""
+def fresh(
+    records: Mapping[str, Mapping[str, Any]], figure: str, root: Path = ROOT, degrees: Iterable[int] = ()
+) -> set[str]:
+    """Return the names of a list's records that are as new as the code which `depends.toml` says for its figure.
+
+    Args:
+        records: by name, each with its commit, or with one for each degree. figure: in `depends.toml`. root: of the
+            project. degrees: that a record is asked for.
+    """
     table = tomllib.loads((root / "benchmarks" / "results" / DEPENDS).read_text(encoding="utf-8"))
     folders = tuple(table["groups"][table["figures"][figure][0]])
     old = functools.cache(lambda commit: changed(root, commit, folders))
-    return {name for name, record in records.items() if record.get("commit") and not old(record["commit"])}
+    wanted = [str(degree) for degree in degrees]
+
+    def new(record: Mapping[str, Any]) -> bool:
+        one, each = record.get("commit"), record.get("commits", {})
+        commits = [each.get(degree, one if degree in record.get("tp", {}) else None) for degree in wanted] or [one]
+        return all(commit and not old(commit) for commit in commits)
+
+    return {name for name, record in records.items() if new(record)}

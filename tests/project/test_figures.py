@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.helpers.command import beside, stamped
 from benchmarks.helpers.lists.page import render
 from benchmarks.helpers.performance import PAGE, RESULTS, result_of
 from benchmarks.results import UNKNOWN, fresh
@@ -205,6 +206,18 @@ def test_a_list_goes_on_with_what_is_older_than_its_code(history):
     records = {name: {"commit": commit} for name, commit in commits.items()} | {"nobody knows": {}}
     assert fresh(records, "first", root) == {"new"}
     assert fresh(records, "second", root) == {"old", "new"}  # of another folder
+
+
+def test_a_degree_is_as_new_as_its_own_commit(history):
+    root, git = history
+    old = stamped({"tp": {"2": {}, "4": {}}}) | {"commit": git("rev-parse", "--short=8", "HEAD"), "commits": {}}
+    (root / "one/a.py").write_text("3", encoding="utf-8")
+    git("commit", "-q", "-a", "-m", "another")
+    commit = git("rev-parse", "--short=8", "HEAD")
+    new = {"tp": {"2": {}}, "commit": commit, "commits": {"2": commit}}
+    records = {"a": {"tp": old["tp"] | new["tp"], "commit": commit, "commits": beside(old, new)}}
+    assert [fresh(records, "first", root, degrees=degrees) for degrees in ((2,), (2, 4), (8,))] == [{"a"}, set(), set()]
+    assert fresh(records, "second", root, degrees=(2, 4)) == {"a"}  # the control: of another folder
 
 
 def test_slow_tests_go_on_at_the_same_commit(tmp_path):
