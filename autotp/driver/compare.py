@@ -408,7 +408,7 @@ class _Comparison:
         batch = self.shards.ranks.batch
         for x in self.whole.values():
             if x.requires_grad and batch is not None:
-                x.grad = grad_or_zeros(x)
+                x.grad = grad_or_zeros(x).contiguous()
                 dist.all_reduce(x.grad, group=batch.group)
                 x.grad.div_(batch.tp)
 

@@ -126,10 +126,8 @@ def has_grad(value: Any) -> bool:
 
 
 def grad_or_zeros(value: Tensor) -> Tensor:
-    """The gradient that has come to a value; zeros where none has, which inside a program take no memory."""
-    if value.grad is not None:
-        return value.grad
-    return torch.zeros_like(value) if value.is_leaf else value.new_zeros(()).expand_as(value)
+    """The gradient that has come to a value; zeros where none has, which take no memory and cannot be written to."""
+    return value.new_zeros(()).expand_as(value) if value.grad is None else value.grad
 
 
 def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:

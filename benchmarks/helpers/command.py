@@ -90,7 +90,7 @@ def stamped(record: Record) -> Record:
 
 def beside(old: Record, new: Record) -> dict[str, str]:
     """The commits of degrees, of what is kept of an older record and of a new one."""
-    kept: dict[str, str] = dict.fromkeys(old.get("tp", {}), old.get("commit", ""))
+    kept = {degree: old.get("commit", "") for degree in old.get("tp", {})}
     return {**kept, **old.get("commits", {}), **new.get("commits", {})}
 
 
