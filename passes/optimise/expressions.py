@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,6 @@ class Call:
 
     operator: object
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,17 +96,8 @@ def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
     elif isinstance(pattern, Call):
         if calls(value, pattern.operator):
             yield from _calls(pattern, value, so_far)
-    elif _is_constant(pattern, value):
+    elif pattern == value:
         yield so_far
-
-
-def _is_constant(pattern: Any, value: Any) -> bool:
-    """Say whether a literal is the pattern's; numbers may have fewer digits, as 0.7978845608 for sqrt(2 / pi)."""
-    if isinstance(value, fx.Node):
-        return False
-    if isinstance(pattern, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        return math.isclose(pattern, value, rel_tol=1e-6)
-    return pattern == value
 
 
 def _bind(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
@@ -118,7 +107,7 @@ def _bind(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
 
 
 def _calls(pattern: Call, node: fx.Node, so_far: Match) -> Iterator[Match]:
-    if len(node.args) != len(pattern.args) or dict(node.kwargs) != dict(pattern.kwargs):
+    if node.kwargs or len(node.args) != len(pattern.args):
         return
     orders = [node.args]
     if pattern.operator in COMMUTE:
