@@ -17,6 +17,6 @@ CUDA too. A rank's program calls those that were measured to be faster on its de
 - Twins are written for any floating dtype and compute in float32 at least, so that they can be checked in float64.
 """
 
-from . import cross_entropy, dropout, embedding, norm
+from . import bias_gelu, cross_entropy, dropout, embedding, norm
 
-__all__ = ["cross_entropy", "dropout", "embedding", "norm"]
+__all__ = ["bias_gelu", "cross_entropy", "dropout", "embedding", "norm"]

@@ -72,7 +72,7 @@ FULL = Scale(
 _SMALL = Shape(hidden=32, layers=1, heads=4, kv_heads=2, wide=48, vocabulary=64)
 TINY = Scale(
     "cpu", torch.float32, "eager", 1, 2,
-    {"8B": KernelSizes(16, 32, 40)}, {"fp32": torch.float32},
+    {"8B": KernelSizes(16, 32, 24, 40)}, {"fp32": torch.float32},
     {"8B": _SMALL}, (8,),
     _SMALL, 8,
     _SMALL, 2, 8,

@@ -21,14 +21,15 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one rank's values: tokens, hidden size and vocabulary rows."""
+    """Sizes of one rank's values: tokens, hidden size, feed-forward columns and vocabulary rows."""
 
     tokens: int
     hidden: int
+    wide: int
     classes: int = VOCABULARY // TP
 
 
-MODELS = {"8B": Sizes(8192, 4096), "70B": Sizes(8192, 8192)}
+MODELS = {"8B": Sizes(8192, 4096, 14336 // TP), "70B": Sizes(8192, 8192, 28672 // TP)}
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,20 @@ def make_seeded(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]
     return x, torch.full((), 7, dtype=torch.int64, device=device)
 
 
+def gelu(tanh: bool) -> Work:
+    """Bias and GeLU."""
+    how = "tanh" if tanh else "none"
+    return Work(
+        _draw(("tokens", "wide"), ("wide",)),
+        lambda x, b: (OPS.bias_gelu(x, b, tanh),),
+        lambda x, b: (F.gelu(x + b, approximate=how),),
+        2, _times(2, 3, "tokens", "wide"),
+    )  # fmt: skip
+
+
 WORK = {
+    "bias_gelu": gelu(False),
+    "bias_gelu, tanh": gelu(True),
     "norm, layer": Work(
         _draw(("tokens", "hidden"), ("hidden",), ("hidden",)), lambda x, w, b: OPS.norm(x, w, b, EPS, True)[:1],
         lambda x, w, b: (F.layer_norm(x, w.shape, w, b, EPS),), 3, _times(2, 3, "tokens", "hidden"),

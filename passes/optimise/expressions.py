@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Call:
 
     operator: object
     args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,17 @@ def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
     elif isinstance(pattern, Call):
         if calls(value, pattern.operator):
             yield from _calls(pattern, value, so_far)
-    elif pattern == value:
+    elif _is_constant(pattern, value):
         yield so_far
+
+
+def _is_constant(pattern: Any, value: Any) -> bool:
+    """Say whether a literal is the pattern's; numbers may have fewer digits, as 0.7978845608 for sqrt(2 / pi)."""
+    if isinstance(value, fx.Node):
+        return False
+    if isinstance(pattern, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        return math.isclose(pattern, value, rel_tol=1e-6)
+    return pattern == value
 
 
 def _bind(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
@@ -107,7 +118,7 @@ def _bind(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
 
 
 def _calls(pattern: Call, node: fx.Node, so_far: Match) -> Iterator[Match]:
-    if node.kwargs or len(node.args) != len(pattern.args):
+    if len(node.args) != len(pattern.args) or dict(node.kwargs) != dict(pattern.kwargs):
         return
     orders = [node.args]
     if pattern.operator in COMMUTE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,7 @@ from torch import fx
 
 from autotp.comm import conversions as convert
 from autotp.ir.layouts import Partial
-from autotp.ir.marks import conversion_of, inherit, mark
+from autotp.ir.marks import conversion_of, inherit, mark, write
 from autotp.ir.op import aten, is_tensor, sizes
 from autotp.ir.scopes import scope_path
 from autotp.ir.specs import PartialSpec
@@ -30,9 +31,11 @@ from .expressions import (
     Name,
     call_in_place,
     calls,
+    closed,
     erase,
     find,
     one_region,
+    put,
     scope_of,
     summable,
     value_of,
@@ -43,7 +46,7 @@ from .optimisation import Optimisation, RankProgram
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
-# Patterns of norms, as one operator or written out, with the residual that is added before.
+# Patterns of norms, as one operator or written out, with the residual that is added before; and of GeLU with a bias.
 
 OPS: Any = torch.ops.autotp
 X = Cast(Name("x"))
@@ -141,6 +144,66 @@ def _added(match: FoundNorm, node: fx.Node) -> bool:
     later = all(user > node for user in add.users if user not in match.nodes)
     nodes = [add, *match.nodes]
     return alike and later and one_region(nodes) and scope_of(nodes) == scope_path(add)
+
+
+# ---- GeLU with a bias ------------------------------------------------------------------------------------------------
+
+# Patterns of GeLU with a bias.
+
+VALUE = Name("x")
+CUBIC = Call(aten.mul, (Call(aten.pow, (VALUE, 3.0)), 0.044715))
+TANH = Call(aten.tanh, (Call(aten.mul, (Call(aten.add, (VALUE, CUBIC)), math.sqrt(2 / math.pi))),))
+SHIFTED = Call(aten.add, (TANH, 1.0))
+GELU = {  # how it is called, or written out
+    "gelu": Call(aten.gelu, (VALUE,)),
+    "gelu_tanh": Either(
+        (
+            Call(aten.gelu, (VALUE,), {"approximate": "tanh"}),
+            Call(aten.mul, (Call(aten.mul, (VALUE, 0.5)), SHIFTED)),
+            Call(aten.mul, (Call(aten.mul, (VALUE, SHIFTED)), 0.5)),
+        )
+    ),
+}
+
+
+def bias_then_gelu(node: fx.Node) -> Rewrite | None:
+    """Find GeLU of a product with a bias; the product goes on without it, and the kernel adds it in float32."""
+    for activation, pattern in GELU.items():
+        match = find(pattern, node)
+        if match is not None and value_of(node).dtype in DTYPES and summable(node):
+            product = match["x"]
+            between = (product,) if calls(product, aten.reshape, aten.view) else ()
+            product = product.args[0] if between else product
+            nodes = product, *between, *match.nodes
+            if _biased(product) and closed(nodes, [node]):
+                return Rewrite(nodes, _split, (product, between, match.nodes, activation == "gelu_tanh"))
+    return None
+
+
+def _biased(product: Any) -> bool:
+    """Say whether it is a product of matrices with a bias for each column."""
+    if calls(product, aten.linear):
+        bias = product.args[2] if len(product.args) > 2 else None
+    else:
+        bias = product.args[0] if calls(product, aten.addmm) and not product.kwargs else None
+    return isinstance(bias, fx.Node) and value_of(bias).ndim == 1
+
+
+def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node, ...], tanh: bool) -> fx.Node:
+    """Take the bias off the product and put the kernel at the end."""
+    out = max(nodes)
+    scope = scope_of([product, *between, *nodes])
+    if calls(product, aten.linear):
+        x, weight, bias = product.args[:3]
+        product.args = (x, weight)
+    else:
+        bias, x, weight = product.args[:3]
+        product.target, product.args = aten.mm.default, (x, weight)
+    for node in (product, *between):
+        write(node, scope=scope)
+    new = put(OPS.bias_gelu.default, ((between or (product,))[-1], bias, tanh), nodes, out)
+    write(new, scope=scope)
+    return new
 
 
 # ---- a vocabulary that is dealt out ----------------------------------------------------------------------------------
@@ -301,6 +364,7 @@ def drop(node: fx.Node) -> Rewrite | None:
 PATTERNS: tuple[tuple[str, Pattern], ...] = (
     ("add_norm", norm_of_sum),
     ("norm", norm),
+    ("bias_gelu", bias_then_gelu),
     ("vocabulary_rows", look_up),
     ("class_terms", sum_in_one_pass),
     ("counter_dropout", drop),

@@ -323,17 +323,16 @@ def test_pins_are_torch_placements():
 
 def test_tune_measures_what_a_model_has_and_keeps_it(run, monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOTP_CACHE", str(tmp_path))
-    asked = ["tune", "tests.helpers.modules.factories:normed", "--tp", 2, "--seq", 8]
-    done = run(*asked, "--json")
+    done = run("tune", SMALL, "--tp", 2, "--seq", 8, "--json")
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and found["file"] == str(tmp_path / "measured.json")
-    assert {row["name"] for row in found["measured"]} == {"norm"}
+    assert {row["name"] for row in found["measured"]} == {"bias_gelu"}
     kept = (tmp_path / "measured.json").read_text()
     assert all(row["line"] in kept and row["without"] > 0 and row["with"] > 0 for row in found["measured"])
     assert len(json.loads(kept)["lines"]) == len(found["measured"]) == 1
     texts: list[str] = []
     monkeypatch.setattr(Screen, "working", lambda self, what: nullcontext(texts.append))
-    shown = run(*asked)  # from the file
-    assert texts[-1] == "measured 1: norm"
+    shown = run("tune", SMALL, "--tp", 2, "--seq", 8)  # from the file
+    assert texts[-1] == "measured 1: bias_gelu"
     assert all(row["why"] in shown.stdout for row in found["measured"])
     assert (tmp_path / "measured.json").read_text() == kept

@@ -12,11 +12,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp.errors import InputError
-from autotp.kernels import norm
+from autotp.kernels import bias_gelu, norm
 from tests.helpers.cases.kernel_cases import CASES, EPS, error, errors
 from tests.helpers.cases.kernel_compile import compiling
 
 RAGGED = ((3, 37), (2, 1030), (1, 3), (0, 8))
+NARROW = ((3, 0), (0, 0))  # a rank may have no columns
 OPS: Any = torch.ops.autotp
 
 
@@ -38,6 +39,12 @@ def test_many_rows(interpreter, name):
     assert max(found.values()) <= 1, found
 
 
+@pytest.mark.parametrize("way", ["triton", "twin"])
+def test_no_columns(interpreter, way):
+    for name in (n for n in CASES if "norm" not in n):
+        assert max(interpreter.run(errors, name, way, NARROW).values()) == 0
+
+
 class Nothing:
     """A kernel that does nothing."""
 
@@ -47,8 +54,13 @@ class Nothing:
 
 def unwritten() -> dict[str, float]:
     found = {}
-    for function, name in (("_forward", "rms norm, 1 vectors"), ("_backward", "layer norm, 2 vectors, added")):
-        with patch.object(norm, function, Nothing()):
+    for module, function, name in (
+        (bias_gelu, "_forward", "bias_gelu False"),
+        (bias_gelu, "_backward", "bias_gelu True"),
+        (norm, "_forward", "rms norm, 1 vectors"),
+        (norm, "_backward", "layer norm, 2 vectors, added"),
+    ):
+        with patch.object(module, function, Nothing()):
             found[f"{name} {function}"] = error(name, "triton", torch.float32, (5, 37), "contiguous")
     return found
 
@@ -57,8 +69,14 @@ def test_what_is_not_written_is_noticed(interpreter):
     assert set(interpreter.run(unwritten).values()) == {torch.inf}
 
 
-def test_another_function_is_noticed(interpreter):
-    name, other = "layer norm, 0 vectors", "rms norm, 0 vectors"
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("bias_gelu True", "bias_gelu False"),
+        ("layer norm, 0 vectors", "rms norm, 0 vectors"),
+    ],
+)
+def test_another_function_is_noticed(interpreter, name, other):
     call = error, name, "triton", torch.float32, (5, 37), "contiguous"
     assert interpreter.run(*call, name) <= 1 and interpreter.run(*call, other) > 10
 
@@ -85,6 +103,8 @@ def test_twins_backward_is_the_derivative(name):
 
 X, W = torch.randn(2, 3, 10), torch.randn(10)
 CALLS = {
+    "bias_gelu": (X, W, True),
+    "bias_gelu_backward": (X, X, W, False),
     "norm": (X, W, None, EPS, False),
     "add_norm": (X, X.cos(), W, W, EPS, True),
     "norm_backward": (X, None, X, torch.ones(2, 6), W, None, True),
@@ -105,7 +125,7 @@ def test_operators_are_what_torch_wants(name):
 def test_they_compile_whole(name):
     def run(*args: Any) -> Any:
         out = getattr(OPS, name)(*args)
-        return out[0] + (out[1] if name == "add_norm" else 0)
+        return out if isinstance(out, torch.Tensor) else out[0] + (out[1] if name == "add_norm" else 0)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     found = []
@@ -128,7 +148,8 @@ def test_only_the_sum_of_a_norm_may_have_a_gradient():
 @pytest.mark.parametrize(
     ("name", "args", "why"),
     [
-        ("norm", (X.double(), W.double(), None, EPS, True), "float64"),
+        ("bias_gelu", (X.double(), W.double(), True), "float64"),
+        ("bias_gelu", (X, W[:-1], True), "as long as"),
         ("norm", (X.int(), None, None, EPS, True), "int32"),
         ("norm", (X, W[1:], None, EPS, True), "as long as"),
         ("norm", (X, W.double(), None, EPS, True), "float64"),
@@ -155,11 +176,13 @@ assert torch.equal(y, torch.ones(2, 4))
 """
 
 
-@pytest.mark.parametrize("name", ["norm", "add_norm"])
+@pytest.mark.parametrize("name", ["norm", "add_norm", "bias_gelu"])
 def test_counts_of_rows_stay_symbols(name):
+    args = {"norm": (None, EPS, True), "add_norm": (None, EPS, True), "bias_gelu": (False,)}[name]
+
     def call(x, vector):
-        y = getattr(OPS, name)(*[x] * (2 if name == "add_norm" else 1), vector, None, EPS, True)
-        return torch.autograd.grad(y[0].sum(), (x, vector))
+        y = getattr(OPS, name)(*[x] * (2 if name == "add_norm" else 1), vector, *args)
+        return torch.autograd.grad(y.sum() if name == "bias_gelu" else y[0].sum(), (x, vector))
 
     program = make_fx(call, tracing_mode="symbolic")(
         torch.randn(3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)

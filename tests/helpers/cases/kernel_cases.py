@@ -1,4 +1,4 @@
-"""Calls of the kernels of norms: by Triton, by its twin, and as a reference in float64."""
+"""Calls of every kernel of one value at a time: by Triton, by its twin, and as a reference in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.kernels import norm
+from autotp.kernels import bias_gelu, norm
 from autotp.kernels.common import DTYPES
 
 EPS = 1e-5
@@ -36,6 +36,36 @@ class Case:
     reference: Callable[[Tensors, Tensors], Tensors]
     triton: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
     twin: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+
+
+def _both(forward: Any, backward: Any, *options: Any) -> Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]:
+    """One output, whose gradients come from the inputs."""
+
+    def run(inputs: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
+        back = backward(grads[0], *inputs, *options)
+        return [forward(*inputs, *options)], [back] if isinstance(back, Tensor) else list(back)
+
+    return run
+
+
+def _pointwise(name: str, forward: Any, backward: Any, twins: Any, shapes: Any, reference: Any, *options: Any) -> Case:
+    return Case(
+        " ".join([name, *map(str, options)]),
+        shapes,
+        lambda inputs, _: [reference(*inputs)],
+        _both(forward, backward, *options),
+        _both(*twins, *options),
+    )
+
+
+POINTWISE = [
+    _pointwise(
+        "bias_gelu", bias_gelu._launch, bias_gelu._launch_backward,
+        (bias_gelu.bias_gelu, bias_gelu.bias_gelu_backward), lambda n, m: [(n, m), (m,)],
+        lambda x, b, way=way: F.gelu(x + b, approximate=way), tanh,
+    )
+    for tanh, way in ((False, "none"), (True, "tanh"))
+]  # fmt: skip
 
 
 def _norm(centred: bool, vectors: int, added: bool) -> Case:
@@ -85,7 +115,7 @@ def _norm(centred: bool, vectors: int, added: bool) -> Case:
 
 NORMS = [_norm(True, 2, False), _norm(True, 2, True), _norm(True, 0, False), _norm(False, 1, False),
          _norm(False, 1, True), _norm(False, 0, False)]  # fmt: skip
-CASES = {case.name: case for case in NORMS}
+CASES = {case.name: case for case in [*POINTWISE, *NORMS]}
 MEMORY = ("contiguous", "transposed", "strided", "expanded")
 
 

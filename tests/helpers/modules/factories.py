@@ -13,10 +13,6 @@ def small() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(4, 6, 16)
 
 
-def normed() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64)), torch.randn(4, 6, 16)
-
-
 def noisy() -> tuple[nn.Module, torch.Tensor]:
     print("a factory that prints")
     return small()
