@@ -207,7 +207,7 @@ class Storage(Pieces):
                 blocks = [*self.unfolded(piece, block)]
                 # view, not reshape: a copy would be filled in place of the parameter
                 d = self.layout.sharded_dim or 0
-                parts = local.unbind(d) if self._run[1] > 1 else [local]
+                parts = local.unbind(d) if self._run[1] > 1 and not self._plain else [local]
                 if piece.starts:
                     parts = [x for part in parts for x in part.unbind(d + 1)]
                 out += [Box(b.offset, part.view(b.size)) for b, part in zip(blocks, parts, strict=True)]

@@ -70,6 +70,15 @@ def test_a_whole_parameter_is_one_piece():
     assert storage.full([full]) is full and storage.local([full]) is full
 
 
+def test_a_bias_of_many_runs_of_heads_is_whole_where_its_weight_has_a_dimension_more():
+    bias, weight = (storage_of((512, *more), 0, [(2, 8)], 32, 2) for more in ((), (3,)))
+    full = torch.arange(512.0)
+    [piece] = bias.shard(full, PLAIN_PROCESS, full.device)
+    assert bias.held_whole and torch.equal(piece, full) and [x.offset for x in bias.boxes([piece])] == [(0,)]
+    [piece] = weight.shard(full[:, None].expand(512, 3), PLAIN_PROCESS, full.device)
+    assert weight.split and piece.shape == (32, 16, 3) and len(weight.boxes([piece])) == 32
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
 def test_a_few_values_are_compared_of_any_type(dtype):
     """Of packed types too, whose elements torch reads as no numbers."""
