@@ -93,7 +93,10 @@ class Link:
             self.spans.append(Span("waiting", primitive, began, max(began, ready)))  # not for a rank that is late
             return out
 
-        def both(primitive: Any, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
+        def both(
+            primitive: Any, x: Tensor, reduction: str, *, tp: int, group: str, peers: Any = (), rows: Any = None
+        ) -> Tensor:
+            assert not peers and rows is None  # of all ranks alike
             return waited(primitive, begun(primitive, x, reduction, tp=tp, group=group), x.dtype, group)
 
         with ExitStack() as stack:
