@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.request import CaptureRequest
-from autotp.comm.ranks import PLAIN_PROCESS, Ranks, agree, device_of, mesh_of, of_first, together, versions
+from autotp.comm.ranks import PLAIN_PROCESS, Ranks, agree, mesh_of, of_first, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.driver.compare import kind_of
@@ -158,7 +158,7 @@ def parallelize(
     request, lowering = _request(keywords, plan.batch).within(options.tp, options.cluster), Lowering.read(keywords)
     kind = kind_of(keywords.get("compare"))
     refuse_travel(plan.batch, keywords)
-    ranks = Ranks.find(plan.tp, mesh, plan.batch.dp, plan.batch.cp, device_of(model))
+    ranks = Ranks.find(plan.tp, mesh, plan.batch.dp, plan.batch.cp).holding(model)
     dealt = replace(plan.batch, cp=request.cp)
     inputs = None if example_inputs is None else _examples(model, example_inputs, dealt, ranks)
     refuse_late(plan.batch, inputs)
@@ -219,7 +219,7 @@ def compile(
     request = _request(keywords, axes)
     if degree == "auto":
         (plan, captured), degree = _automatic(model, example_inputs, keywords, request, lowering), None
-    ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords, device_of(model))
+    ranks, options, hosts = _ranks(plan, degree, mesh, axes, keywords, model)
     if keywords.get("ep") == "auto" and plan is None:
         plan = _experts(model, example_inputs, options, keywords, ranks)
         axes, options, request = plan.batch, Options.of_plan(plan), _request(keywords, plan.batch)
@@ -291,7 +291,7 @@ def _automatic(
     model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any], request: CaptureRequest, lowering: Lowering
 ) -> tuple[Plan, tuple[Capture, list[str]]]:
     """The plan of the best degree that the world can have, made on one rank, and the capture it was made from."""
-    options, world = Options.read(1, keywords), Ranks.find(device=device_of(model))
+    options, world = Options.read(1, keywords), Ranks.find().holding(model)
     inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
     if inputs is None:
         raise InputError("tp='auto' plans before the first call: give example_inputs.")
@@ -307,7 +307,7 @@ def _automatic(
 
 def _ranks(
     plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axes: Axes, keywords: Mapping[str, Any],
-    device: torch.device,
+    model: nn.Module,
 ) -> tuple[Ranks, Options, dict[str, int]]:  # fmt: skip
     """The ranks that are there, what planning for them is to do, or did where a plan is given, and among how many
     processes on each axis the plan's ranks are shared; none where each is one."""
@@ -316,7 +316,7 @@ def _ranks(
         refuse_unlike({**keywords, **axes.degrees})
     processes = keywords.get("dp") or 1 if "dp" in virtual else axes.dp
     hosts = plan.tp if plan is not None and tp is None and not virtual else tp
-    ranks = Ranks.find(hosts, mesh, processes, axes.cp, device)
+    ranks = Ranks.find(hosts, mesh, processes, axes.cp).holding(model)
     hosts = ranks.tp if ranks.mesh is not None else hosts or 1
     degree = read_invariant(keywords, "tp", hosts) or hosts
     if plan is not None and plan.tp != degree:

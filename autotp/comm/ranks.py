@@ -104,6 +104,17 @@ class Ranks:
         """The ranks that run one program together."""
         return self.line or self
 
+    def holding(self, model: nn.Module) -> Ranks:
+        """Copy it for a model where one plain process holds it: on the device that the model is on; of one on the meta
+        device on the CUDA device if there is one."""
+        if self.mesh is not None or not isinstance(model, nn.Module):  # which is refused later
+            return self
+        values = (*model.parameters(), *model.buffers())
+        there = next((x.device for x in values if not x.is_meta), None)
+        if there is None and torch.cuda.is_available():
+            there = torch.device("cuda", torch.cuda.current_device())
+        return replace(self, device=there or self.device)
+
     def along(self, axis: str) -> Ranks:
         """The ranks of this one's place on an axis beside tp; this process alone where there is no such axis."""
         return self.beside.get(axis, PLAIN_PROCESS)
@@ -125,10 +136,7 @@ class Ranks:
         return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
-    def find(
-        tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1,
-        device: torch.device | None = None,
-    ) -> Ranks:  # fmt: skip
+    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1) -> Ranks:
         """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
 
         Args:
@@ -136,8 +144,7 @@ class Ranks:
             mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
                 `tp` ranks that follow each other: a mesh (dp, tp), or (dp, cp, tp).
             dp, cp: the sizes of axes beside tp; of more than one rank the mesh has a dimension of this name and size.
-            device: where a process that has no others holds the model, as `device_of` finds it.
-        Returns: `PLAIN_PROCESS` in a process that has no others, but for its device.
+        Returns: `PLAIN_PROCESS` in a process that has no others.
         Raises:
             InputError: `tp` or `mesh` cannot be used, or they contradict each other.
             RankError: this rank is not in the mesh, or has no device.
@@ -150,7 +157,7 @@ class Ranks:
             return _with_axes(_of_mesh(_tp_axis(mesh), tp), mesh, degrees)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
-                return PLAIN_PROCESS if device in (None, CPU) else replace(PLAIN_PROCESS, device=device)
+                return PLAIN_PROCESS
             _check_world(tp, degrees, int(os.environ["WORLD_SIZE"]))
             _start()
         world = dist.get_world_size()
@@ -166,15 +173,7 @@ class Ranks:
         return _with_axes(_of_mesh(mesh["tp"], tp), mesh, degrees)
 
 
-CPU = torch.device("cpu")
-PLAIN_PROCESS = Ranks(None, 0, 1, None, "", CPU)  # the only rank, of no process group
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model is on; of one on the meta device the CUDA device if there is one, or the CPU."""
-    values = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()  # else it is refused later
-    there = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-    return next((x.device for x in values if not x.is_meta), there)
+PLAIN_PROCESS = Ranks(None, 0, 1, None, "", torch.device("cpu"))  # the only rank, of no process group
 
 
 def _check_world(tp: int | None, degrees: Mapping[str, int], world: int) -> int:

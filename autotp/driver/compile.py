@@ -182,7 +182,8 @@ def _anew(
     Args:
         model: on the meta device. inputs, tp, axes: to plan for. ranks, options, request, lowering: of the one before.
     """
-    ranks = Ranks.find(tp, ranks.planners.over(axes.degrees | {"tp": tp}), axes.dp, device=ranks.device)
+    mesh = ranks.planners.over(axes.degrees | {"tp": tp})
+    ranks = replace(Ranks.find(tp, mesh, axes.dp), device=ranks.device)  # one plain process stays where it was
     options, request = replace(options, tp=tp, batch=axes), replace(request, dp=axes.dp, ep=axes.ep)
     return Compilation(model, ranks, options, request, lowering, check_capture=False)(inputs)
 

@@ -268,7 +268,7 @@ class ShardedModule(Batching, Part):
                 weights.refuse_types(self, fn)
             super()._apply(fn, recurse)
             if self._shards.device != before:
-                self._programs_made.forget()
+                self._programs_made.forget(self._order)
             return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:

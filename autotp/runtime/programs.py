@@ -318,10 +318,11 @@ class Programs(list[Program]):
                     return program, order
         return None
 
-    def forget(self) -> None:
-        """Let all go: what they make is on the device that the weights were on."""
-        for each in (self, self.kinds, self._latest):
-            each.clear()
+    def forget(self, parts: Iterable[nn.Module]) -> None:
+        """Let all go, for what they make is on the device that the weights were on; `parts`: see `add`."""
+        self.kinds, self._latest = {}, {}
+        while self:
+            self._let_go(self[0], parts)
 
     def key(self) -> int:
         """A name for another program."""
@@ -348,15 +349,17 @@ class Programs(list[Program]):
         self.append(program)
         self.run(program)
         while len(self) > MAX_PROGRAMS:
-            oldest = min(self, key=lambda each: each.last_run)
-            self.remove(oldest)
-            for kind in self.kinds.values():
-                kind.programs = [each for each in kind.programs if each[0] is not oldest]
-            for part, table in itertools.product(parts, TABLES):
-                entries = vars(part).get(table, {})
-                for name in list(entries):
-                    if oldest.key == _owner(name):
-                        del entries[name]
+            self._let_go(min(self, key=lambda each: each.last_run), parts)
+
+    def _let_go(self, program: Program, parts: Iterable[nn.Module]) -> None:
+        """Take one out, of the kinds of calls that run it and of the parts that hold what it calls."""
+        self.remove(program)
+        for kind in self.kinds.values():
+            kind.programs = [each for each in kind.programs if each[0] is not program]
+        for part, table in itertools.product(parts, TABLES):
+            entries = vars(part).get(table, {})
+            for name in [x for x in entries if _owner(x) == program.key]:
+                del entries[name]
 
 
 def _owner(name: Any) -> int:

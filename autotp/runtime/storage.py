@@ -424,10 +424,9 @@ class ShardState:
     @property
     def device(self) -> torch.device:
         """The device of the rank's tensors, now or to come: in one process they go where the user sends them."""
-        now = self.ranks.device
-        if self.ranks.mesh is None:
-            now = next((piece.device for _, piece, _ in self.pieces()), now)
-        return self.ranks.device if now.type == "meta" else now
+        if self.ranks.mesh is None and (first := next(self.pieces(), None)) and not first[1].is_meta:
+            return first[1].device
+        return self.ranks.device
 
     @property
     def planners(self) -> Ranks:

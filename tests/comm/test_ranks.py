@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.comm import ranks as R
@@ -50,9 +52,12 @@ def test_degrees_that_do_not(tp, world, words):
 
 def test_one_plain_process_has_no_ranks():
     assert R.Ranks.find(4) is R.Ranks.find(1) is R.Ranks.find() is R.PLAIN_PROCESS
-    other = torch.device("meta")
-    assert R.Ranks.find(device=torch.device("cpu")) is R.PLAIN_PROCESS and R.Ranks.find(device=other).device == other
-    assert R.device_of(torch.nn.Linear(2, 2)).type == "cpu"
+    assert R.PLAIN_PROCESS.holding(torch.nn.Linear(2, 2)).device.type == "cpu"
+    with FakeTensorMode():
+        there = torch.nn.ParameterList([torch.empty(2, device="cuda")])
+    assert R.PLAIN_PROCESS.holding(there).device.type == "cuda"
+    ranks = replace(R.PLAIN_PROCESS, mesh=object())  # pyright: ignore[reportArgumentType]
+    assert ranks.holding(there) is ranks  # of a mesh each has a device of its own
     R.agree(R.PLAIN_PROCESS, "nothing", {"a": "b"})
     assert R.together(R.PLAIN_PROCESS, "nothing", lambda: 3) == R.broadcast(R.PLAIN_PROCESS, 3) == 3
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.runtime.lower import lower, measured
+from autotp.runtime.part import Part
 from autotp.runtime.storage import ShardState
 from benchmarks.gpu.decoding import graphed, our_way, ours
 from benchmarks.gpu.sizes import TINY
@@ -147,6 +148,7 @@ def test_programs_of_another_device_are_let_go():
     with patch.object(ShardState, "device", property(lambda _: there[0])):
         sharded._apply(moved)
     assert not sharded._programs_made and not sharded._programs_made.kinds
+    assert not any(part._programs for part in sharded._order if isinstance(part, Part))
     assert sharded(torch.ones(2, 4)).shape == (2, 4)
 
 
