@@ -51,7 +51,8 @@ class Link:
 
     Attributes:
         peer: the socket. rank: the other one's, in the world.
-        turn: number of the latest turn of the two; departure: of that at which either left what it was doing.
+        turn: number of the latest turn of the two.
+        departure: of that at which either left what it was doing, and how many exchanges this rank had begun by then.
         last: the latest turn that both came to, in words.
         absent: whether its process has ended. channels: how many use it.
     """
@@ -59,7 +60,7 @@ class Link:
     peer: socket.socket
     rank: int
     turn: int = 0
-    departure: int = -1
+    departure: tuple[int, int] = (-1, 0)
     last: str = ""
     absent: bool = False
     channels: int = 0
@@ -73,7 +74,7 @@ class Link:
         """
         self.turn += 1
         if kind == LEAVES:
-            self.departure = self.turn
+            self.departure = self.turn, Channel.begun
         try:
             _send(self.peer, FRAME.pack(len(message), self.turn, kind) + message)
         except OSError:
@@ -87,7 +88,7 @@ class Link:
         message = bytes(self.buffer[FRAME.size : FRAME.size + length])
         del self.buffer[: FRAME.size + length]
         if kind == LEAVES:
-            self.departure = self.turn
+            self.departure = self.turn, Channel.begun
         return kind, message
 
     def receive(self) -> bool:
@@ -124,9 +125,11 @@ class Channel:
         doing: what this rank is about to do or does, in words; began: since when; running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
         around: those of the same modules over more axes, which have all its ranks and others beside them.
+        begun: exchanges that this process has begun, by any channel.
         room: bytes of a message that every connection holds, so that none waits for a reader.
     """
 
+    begun = 0
     room = 1 << 15
 
     def __init__(self, rank: int, size: int, timeout: Callable[[], float], links: dict[int, Link]) -> None:
@@ -159,6 +162,7 @@ class Channel:
             RankError: a rank has ended, did not come within the group's time-out, or left what it was doing.
         """
         self.doing, self.running = what, False
+        Channel.begun += 1
         for link in self.links.values():
             link.send(SAYS, message)
         messages, causes = [], {}

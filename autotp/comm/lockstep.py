@@ -209,7 +209,7 @@ def lost(error: Exception, group: str) -> None:
     if absent and not LATE.search(str(error)):
         raise channel.error(what, absent, "ended") from error
     # Whoever was in the collective sees it fail too, and leaves: one that is silent was late, and ended it for all.
-    departures = {*absent, *(rank for rank, link in channel.links.items() if link.departure == link.turn)}
+    departures = {*absent, *(rank for rank, link in channel.links.items() if link.departure[0] == link.turn)}
     depart(f"the {what}, by {message_of(error)}", channel)
     silent = channel.silent({*channel.links} - departures)
     if absent and not silent:

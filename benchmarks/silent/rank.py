@@ -219,8 +219,11 @@ def _mark(context: Context) -> None:
 
 @contextlib.contextmanager
 def _beside(work: Work) -> Iterator[list[str]]:
-    """Around the way in: calls of another thread on every rank, which are right or refused; what is wrong with them."""
-    problems: list[str] = []
+    """Around the way in: calls of another thread on every rank, which are right or refused; what is wrong with them.
+
+    What the thread hears counts as heard by its rank: ranks of other tp groups may be told of it in a thread or not.
+    """
+    problems, heard = list[str](), list[AutoTPError]()
     if work.cell.way_to_part != "threads":
         yield problems
         return
@@ -232,8 +235,8 @@ def _beside(work: Work) -> Iterator[list[str]]:
             try:
                 out = training.after(work.context)
                 problems.append("" if changes else differences(out, work.wanted, work.way.close))
-            except AutoTPError:
-                continue
+            except AutoTPError as error:
+                heard.append(error)
             except Exception as error:
                 problems.append(f"in a thread: {type(error).__name__}: {error}")
 
@@ -243,6 +246,8 @@ def _beside(work: Work) -> Iterator[list[str]]:
         yield problems
     finally:
         thread.join()
+    if heard and not problems:
+        raise heard[0]
 
 
 def _run(way: WayIn, context: Context) -> Numbers:

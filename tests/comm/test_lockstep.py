@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
+from autotp.comm.lockstep import channel_of, meet
 from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.errors import error_of, message_of
 
@@ -117,6 +118,27 @@ def test_what_fails_over_some_ranks_is_nothing_to_a_module_over_more(pool):
     (one, apart), (other, _), (third, away), _ = pool.run(narrower, world=4)
     assert one and other and not third
     assert max(apart, away) < 1e-6
+
+
+def leaving_twice(rank: int, world: int, group: Any) -> list[str]:
+    """What ranks hear of two that part in a smaller group, and again while the others have not met them since."""
+    pairs, cpu = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])], torch.device("cpu")
+    wide, narrow = channel_of(group, rank, world, cpu, "cp and tp"), channel_of(pairs[rank // 2], rank % 2, 2, cpu)
+    assert wide and narrow
+    narrow.around.add(wide)
+    apart = [message_of(partial(meet, narrow if rank == 2 else wide, "first"))]
+    if rank > 1:
+        apart.append(message_of(partial(meet, narrow if rank == 3 else wide, "second")))
+    heard = message_of(partial(meet, wide, "third")) if rank < 2 else ""
+    meet(wide, "fourth")
+    return [*apart, heard]
+
+
+def test_ranks_that_part_again_keep_nobody_waiting(pool):
+    *others, one, other = pool.run(leaving_twice, world=4)
+    assert "have parted: rank 0: first over tp, rank 1: first over" in one[0] and "rank 0: second over" in other[1]
+    for first, heard in others:
+        assert "stops at the first" in first and "stops at the third, for others have stopped" in heard
 
 
 def alike(rank: int, world: int, group: Any) -> float:
