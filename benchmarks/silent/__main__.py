@@ -2,7 +2,7 @@
 
 Ways into a sharded module by ways to part, at tp=2, and a share of them at dp x tp, cp x tp and pp x tp. It goes on
 where it stopped; a cell that is neither right nor one error on all ranks is printed, and makes the command fail, unless
-it is known (`known.py`); so does a known one that has come right.
+it is known (`KNOWN` in `judge.py`); so does a known one that has come right.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from tests.helpers.sharing.capture_files import FOLDER
 from tests.helpers.sharing.shared_captures import shared_captures
 
 from .cells import MESHES, Cell, cells
-from .judge import Outcome
-from .known import known
+from .judge import Outcome, known
 from .page import HEADING, page
 from .table import LIMIT, Table
 

@@ -10,8 +10,7 @@ from benchmarks.helpers.command import versions
 from benchmarks.helpers.performance import table
 
 from .cells import MESHES, SHARE, cells, why_not
-from .judge import ERROR, LATE, RIGHT, WITHIN
-from .known import KNOWN
+from .judge import ERROR, KNOWN, LATE, RIGHT, WITHIN
 from .ways_in import WAYS_IN
 from .ways_to_part import WAYS_TO_PART
 

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 import autotp
 from autotp.integrations.accelerator import ShardedAccelerator
 from autotp.integrations.trainer import ShardedTrainer
-from benchmarks.helpers.lists.doubled import doubled
+from benchmarks.helpers.lists.generated import doubled
 
 STEPS, RATE, MOST_NORM, TOKENS = 2, 0.1, 1.0, 4
 SIMULATED = ("certify", "verify")  # uses of the plan, without ranks

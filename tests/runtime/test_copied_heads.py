@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.comm import collectives
-from benchmarks.helpers.lists.doubled import doubled
+from benchmarks.helpers.lists.generated import doubled
 from tests.helpers.beside import states_differ
 from tests.helpers.compare import difference, mesh_of
 from tests.helpers.grouped_heads import EXACT, generated, grouped, padded, step

@@ -27,9 +27,8 @@ from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.measure import reason
 
 from .captured_once import captured_once
-from .doubled import doubled
 from .forked import forked
-from .generated import EXACT, SECONDS, in_float64
+from .generated import EXACT, SECONDS, doubled, in_float64
 from .prompts import planned_for, prompts
 
 LENGTHS, ALIKE, SHARED, NEW = (1, 2, 5, 7, 3, 9, 4, 6), 4, 12, 5

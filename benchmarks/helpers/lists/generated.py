@@ -10,9 +10,11 @@ import os
 import resource
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,13 +26,31 @@ from benchmarks.helpers.isolate import Record, Send, merge
 from benchmarks.helpers.measure import reason
 
 from .captured_once import captured_once
-from .doubled import doubled
 from .forked import forked
 from .prompts import planned_for, prompts
 
 EXACT = 1e-9  # of the largest logit
 CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 SECONDS = {"capture": 1200, "rank": 900}  # of CPU time, for each process
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Within this context `torch.float32` and `Tensor.float()` mean float64, as does the default dtype.
+
+    Models that name float32 in their forward are so computed in float64 throughout: what differs is no rounding.
+    """
+    before = torch.get_default_dtype()
+    with (
+        patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
+        patch.object(Tensor, "float", Tensor.double),
+    ):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def in_float64(architecture: Architecture) -> Any:

@@ -14,8 +14,8 @@ import autotp
 from autotp.driver import compile as pipeline
 from benchmarks.helpers.build import Architecture
 from benchmarks.helpers.lists.captured_once import captured_once
-from benchmarks.helpers.lists.doubled import doubled
 from benchmarks.helpers.lists.forked import forked
+from benchmarks.helpers.lists.generated import doubled
 from benchmarks.helpers.lists.generation_page import generation
 from benchmarks.lists.generation import line, mixed
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.silent.cells import MESHES, Cell, cells
-from benchmarks.silent.judge import ERROR, LATE, RIGHT, judged
-from benchmarks.silent.known import KNOWN
+from benchmarks.silent.judge import ERROR, KNOWN, LATE, RIGHT, judged
 from benchmarks.silent.page import page
 from benchmarks.silent.rank import Report
 from benchmarks.silent.table import Table

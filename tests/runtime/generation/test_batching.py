@@ -14,7 +14,7 @@ import autotp
 from autotp.ir.layouts import Partition, dealt_by
 from autotp.runtime.generation import paged
 from benchmarks.helpers.lists.batched import NEW, answers, options, requests
-from benchmarks.helpers.lists.doubled import doubled
+from benchmarks.helpers.lists.generated import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of, message_of
 

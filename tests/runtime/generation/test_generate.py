@@ -16,7 +16,7 @@ from transformers.pipelines import base
 import autotp
 from autotp.driver import compile as driver
 from autotp.passes.shard import decide
-from benchmarks.helpers.lists.doubled import doubled
+from benchmarks.helpers.lists.generated import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
 from tests.helpers.grouped_heads import EXACT, grouped, padded

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp.runtime.state import pieces
-from benchmarks.helpers.lists.doubled import doubled
+from benchmarks.helpers.lists.generated import doubled
 from tests.helpers.beside import states_differ
 from tests.helpers.compare import mesh_of
 from tests.helpers.grouped_heads import EXACT, generated, grouped, padded, step

@@ -18,7 +18,7 @@ from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard
 from autotp.runtime.call_message import few
 from autotp.runtime.storage import Storage
-from benchmarks.helpers.lists.doubled import doubled
+from benchmarks.helpers.lists.generated import doubled
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import SelfAttention, inputs_of, redrawn, transformer
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from tests.helpers.examples import example_of
 
 pytestmark = pytest.mark.ranks
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(script: str, *arguments: str, ranks: int | None = None) -> str:
