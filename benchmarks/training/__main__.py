@@ -147,7 +147,7 @@ all ranks together. Load: of the machine as the command began; other work ran be
 {same if len(bits) > 1 else ""}
 
 ![Losses, norms, and differences](assets/training.svg)
-{served if spoken else ""}"""
+{served if SERVED in runs else ""}"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -266,7 +266,7 @@ def quick(monkeypatch):
 
 def test_calibrate_writes_a_cluster(run, quick):
     done = run("calibrate", "--out", "here.toml", "--name", "here", "--json")
-    assert done.exit_code == 0 and asdict(Cluster.load("here.toml")) == json.loads(done.stdout)
+    assert done.exit_code == 0 and Cluster.load("here.toml").to_dict() == json.loads(done.stdout)
     assert run("plan", SMALL, "--tp", 2, "--cluster", "here.toml").exit_code == 0
     assert "median" in run("calibrate").stdout
 

@@ -167,9 +167,10 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     """
     archive = _converted(shards, archive)
 
-    def plain(name: str) -> str:
-        """The name that a layer's weight has without the adapter of PEFT which is around it."""
-        return name if name in archive.entries else name.replace(AROUND, ".")
+    def key_of(name: str, more: str, less: str) -> str:
+        """The stored name; a layer's weight may be stored without the adapter of PEFT which is around it."""
+        own, bare = (more + n.removeprefix(less) for n in (name, name.replace(AROUND, ".")))
+        return own if own in archive.entries else bare
 
     base, names = f"{getattr(shards.bare, 'base_model_prefix', '')}.", dict(state.named_tensors(shards))
     longest = max(names, key=len, default="")
@@ -177,17 +178,15 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     # What stands before a stored name, and what before one here; of these that by which most tensors are found.
     ways = [("", ""), (base, ""), *((prefix, "") for prefix in outer), ("", base)]
     counts = []
-    for more, less in ways:
-        counts.append(
-            len({first for n, first in names.items() if more + plain(n).removeprefix(less) in archive.entries})
-        )
-    more, less = ways[counts.index(max(counts))]
+    for way in ways:
+        counts.append(len({first for n, first in names.items() if key_of(n, *way) in archive.entries}))
+    way = ways[counts.index(max(counts))]
     every = (*_names(shards), *shards.elsewhere)
-    stored = {n: key for n in every if (key := more + plain(n).removeprefix(less)) in archive.entries}
+    stored = {n: key for n in every if (key := key_of(n, *way)) in archive.entries}
     # The rest is unknown, but beside a model that is stored among other things.
     own = set(stored.values())
     for key in archive.entries:
-        if key not in own and (not archive.shared or key.startswith(more)):
+        if key not in own and (not archive.shared or key.startswith(way[0])):
             stored[key if key not in stored else f"{key} (as it is stored)"] = key
     return Renamed(archive, stored)
 

@@ -1,11 +1,11 @@
 """Captures shared by tests: exporting a tiny model takes longer than all that most tests do with its graph.
 
-Nothing is named by a test: a capture is given again where everything that it is made from is equal. That is the tree of
-modules (classes and their forwards, flags, plain attributes, config, shapes and dtypes of weights, which of them are
-graded or tied, hooks: then there is no sharing), the inputs but for their values, the mode, what was requested, and
-what a test patched in the files that capture. A capture with conditions, or with notes of what helped the exporter,
-depends on more than these, and is not kept. The tests of capture itself (tests/capture) take none. Processes share by
-way of files (`capture_files.py`).
+Nothing is named by a test: a capture is given again where everything that it is made from is equal. That is the tree
+of modules (classes and their forwards, flags, plain attributes, config, shapes and dtypes of weights, which of them
+are graded or tied, hooks: then there is no sharing), the inputs but for their values, the mode, what was requested,
+and what a test patched in the files that capture, or in what float32 means. A capture with conditions, or with notes
+of what helped the exporter, depends on more than these, and is not kept. The tests of capture itself (tests/capture)
+take none. Processes share by way of files (`capture_files.py`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
         request = pipeline.DEFAULT_CAPTURE if request is None else request
         try:
             given = told((inputs.args, inputs.kwargs))
-            key = model_key(bare), given, device, mode, request, _patched()
+            key = model_key(bare), given, device, mode, request, _patched(), (torch.float32, torch.get_default_dtype())
         except _Unlike:
             return prepare(bare, inputs, device, mode, trial, request)
         compared = trial is not None and not trial.skip  # before it runs: that may say why nothing could be

@@ -171,3 +171,16 @@ def test_a_config_is_written_beside_names_of_transformers_alone(tmp_path):
         folder = Path(tmp_path / type(model).__name__)
         autotp.compile(model, 1, example_inputs=given).save_checkpoint(folder, format="huggingface")
         assert (folder / "config.json").exists() is there
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_checkpoint_of_a_training_is_read_with_its_adapters(tmp_path):
+    example: Any = {"input_ids": IDS}
+    sharded, other = (autotp.compile(adapted(), 1, example_inputs=example, check_capture=False) for _ in range(2))
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.mul_(1.5)
+    sharded.save_checkpoint(tmp_path / "training")
+    other.load_checkpoint(tmp_path / "training")
+    with torch.no_grad():
+        assert torch.equal(sharded(**example).logits, other(**example).logits)
