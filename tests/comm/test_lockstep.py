@@ -122,7 +122,8 @@ def test_what_fails_over_some_ranks_is_nothing_to_a_module_over_more(pool):
 
 def leaving_twice(rank: int, world: int, group: Any) -> list[str]:
     """What ranks hear of two that part in a smaller group, and again while the others have not met them since."""
-    cpu, (*pairs, every) = torch.device("cpu"), [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], range(4))]
+    groups: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], range(4))]
+    (*pairs, every), cpu = groups, torch.device("cpu")
     wide, narrow = channel_of(every, rank, 4, cpu, "cp and tp"), channel_of(pairs[rank // 2], rank % 2, 2, cpu)
     assert wide and narrow
     narrow.around.add(wide)
