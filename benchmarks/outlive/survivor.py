@@ -13,6 +13,7 @@ import struct  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
 from collections.abc import Callable, Mapping  # noqa: E402
+from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -66,7 +67,7 @@ class Victim:
     def take(self) -> None:
         """Look for an order that is for this rank."""
         order = self.folder / "order"
-        if order.exists():
+        with suppress(FileNotFoundError):  # there is none, or the rank that it is for has taken it
             text = json.loads(order.read_text())
             if text["victim"] % dist.get_world_size() == dist.get_rank():
                 order.unlink()
