@@ -110,7 +110,7 @@ def measure(figure: Figure, root: Path, folder: Path) -> bool:
         lines = [
             line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]
-        record["failed"] = f"status {status}: {lines[-1][:200] if lines else 'nothing printed'}"
+        record["failed"] = f"status {status}: {lines[-1].replace(f'{root}/', '')[:200] if lines else 'nothing printed'}"
     made = _made(folder) | {figure.name: record}
     (folder / MADE).write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return not status
