@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from torch import Size, nn
 import autotp
 from autotp.inputs import MAKERS, for_model
 from autotp.plans.plan import Plan
+from benchmarks.results import clean
 
 from .build import SCALE, Architecture, build, wide
 from .hand_count import hand_bytes, layer
 from .isolate import Record, Send
 
-ROOT = Path(__file__).resolve().parents[2]
-WORDS = 300  # characters of a reason
 RULELESS = re.compile(r"operators without a rule run whole: (.*) \(autotp")  # as a plan's notes say it
 TEXT = {"input_ids", "decoder_input_ids"}
 ROWS, LENGTH = 4, 64 * SCALE  # tokens that wide models are planned for
@@ -133,10 +131,3 @@ def megatron(plan: Plan, inputs: Mapping[str, Any]) -> int | None:
 def reason(error: Exception) -> str:
     """An error as one line."""
     return clean(f"{type(error).__name__}: {error}")
-
-
-def clean(text: str) -> str:
-    """The first words of a message, without the folders of this machine."""
-    text = re.sub(r"\S*/site-packages/", "", text.replace(f"{ROOT}/", ""))
-    text = " ".join(text.split())
-    return text if len(text) <= WORDS else text[:WORDS].rsplit(" ", 1)[0] + " ..."

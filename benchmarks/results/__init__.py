@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPENDS = "depends.toml"
+WORDS = 300  # characters of a reason
 UNKNOWN = "of a commit that is not in this history"
 
 
@@ -18,6 +20,13 @@ def git(root: Path, *arguments: str) -> str | None:
     """What git prints in a folder, without its end; None where it ends with another status than 0."""
     done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def clean(text: str) -> str:
+    """The first words of a message, without the folders of this machine."""
+    text = re.sub(r"\S*/site-packages/", "", text.replace(f"{ROOT}/", ""))
+    text = " ".join(text.split())
+    return text if len(text) <= WORDS else text[:WORDS].rsplit(" ", 1)[0] + " ..."
 
 
 def changed(root: Path, commit: str, folders: tuple[str, ...]) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import DEPENDS, ROOT, changed, git
+from . import DEPENDS, ROOT, changed, clean, git
 
 MADE, RECORDS = "made.json", "performance"
 LOGS = Path("build", "results")
@@ -110,7 +110,7 @@ def measure(figure: Figure, root: Path, folder: Path) -> bool:
         lines = [
             line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]
-        record["failed"] = f"status {status}: {lines[-1].replace(f'{root}/', '')[:200] if lines else 'nothing printed'}"
+        record["failed"] = clean(f"status {status}: {lines[-1] if lines else 'nothing printed'}")
     made = _made(folder) | {figure.name: record}
     (folder / MADE).write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return not status

@@ -24,7 +24,8 @@ from autotp.proof.equality import compare
 from autotp.proof.run import Env, Values
 from benchmarks.helpers.build import Architecture, architectures, build
 from benchmarks.helpers.isolate import Send
-from benchmarks.helpers.measure import clean, example, reason
+from benchmarks.helpers.measure import example, reason
+from benchmarks.results import clean
 from tests.history.modules import Sorted
 from tests.history.row import WIDTH
 

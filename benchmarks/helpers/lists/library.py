@@ -19,7 +19,8 @@ import autotp
 from autotp.plans.plan import Plan
 from benchmarks.helpers.build import redraw
 from benchmarks.helpers.isolate import Record, Send
-from benchmarks.helpers.measure import clean, figures, reason
+from benchmarks.helpers.measure import figures, reason
+from benchmarks.results import clean
 
 LIST = Path(__file__).resolve().parents[2] / "libraries.toml"
 WIDTH, CLUSTER, TOP = 512, "h100", 3

@@ -17,8 +17,9 @@ from benchmarks.helpers.build import Architecture, architectures, build, model_c
 from benchmarks.helpers.command import installed
 from benchmarks.helpers.isolate import merge
 from benchmarks.helpers.lists.page import PAGE, load, render
-from benchmarks.helpers.measure import WORDS, clean, figures, layer, measure, widened
+from benchmarks.helpers.measure import figures, layer, measure, widened
 from benchmarks.lists import hand_plans
+from benchmarks.results import WORDS, clean
 
 LISTED = {a.name: a for a in architectures()}
 
