@@ -116,8 +116,7 @@ def plan(
     inputs, name = required_inputs(model, example_inputs, "autotp.plan", dealt), type(model).__name__
     capture = partial(_captured, model, example_inputs, keywords, options.cluster)
     if devices is not None:
-        only = [degree] if isinstance(degree, int) else None
-        return choose_mesh(capture, inputs, options, name, devices, global_batch, only)
+        return choose_mesh(capture, inputs, options, name, devices, global_batch, degree)
     if (free := keywords.get("ep") == "auto") and like is None:
         return _experts(model, example_inputs, options, keywords)
     captured, notes = capture(options.tp, axes)
@@ -236,13 +235,15 @@ def compile(
 
 def _captured(
     model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any], cluster: Cluster, tp: int, axes: Axes,
-    check: bool = True,
+    check: bool = True, dealt: bool = True,
 ) -> tuple[Capture, list[str]]:  # fmt: skip
-    """The program of a rank of the axes beside tp, and its notes; compared with the model as `check_capture` says."""
+    """The program of a rank of the axes beside tp, and its notes; compared with the model as `check_capture` says, and
+    of as many tokens as a rank of cp has, but not dealt over it, without `dealt`."""
     request = _request(keywords, refuse_travel(axes, keywords))
     inputs = required_inputs(model, example_inputs, "autotp.plan", replace(axes, cp=request.cp))
     compared = keywords.get("check_capture") if check else False
-    return capture_model(model, inputs, torch.device("cpu"), compared, request.within(tp, cluster))
+    request = request.within(tp, cluster) if dealt else replace(request, cp=1)
+    return capture_model(model, inputs, torch.device("cpu"), compared, request)
 
 
 def _fixed(keywords: Mapping[str, Any]) -> dict[str, Any]:

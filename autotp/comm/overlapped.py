@@ -18,7 +18,7 @@ a call do not divide into the chunks, they go in one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -194,24 +194,18 @@ def _gather(
         whole = x if src.whole else end(begin(x, src, dst, place))
         outs = [_product(*operands, whole) for operands in zip(kinds, weights, biases, strict=True)]
         return whole if keep else None, outs
-    # All chunks are sent at once; while those to come are on their way, the products of the one that is there run.
-    dim, tp, group = src.dim, place[1], place[2]
+    # While chunks to come are on their way, the products of the one that is there run.
+    dim = src.dim
     parts = x.unflatten(dim, run).unbind(dim + 1)
-    flights = [collectives.start("all_gather", part, "sum", tp=tp, group=group) for part in parts]
     pieces: list[list[Tensor]] = []
-    for flight in flights:
-        rows = collectives.finish("all_gather", flight, x.dtype, group)  # [tp, ..., repeat, length, ..., k]
+    for rows in _along("all_gather", parts, x.dtype, place):  # [tp, ..., repeat, length, ..., k]
         pieces.append([_product(*operands, rows) for operands in zip(kinds, weights, biases, strict=True)])
         pieces[-1] += [rows] if keep else []
     wholes = []
     for same in zip(*pieces, strict=True):
-        wholes.append(_joined([p.movedim(0, dim + 1) for p in same], dim))
+        chunked = torch.stack([p.movedim(0, dim + 1) for p in same], dim + 2)  # [..., repeat, tp, chunks, length, ...]
+        wholes.append(chunked.flatten(dim, dim + 3))
     return wholes.pop() if keep else None, wholes
-
-
-def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """Pieces [..., repeat, tp, length, ...] as one dimension of rows."""
-    return torch.stack(list(pieces), dim + 2).flatten(dim, dim + 3)
 
 
 def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
@@ -221,15 +215,26 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor
     run = _run(dst, place[1], chunks)
     if run is None:
         return end(begin(_product(kind, weight, bias, rows), src, dst, place))
-    dim, tp, group = dst.dim, place[1], place[2]
-    repeat, chunks, length = run
-    parts = rows.unflatten(dim, (repeat, tp, chunks, length)).movedim(dim + 1, 0).unbind(dim + 2)
-    flights = [
-        collectives.start("reduce_scatter", _product(kind, weight, bias, part), "sum", tp=tp, group=group)
-        for part in parts
-    ]
-    dealt = [collectives.finish("reduce_scatter", flight, x.dtype, group) for flight in flights]
-    return torch.stack(dealt, dim + 1).flatten(dim, dim + 2)
+    dim, (repeat, chunks, length) = dst.dim, run
+    parts = rows.unflatten(dim, (repeat, place[1], chunks, length)).movedim(dim + 1, 0).unbind(dim + 2)
+    products = (_product(kind, weight, bias, part) for part in parts)
+    return torch.stack(list(_along("reduce_scatter", products, x.dtype, place)), dim + 1).flatten(dim, dim + 2)
+
+
+def _along(
+    primitive: collectives.Primitive, values: Iterable[Tensor], dtype: torch.dtype, place: PlaceLiterals
+) -> Iterator[Tensor]:
+    """The collectives' results; later ones are on their way by then. Of a CPU's that is one at once, for gloo (torch
+    2.13) corrupts memory where several gathers are, and ends the process."""
+    flights: list[Tensor] = []
+    _, tp, group = place
+    for value in values:
+        full = flights and value.device.type == "cpu"
+        rows = [collectives.finish(primitive, flights.pop(), dtype, group)] if full else []
+        flights.append(collectives.start(primitive, value, "sum", tp=tp, group=group))
+        yield from rows
+    for flight in flights:
+        yield collectives.finish(primitive, flight, dtype, group)
 
 
 def _run(spec: Any, tp: int, chunks: int) -> tuple[int, int, int] | None:

@@ -122,27 +122,21 @@ class Pricer:
     def __post_init__(self) -> None:
         self._sums: dict[tuple[int, str, int], UnitSums] = {}
         self._ranks: dict[tuple[int, str, int, int, int], RankSums] = {}
-        self._starts: dict[tuple[int, int], Array] = {}
+        self.starts = cache(self._division)
         self._sends: dict[tuple[bool, int], list[Sends]] = {}
 
     @cached_property
     def steady(self) -> dict[str, Array]:
         """Return of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
-        steady: dict[str, Array] = {}
-        for name in ("weights", "gradients", "states", "experts", "optimizer"):
-            steady[name] = np.array([getattr(u, name) for u in self.terms.units])
-        return steady
+        return {
+            name: np.array([getattr(u, name) for u in self.terms.units])
+            for name in ("weights", "gradients", "states", "experts", "optimizer")
+        }
 
     @cached_property
     def first(self) -> list[int]:
         """Return of every unit the first that is equal to it."""
-        kinds: list[int] = []
-        out = []
-        for i, unit in enumerate(self.terms.units):
-            representative = next((k for k in kinds if self.terms.units[k] == unit), None)
-            kinds += [i] if representative is None else []
-            out.append(i if representative is None else representative)
-        return out
+        return [self.terms.units.index(unit) for unit in self.terms.units]
 
     def price(self, mesh: Mesh) -> Priced:
         """A step on a mesh.
@@ -198,15 +192,13 @@ class Pricer:
             self._sums[key] = UnitSums(*np.array([rows[i] for i in self.first]).T)
         return self._sums[key]
 
-    def starts(self, pp: int, chunks: int) -> Array:
+    def _division(self, pp: int, chunks: int) -> Array:
         """Return where each stage begins: the division whose slowest stage is fastest, with all kept."""
-        if (pp, chunks) not in self._starts:
-            weights, (limits, rates) = weigh(self.terms.units, self.terms.tied), self.machines(pp)
-            division = divide(weights, pp, chunks, [*limits] * chunks, [*rates] * chunks) if rates else None
-            division = division or divide(weights, pp, chunks, (), [*rates] * chunks)
-            assert division is not None
-            self._starts[pp, chunks] = np.cumsum([0, *division.sizes[:-1]])
-        return self._starts[pp, chunks]
+        weights, (limits, rates) = weigh(self.terms.units, self.terms.tied), self.machines(pp)
+        division = divide(weights, pp, chunks, [*limits] * chunks, [*rates] * chunks) if rates else None
+        division = division or divide(weights, pp, chunks, (), [*rates] * chunks)
+        assert division is not None
+        return np.cumsum([0, *division.sizes[:-1]])
 
     def _unit(self, unit: UnitCost, mesh: Mesh) -> tuple[float, ...]:
         """Return a row of `UnitSums`: examples scale kernels, bytes and what is kept, and not what a start takes."""

@@ -19,9 +19,11 @@ from autotp.inputs import Inputs, examples_of
 from autotp.ir.graph import Capture, where
 from autotp.ir.scopes import generic
 from autotp.log import stage
+from autotp.passes.shard.deal import DealAxis, own_copy
 from autotp.passes.shard.own_rows import experts_of, regions
+from autotp.passes.shard.sequence_axis import SequenceRules
 from autotp.passes.stages.balance import units_of
-from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
+from autotp.plans.choices import SHOWN, MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.dp_costs import with_axis
 from autotp.plans.estimates import ALONE, Axes, refuse_travel
 from autotp.plans.explain import explain
@@ -34,7 +36,8 @@ from .options import Options
 from .shares import Staged
 from .staging import machines_of
 
-Captured = Callable[..., tuple[Capture, list[str]]]  # by tp, axes beside it, and whether it is held against the model
+# By tp and axes beside it; whether it is held against the model, and whether dealt over cp
+Captured = Callable[..., tuple[Capture, list[str]]]
 BATCH_FACTORS = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
 
 
@@ -61,7 +64,7 @@ def refuse_beside_devices(devices: Any, examples: Any, tp: Any, others: bool) ->
 
 def choose_mesh(
     captured: Captured, inputs: Inputs, options: Options, name: str, devices: int, examples: int | None = None,
-    only: Sequence[int] | None = None,
+    only: int | str | None = None,
 ) -> MeshChoice:  # fmt: skip
     """Price every mesh of so many devices that autotp runs.
 
@@ -70,7 +73,7 @@ def choose_mesh(
         inputs: of that micro-batch.
         options: of the plans, whose tp does not count; `memory`: bytes that a rank may hold, by default the device's.
         name: the model's. devices: how many. examples: of a step over all devices; None: a micro-batch for each.
-        only: degrees of tp to choose from; None: those whose groups fill a node, and two nodes.
+        only: the degree of tp; None or "auto": to choose from those whose groups fill a node, and two nodes.
 
     Raises:
         InputError: the objective is not training, or no micro-batches make up so many examples.
@@ -85,11 +88,9 @@ def choose_mesh(
         raise InputError(f"devices={devices}, and the cluster {options.cluster.name!r} says {ranks} unlike ranks.")
     # Over more than two nodes the slow link carries what a tp group sends at every layer several times.
     inside = [tp for tp in divisors(devices) if node % tp == 0 or tp == 2 * node]
-    tps = inside
-    if only is not None:
-        tps = [tp for tp in only if devices % tp == 0]
-    if not tps:
-        raise InputError(f"tp={listed(only or ())} does not divide {devices} devices: give one of {listed(inside)}.")
+    tps = [only] if isinstance(only, int) else inside
+    if devices % tps[0]:
+        raise InputError(f"tp={only} does not divide {devices} devices: give one of {listed(inside)}.")
     batch = examples_of((inputs.args, inputs.kwargs))
     if examples is not None and examples % batch:
         raise InputError(
@@ -104,8 +105,8 @@ class _Search:
         self, captured: Captured, batch: int, options: Options, name: str, devices: int, examples: int | None
     ) -> None:
         self.captured, self.options, self.name, self.devices = captured, options, name, devices
-        self.whole, self.batch = captured(1, ALONE), batch
-        self.programs = {ALONE: self.whole}
+        self.batch, self.programs = batch, {ALONE: captured(1, ALONE)}
+        self.experts = experts_of(self.programs[ALONE][0])
         self.examples = devices * batch if examples is None else examples
         self.limit = options.cluster.memory_size if options.memory is None else options.memory
         self.staged: dict[tuple[int, int, int], Staged] = {}
@@ -117,41 +118,54 @@ class _Search:
         return next(iter(self.staged.values())).plan.totals.length
 
     def run(self, tps: Sequence[int]) -> MeshChoice:
-        for tp in tps:
-            self._plan(tp, last=tp == tps[-1])
-        best: dict[tuple[int, ...], tuple[Mesh, Priced]] = {}
-        considered = fitting = 0
-        for mesh in self._meshes():
-            priced = self.pricers[mesh.inner].price(mesh)
-            considered += 1
-            fitting += priced.fits
-            key = *mesh.degrees, mesh.ep
-            if key not in best or self._rank(priced) < self._rank(best[key][1]):
-                best[key] = mesh, priced
-        if not best:
+        planned = [tp for tp in tps if self._goes(tp, 1)]
+        if not self.staged:
+            self._priced(tps[-1], 1)  # raises why
+        self._beside(planned)
+        if not (best := self._best()):
             raise InputError(
                 f"no mesh of {self.devices} devices makes a step of {self.examples} examples from micro-batches of "
                 f"{self.batch} (the example inputs) or a few times as many. Give another global_batch, such as "
                 f"{self.devices * self.batch}."
             )
-        return self._choice(sorted(best.values(), key=lambda x: self._rank(x[1])), considered, fitting)
+        fits = [priced.fits for _, priced in self._every()]
+        return self._choice(best, len(fits), sum(fits))
 
-    def _plan(self, tp: int, last: bool) -> None:
-        """Plan for a tp, alone and with every cp that sequences can be dealt over: two chunks of one length a rank."""
-        try:
-            self._priced(tp, 1)
-        except PlanError:
-            if last and not self.staged:
-                raise
-            return
-        for cp in divisors(self.devices // tp)[1:] if self.length else ():
-            if self.length % (2 * cp) == 0 and not self._goes(tp, cp):
-                break
+    def _beside(self, tps: Sequence[int]) -> None:
+        """Plan for each tp with the degrees of cp that sequences can be dealt over, two chunks of one length a rank, as
+        far as they are worth it, and with those of ep."""
+        last = dict.fromkeys(tps if self.length else (), 1)
+        # By cp, so that what another tp gained by so many ranks of it ends the growth of one that cannot keep up.
+        for cp in divisors(self.devices)[1:]:
+            for tp in [*last]:
+                if self.devices % (tp * cp) or self.length % (2 * cp):
+                    continue
+                # A tp that is out stays out: more ranks would send more still.
+                if self._worth(tp, last.pop(tp)) and self._goes(tp, cp):
+                    last[tp] = cp
         # Of experts over a part of a node rows travel as fast as over all of it, and more of them are held.
         node = min(self.options.cluster.devices_per_node, self.devices)
-        for ep in divisors(math.gcd(self.devices // tp, experts_of(self.whole[0])))[1:]:
-            if ep * tp % node == 0 and not self._goes(tp, 1, ep):
-                break
+        for tp in tps:
+            for ep in divisors(math.gcd(self.devices // tp, self.experts))[1:]:
+                if ep * tp % node == 0 and not self._goes(tp, 1, ep):
+                    break
+
+    def _worth(self, tp: int, cp: int) -> bool:
+        """Say whether more ranks of cp could be among the rows that are shown: for the same arithmetic they send more,
+        so they take no less time than these would, had they memory for all that the backward reads."""
+        steps = [priced.seconds for _, priced in self._best() if priced.fits][SHOWN - 1 : SHOWN]
+        own = [priced.seconds for mesh, priced in self._every() if mesh.inner == (tp, cp, 1)]
+        return not steps or min(own, default=0.0) < steps[0]
+
+    def _best(self) -> list[tuple[Mesh, Priced]]:
+        """The fastest variant of every mesh, ranked."""
+        best: dict[tuple[int, ...], tuple[Mesh, Priced]] = {}
+        for mesh, priced in sorted(self._every(), key=lambda x: self._rank(x[1])):
+            best.setdefault((*mesh.degrees, mesh.ep), (mesh, priced))
+        return [*best.values()]
+
+    def _every(self) -> Iterator[tuple[Mesh, Priced]]:
+        return ((mesh, self.pricers[mesh.inner].price(mesh)) for mesh in self._meshes())
 
     def _goes(self, tp: int, cp: int, ep: int = 1) -> bool:
         """Plan for these degrees; False where they cannot be."""
@@ -165,11 +179,13 @@ class _Search:
         """The fastest plan for these degrees: what a rank holds is decided by the mesh, and a band of the whole model's
         step would be spent in the head, whose stage all others wait for."""
         options, axes = replace(self.options, tp=tp, memory=None, band=0.0), Axes(ep, cp, ep=ep)
-        # What a rank of cp has depends on the heads that tp leaves it; of ep it is the same for every tp.
-        if cp > 1 or axes not in self.programs:
-            self.programs[axes] = self.captured(tp, axes, False)
+        if axes not in self.programs:
+            self.programs[axes] = self.captured(tp, axes, check=False, dealt=False)
         captured, notes = self.programs[axes]
         with stage(f"tp={tp}, cp={cp}, ep={ep}"):
+            if cp > 1:  # what a rank of it has depends on the heads that tp leaves it
+                captured = own_copy(captured)
+                notes = [*notes, *DealAxis(SequenceRules, cp, tp, options.cluster).deal(captured).notes]
             staged = self.staged[tp, cp, ep] = plan_stages(captured, notes, options, self.name)
         self.pricers[tp, cp, ep] = Pricer(terms_of(staged), self.options.cluster, self.batch, self._machines(staged))
 
@@ -193,20 +209,16 @@ class _Search:
         return not priced.fits, priced.seconds if priced.fits else priced.memory, priced.memory
 
     def _meshes(self) -> Iterator[Mesh]:
-        units, experts = len(next(iter(self.pricers.values())).terms.units), experts_of(self.whole[0])
+        units = len(next(iter(self.pricers.values())).terms.units)
         for mesh in factorisations(self.devices, list(self.pricers), units):
-            if mesh.ep > 1 and experts % mesh.dp:
+            if mesh.ep > 1 and self.experts % mesh.dp:
                 continue  # a rank holds no part of them, but all
             for each in variants(mesh, self.batch, self.examples, units, BATCH_FACTORS):
-                for keep in self._keeps(mesh):
+                for keep in KEEPS:
                     for split in (False, True)[: mesh.replicas]:
                         variant = replace(each, fully_shard=split, keep=keep)
-                        yield from [variant] if call_of(variant) else []
-
-    def _keeps(self, mesh: Mesh) -> Sequence[str]:
-        units = self.pricers[mesh.inner].terms.units
-        again = any(x.saved for u in units for x in (u.block, u.rest))
-        return [keep for keep in KEEPS if keep != "slices" or again]
+                        if call_of(variant):
+                            yield variant
 
     def _row(self, mesh: Mesh, priced: Priced) -> MeshRow:
         work = self.examples * (self.length or 1)

@@ -16,6 +16,8 @@ from autotp.text import amount, axis_text, number, seconds
 from .estimates import Axes, Degree
 from .plan import Plan
 
+SHOWN = 10  # meshes that are shown, the fastest first
+
 
 @dataclass(frozen=True)
 class MeshRow:
@@ -78,7 +80,7 @@ class MeshChoice(Printed):
         devices: how many; `examples`: in a step over all of them; `length`: of a sequence, 0 where there is none.
         limit: bytes that a rank may hold.
         ranked: of every pp x dp x cp x tp that fits its fastest variant, the fastest first, and after these of those
-            that do not fit the one that holds least.
+            that do not fit the one that holds least. Degrees of cp that send too much to be among the ten are left out.
         considered, fitting: how many variants were priced, and how many of them fit.
         plan: what starts the best row, of one micro-batch, by `autotp.compile(model, plan=)`; None where none fits. A
             pipeline's is that of the whole model, which `autotp.stages(..., plan=)` cuts.
@@ -100,7 +102,7 @@ class MeshChoice(Printed):
     def rows(self) -> tuple[MeshRow, ...]:
         """The best ten that fit; where none does, the ten that hold least."""
         fit = [row for row in self.ranked if row.fits]
-        return tuple((fit or sorted(self.ranked, key=lambda row: row.memory))[:10])
+        return tuple((fit or sorted(self.ranked, key=lambda row: row.memory))[:SHOWN])
 
     @property
     def best(self) -> MeshRow | None:
@@ -123,7 +125,8 @@ class MeshChoice(Printed):
         raise InputError(
             f"pp={pp} x dp={dp} x cp={cp} x tp={tp} was not priced for {self.devices} devices: their product is "
             f"{pp * dp * cp * tp}, a tp group stays in a node, stages have a repeated block each and go with dp and tp "
-            "alone, slices of the sequence are equal, and micro-batches make up the examples of a step."
+            "alone, slices of the sequence are equal, cp goes as far as it could be among the fastest, and "
+            "micro-batches make up the examples of a step."
         )
 
     def to_dict(self) -> dict[str, Any]:

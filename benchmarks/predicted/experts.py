@@ -17,7 +17,7 @@ from torch import nn
 
 import autotp
 from autotp.capture.request import CaptureRequest
-from autotp.cost.meshes import Mesh, factorisations, variants
+from autotp.cost.meshes import KEEPS, Mesh, factorisations, variants
 from autotp.driver.compile import capture_model
 from autotp.driver.mesh_prices import Priced
 from autotp.driver.mesh_search import BATCH_FACTORS, _Search
@@ -97,7 +97,7 @@ def priced(search: _Search, devices: int) -> Iterator[tuple[Mesh, Priced]]:
     units = len(next(iter(search.pricers.values())).terms.units)
     for mesh in factorisations(devices, list(search.pricers), units):
         for each in variants(mesh, search.batch, search.examples, units, BATCH_FACTORS):
-            for keep in search._keeps(mesh):
+            for keep in KEEPS:
                 for split in (False, True):
                     variant = replace(each, fully_shard=split, keep=keep)
                     yield variant, search.pricers[mesh.inner].price(variant)
@@ -108,7 +108,7 @@ def run(rounds: int) -> list[dict[str, Any]]:
     ids, model = torch.zeros(1, LENGTH, dtype=torch.long), deepseek()
     inputs, programs = autotp.Inputs(input_ids=ids, labels=ids), dict[Axes, tuple[Capture, list[str]]]()
 
-    def captured(tp: int, axes: Axes, check: bool = False) -> tuple[Capture, list[str]]:
+    def captured(tp: int, axes: Axes, check: bool = False, dealt: bool = False) -> tuple[Capture, list[str]]:
         if axes not in programs:
             request = CaptureRequest.read(axes, outputs="loss")
             programs[axes] = capture_model(model, inputs, torch.device("cpu"), False, request)

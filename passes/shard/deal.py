@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import sympy
@@ -153,6 +153,7 @@ class Localised:
         self.program, self.graph, self.dealt, self.symbol = program, graph, dealt, symbol
         self.whole: Mapping[Any, int] = {symbol: dealt.ranks * symbol}  # type: ignore[dict-item]
         self.symints = {s: node.meta["val"].shape[d] for s, (node, d) in program.symbols.items()}
+        self.tensor = cache(self._tensor)  # copies of a block have the values of the first: so have theirs
 
     def run(self) -> None:
         for node in self.graph.nodes:
@@ -185,7 +186,7 @@ class Localised:
         # A size that the rewrite counts, such as 2 * batch, has no value yet; of the others the shape is the whole
         # batch's.
         if layout is not None and isinstance(val, Tensor):
-            node.meta["val"] = self._tensor(val, layout)
+            node.meta["val"] = self.tensor(val, layout)
         elif val is None:
             node.meta["val"] = computed(node)
         elif isinstance(val, torch.SymInt):
@@ -207,7 +208,7 @@ class Localised:
         if dim is not None and distribution is not None:
             share = substitute(sympy.sympify(distribution.length), self.whole) / self.dealt.ranks
             local[dim] = self._size(sympy.cancel(share), False)
-        same = all(a is b or expression(a) == b for a, b in zip(local, shape, strict=True))
+        same = all(expression(a) == b for a, b in zip(local, shape, strict=True))
         return val if same else _strided(val, local)
 
     def _size(self, size: Size, whole: bool) -> Any:

@@ -167,10 +167,22 @@ def test_communication_is_under_way_while_products_run(pool):
     chunk = ["finish all_gather", "product", "product"]
     assert found["f forward"] == ["product"] * 2
     assert found["f backward"] == ["product"] * 2 + reduce
-    assert found["g forward"] == ["start all_gather"] * 2 + chunk * 2
+    # The next chunk's gather begins before the products of this one's, and no earlier: of a CPU's one is on its way.
+    assert found["g forward"] == ["start all_gather", "finish all_gather", "start all_gather", *chunk[1:], *chunk]
     assert found["g backward"] == ["product"] * 2 + scatter
     again = ["start all_gather", "product", "product", "finish all_gather"]
     assert found["regather backward"] == again + scatter
+
+
+@pytest.mark.parametrize("device, order", [("cpu", "start finish " * 3), ("meta", "start " * 3 + "finish " * 3)])
+def test_of_a_device_all_chunks_are_on_their_way_at_once_and_of_a_cpu_one(device, order):
+    values, events = [torch.empty(1, device=device) for _ in range(3)], []
+    with (
+        patch.object(collectives, "start", lambda primitive, value, *_, **__: events.append("start") or value),
+        patch.object(collectives, "finish", lambda primitive, value, *_: events.append("finish") or value),
+    ):
+        found = list(overlapped._along("all_gather", values, torch.float32, (0, 2, "group")))
+    assert events == order.split() and [id(x) for x in found] == [id(x) for x in values]
 
 
 def compiling(rank: int, world: int, group: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 
 import autotp
 from autotp.capture.request import CaptureRequest
-from autotp.cost import Cluster
 from autotp.cost.meshes import Mesh
 from autotp.driver import mesh_search
 from autotp.driver.compile import capture_model
@@ -33,8 +32,8 @@ def captured():
     inputs = autotp.Inputs(**inputs_of(model))
 
     @cache
-    def program(tp: int, axes: Axes, check: bool = True) -> tuple[Capture, list[str]]:
-        request = CaptureRequest.read(axes).within(tp, Cluster.resolve(None))
+    def program(tp: int, axes: Axes, check: bool = True, dealt: bool = True) -> tuple[Capture, list[str]]:
+        request = CaptureRequest.read(replace(axes, cp=1))
         part = inputs.own_part(0, axes.cp)[0] if axes.cp > 1 else inputs
         return capture_model(model, part, torch.device("cpu"), False, request)
 
@@ -159,6 +158,21 @@ def test_a_slow_network_keeps_stages_apart_rather_than_tokens(captured):
     assert {row.mesh.tp for row in found.ranked} == {1, 2} and "cp" in found.place(cp=4)[1].network
     two = next(row for row in found.ranked if row.mesh.tp == 2)
     assert found.rows[0].mesh.tp == 1 and "tp" in two.network and two.why
+
+
+def test_what_is_left_out_is_not_among_those_shown(captured, choice, monkeypatch):
+    """Negative control: more are left out where fewer are shown, and none that would be among these."""
+
+    def short(shown: int) -> MeshChoice:
+        monkeypatch.setattr(mesh_search, "SHOWN", shown)
+        return chosen(captured)
+
+    few = short(1)
+    assert [row.mesh for row in few.ranked[:1]] == [row.mesh for row in choice.ranked[:1]]
+    assert few.considered < short(3).considered <= choice.considered
+    assert [row.mesh for row in short(3).ranked[:3]] == [row.mesh for row in choice.ranked[:3]]
+    with pytest.raises(InputError, match="cp goes as far as"):
+        few.place(cp=4)
 
 
 def test_what_does_not_go_together_is_refused():
