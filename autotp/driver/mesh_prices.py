@@ -122,7 +122,7 @@ class Pricer:
     def __post_init__(self) -> None:
         self._sums: dict[tuple[int, str, int], UnitSums] = {}
         self._ranks: dict[tuple[int, str, int, int, int], RankSums] = {}
-        self.starts = cache(self._division)
+        self.starts, self.price = cache(self._division), cache(self._step)  # a search asks for a mesh again
         self._sends: dict[tuple[bool, int], list[Sends]] = {}
 
     @cached_property
@@ -138,7 +138,7 @@ class Pricer:
         """Return of every unit the first that is equal to it."""
         return [self.terms.units.index(unit) for unit in self.terms.units]
 
-    def price(self, mesh: Mesh) -> Priced:
+    def _step(self, mesh: Mesh) -> Priced:
         """A step on a mesh.
 
         Every rank of the pipeline works through all micro-batches, the slowest sets the pace, and (pp - 1) / chunks
@@ -148,14 +148,17 @@ class Pricer:
         boundary = boundary_sends(mesh, sums.inputs, self.cluster)
         slowest, mean = float(sums.total.max()), float(sums.total.mean())
         step = {name: m * seconds for name, seconds in sums.means.items()}
-        step |= {"pp": m * boundary.seconds, "uneven": m * (slowest - mean)}
-        step["bubble"] = m * (slowest + boundary.seconds) * bubble(mesh.pp, mesh.chunks, m)
+        step |= {
+            "pp": m * boundary.seconds,
+            "uneven": m * (slowest - mean),
+            "bubble": m * (slowest + boundary.seconds) * bubble(mesh.pp, mesh.chunks, m),
+        }
         waits, updates, dp_sent = self._updates(mesh, sums.backward)
-        last = int((waits + updates).argmax())
+        last = (waits + updates).argmax()
         step |= {"dp": float(waits[last]), "optimizer": float(updates[last])}
-        traffic = {"tp": m * sums.tp_sent, "cp": m * sums.cp_sent, "pp": m * boundary.bytes, "dp": dp_sent}
-        nbytes, (limits, _) = self._memory(mesh, sums), self.machines(mesh.pp)
-        return Priced(step, traffic, float(nbytes.max()), bool(np.all(nbytes <= (limits or inf))))
+        nbytes, limits = self._memory(mesh, sums), self.machines(mesh.pp)[0]
+        sends = {"tp": m * sums.tp_sent, "cp": m * sums.cp_sent, "pp": m * boundary.bytes, "dp": dp_sent}
+        return Priced(step, sends, float(nbytes.max()), bool(np.all(nbytes <= (limits or inf))))
 
     def ranks(self, mesh: Mesh) -> RankSums:
         """Return what the ranks of a pipeline take for a micro-batch."""

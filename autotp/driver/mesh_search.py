@@ -137,7 +137,7 @@ class _Search:
         last = dict.fromkeys(tps if self.length else (), 1)
         # By cp, so that what another tp gained by so many ranks of it ends the growth of one that cannot keep up.
         for cp in divisors(self.devices)[1:]:
-            for tp in [*last]:
+            for tp in list(last):
                 if self.devices % (tp * cp) or self.length % (2 * cp):
                     continue
                 # A tp that is out stays out: more ranks would send more still.
@@ -153,9 +153,9 @@ class _Search:
     def _worth(self, tp: int, cp: int) -> bool:
         """Say whether more ranks of cp could be among the rows that are shown: for the same arithmetic they send more,
         so they take no less time than these would, had they memory for all that the backward reads."""
-        steps = [priced.seconds for _, priced in self._best() if priced.fits][SHOWN - 1 : SHOWN]
+        steps = [priced.seconds for _, priced in self._best() if priced.fits]
         own = [priced.seconds for mesh, priced in self._every() if mesh.inner == (tp, cp, 1)]
-        return not steps or min(own, default=0.0) < steps[0]
+        return len(steps) < SHOWN or min(own, default=0.0) < steps[SHOWN - 1]
 
     def _best(self) -> list[tuple[Mesh, Priced]]:
         """The fastest variant of every mesh, ranked."""
