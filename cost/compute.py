@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from autotp import compat
 from autotp.cost.machines.cluster import Cluster
 from autotp.errors import InputError
 from autotp.ir.graph import floating
@@ -128,14 +129,10 @@ def _attention(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-def _recurrent(out: Sequence[torch.Tensor], x: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], *_: Any) -> int:
+def _recurrent(out: Any, x: torch.Tensor, hx: Any, *params: Any) -> int:
     """At every step every example is multiplied by all weights, of all layers, directions and gates."""
-    return 2 * x.shape[0] * x.shape[1] * sum(w.numel() for w in params if w.dim() == 2)
-
-
-def _cell(out: Any, x: torch.Tensor, hx: Any, w_ih: torch.Tensor, w_hh: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Every example is multiplied by all weights."""
-    return 2 * x.shape[0] * (w_ih.numel() + w_hh.numel())
+    weights = (w for w in compat.tree_leaves(params) if isinstance(w, torch.Tensor) and w.dim() == 2)
+    return 2 * math.prod(x.shape[:-1]) * sum(w.numel() for w in weights)
 
 
 def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
@@ -177,8 +174,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten.conv_transpose1d": _transposed,
     "aten.conv_transpose2d": _transposed,
     "aten.conv_transpose3d": _transposed,
-    **dict.fromkeys(("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"), _recurrent),
-    **dict.fromkeys(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"), _cell),
+    **{f"aten.{kind}{cell}": _recurrent for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")},
     **{
         f"autotp.float8_{way}": lambda out, *operands, **_: _matmul(out[0], *operands)
         for way in ("linear", "rows", "rows_hp", "delayed")

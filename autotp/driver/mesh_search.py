@@ -158,9 +158,10 @@ class _Search:
         return len(steps) < SHOWN or min(own, default=0.0) < steps[SHOWN - 1]
 
     def _best(self) -> list[tuple[Mesh, Priced]]:
-        """The fastest variant of every mesh, ranked."""
+        """The fastest variant of every mesh, ranked: the fastest of what fits, then of the rest what holds least."""
         best: dict[tuple[int, ...], tuple[Mesh, Priced]] = {}
-        for mesh, priced in sorted(self._every(), key=lambda x: self._rank(x[1])):
+        ranked = sorted(self._every(), key=lambda x: (not x[1].fits, x[1].seconds * x[1].fits, x[1].memory))
+        for mesh, priced in ranked:
             best.setdefault((*mesh.degrees, mesh.ep), (mesh, priced))
         return [*best.values()]
 
@@ -203,10 +204,6 @@ class _Search:
             return machines_of(planned, sharded, prices, units, places, limit)
 
         return machines
-
-    def _rank(self, priced: Priced) -> tuple[bool, float, float]:
-        """Return a key: what fits comes first, the fastest of it; then of the rest what holds least."""
-        return not priced.fits, priced.seconds if priced.fits else priced.memory, priced.memory
 
     def _meshes(self) -> Iterator[Mesh]:
         units = len(next(iter(self.pricers.values())).terms.units)

@@ -81,21 +81,34 @@ def sweep(
 
 
 @uncollected()
-def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:
+def sweep_captured(
+    captured: Capture, notes: list[str], options: Sequence[Options], name: str, every: bool = True
+) -> Sweep:
     """Plan a captured model for several degrees.
 
     Args:
         captured: it stays as it is. notes: of the capture, for every plan. name: the model's.
         options: one for each degree, which differ in nothing else.
+        every: plan for all degrees; without, for those alone that may be the best, the last of them at least.
     """
     first = options[0]
     limit = first.cluster.memory_size if first.memory is None else first.memory
-    rows, plans = [], {}
+    rows, plans, roomy = [], {}, []
+
+    def worse(tp: int) -> bool:
+        # Ranks that are joined compute and send at most what each did, so a multiple of a degree whose fastest plan
+        # fits has no more throughput per device.
+        return _least(captured, first) > limit * tp or any(tp % other == 0 for other in roomy)
+
     for i, each in enumerate(options, 1):
+        if not every and worse(each.tp) and (rows or i < len(options)):
+            continue
         with stage(f"tp={each.tp}, {i} of {len(options)}"):
             staged, row = _degree(captured, notes, each, name, limit)
         rows.append(row)
         plans[each.tp] = staged.plan
+        if row.fits and staged.builder.memory is None:
+            roomy.append(each.tp)
     return Sweep(
         model=name,
         cluster=first.cluster.name,
@@ -107,6 +120,12 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
         rows=tuple(rows),
         plans=plans,
     )
+
+
+def _least(captured: Capture, options: Options) -> float:
+    """Bytes of weights, gradients and optimizer states, which ranks hold at least once."""
+    weights = [x.node.meta["val"] for x in captured.leaves if x.kind.trained]
+    return sum(options.objective.budget_bytes(x.nbytes, x) for x in weights)
 
 
 def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
@@ -196,4 +215,5 @@ def automatic(captured: Capture, notes: list[str], tps: Iterable[int], keywords:
     """The plan of the best of these degrees."""
     first = Options.read(1, keywords)
     inside = [tp for tp in tps if not (keywords.get("within_node") and first.cluster.spans_nodes(tp))]
-    return sweep_captured(captured, notes, [replace(first, tp=tp) for tp in inside], name).chosen()
+    options = [replace(first, tp=tp) for tp in inside]
+    return sweep_captured(captured, notes, options, name, every=bool(first.cluster.ranks)).chosen()

@@ -215,7 +215,7 @@ class Sweep(Printed):
         return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
 
     def chosen(self) -> Plan:
-        """The plan of the best degree, which holds the table of all.
+        """The plan of the best degree, which holds the table of those that were planned.
 
         Raises:
             PlanError: no degree fits.
@@ -223,8 +223,8 @@ class Sweep(Printed):
         if self.best is None:
             least = min(self.rows, key=lambda row: row.memory)
             raise PlanError(
-                f"tp='auto': no degree of {', '.join(str(r.tp) for r in self.rows)} fits into "
-                f"{amount(self.limit)} a rank: the least is {amount(least.memory)}, at tp={least.tp}.\n"
+                f"tp='auto': no degree up to {self.rows[-1].tp} fits into {amount(self.limit)} a rank: the least is "
+                f"{amount(least.memory)}, at tp={least.tp}.\n"
                 f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
             )
         why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"

@@ -95,7 +95,8 @@ def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | Non
             terms, least = {column: 1.0}, problem.whole[s, rank]
             for name, table in problem.tables.items():
                 least += table[s, rank, 0]
-                terms |= _terms(at[name][rank], -np.diff(table[s, rank]) / scale)
+                saved = -np.diff(table[s, rank]) / scale
+                terms |= zip(at[name][rank].tolist(), saved.tolist(), strict=True)
             program.rows.append(Row(terms, float(least / scale), np.inf))
     # In parts of the room, for bytes are far from what HiGHS' tolerances are made for; less than none stays so.
     for rank, room in enumerate(problem.limits - problem.base_bytes):
@@ -107,10 +108,6 @@ def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | Non
     units = {name: tuple(np.rint(optimum.x[own].sum(axis=1)).astype(int).tolist()) for name, own in at.items()}
     took = problem.seconds(units)
     return Dealt(units, took, min(took, float(optimum.bound) * scale))
-
-
-def _terms(columns: np.ndarray, coefficients: np.ndarray) -> dict[int, float]:
-    return dict(zip(columns.tolist(), coefficients.tolist(), strict=True))
 
 
 def _deal(columns: np.ndarray, least: int) -> list[Row]:

@@ -48,7 +48,8 @@ def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[Port
         if part.kind in ("attention", "mlp", "head"):
             # Only products that read the stream: a down projection sums over the width between, not over the
             # embedding's.
-            for product in _first(flow, part, products):
+            others = [n for n in products if not set(flow.back(flow.inputs(n))[1]) & set(part.nodes)]
+            for product in others:  # that read what other blocks compute
                 out["embed"] += _activations(flow, product)
         if part.kind == "head":
             last = len(flow.ops[products[0]].outs[0]) - 1
@@ -77,11 +78,6 @@ def _vocabulary(flow: Dataflow, parts: Iterable[GraphPart]) -> set[object]:
         return width
     rows = [flow.ops[part.nodes[0]].ins[0][0] for part in parts if part.kind == "embedding"]
     return {max((n for n in rows if isinstance(n, int)), default=0)}
-
-
-def _first(flow: Dataflow, part: GraphPart, products: list[fx.Node]) -> list[fx.Node]:
-    """The products of a block that read what other blocks compute."""
-    return [n for n in products if not set(flow.back(flow.inputs(n))[1]) & set(part.nodes)]
 
 
 def summed(op: Op, rule: Rule | None) -> list[PortDims]:

@@ -143,8 +143,7 @@ class Rewriter:
         wire = sent_as(value[0].target, convert.primitive(source, layout))
         narrow: dict[str, Any] = {} if wire is None else {"wire": wire}
         node = self.sizes.convert(before, source, layout, self.out.ends.get(before, self.ends), **narrow)
-        users = self._users(value, layout)
-        scope = innermost([scope_path(u) for u in users])
+        scope = innermost([scope_path(n) for n, slot in self.consumers[value] if slot == layout])
         no_grad = mark(before).no_grad or False  # a leaf says nothing
         inherit(node, before, conversion=(source, layout), scope=scope, axis="tp", batch=None, no_grad=no_grad)
         self._hold(value[0], value[1], node, layout)
@@ -172,9 +171,6 @@ class Rewriter:
             raise PlanError(f"{op.node.name} joins rows dealt by the groups of two blocks. Please report the model.")
         return next(iter(ends), None)
 
-    def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
-        return [n for n, slot in self.consumers[value] if slot == layout]
-
     def _output(self, result: Result, output: fx.Node) -> Any:
         if result.value is not None and result.layout is not None:
             return self.converted(result.value, result.layout, output)
@@ -183,6 +179,7 @@ class Rewriter:
     def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
         """For every value the conversions that serve all its consumers at least cost."""
         self.consumers: dict[Value, list[tuple[fx.Node, Layout]]] = defaultdict(list)
+        # A conversion is paid once for a value and a layout, so all that read the value are asked for together.
         for node, decision in self.planned.decisions.items():
             if node in self.planned.ops:
                 for operand, layout in zip(self.planned.ops[node].slots, decision.ins, strict=True):
@@ -192,16 +189,17 @@ class Rewriter:
         for _, value, layout in self.results:
             if value is not None and layout is not None:
                 self.consumers[value].append((output, layout))
-        routes, route = {}, cache(self._route)
+        routes = {}
+
+        @cache
+        def route(value: Value, produced: Layout, targets: frozenset[Layout]) -> list[tuple[Layout, Layout]]:
+            return conversions(produced, targets, lambda a, b: self.price(value, a, b)) or []
+
         for (node, index), users in self.consumers.items():
             # Equal values of equal blocks go equal ways, which are found once: else as often as there are layers.
             key = self.planned.same.get(node, node), index
             routes[node, index] = route(key, self.planned.decisions[node].outs[index], frozenset(x for _, x in users))
         return routes
-
-    def _route(self, value: Value, produced: Layout, targets: frozenset[Layout]) -> list[tuple[Layout, Layout]]:
-        """Conversions of one value, in order."""
-        return conversions(produced, targets, lambda a, b: self.price(value, a, b)) or []
 
 
 def _after(node: fx.Node) -> Iterator[fx.Node]:

@@ -125,13 +125,40 @@ def test_auto_takes_the_most_throughput_per_device_of_what_fits():
     model = wide()
     options = tokens()
     found = autotp.sweep(model, **options)
+    assert [row.tp for row in found.rows] == list(DEGREES)
     plan = autotp.plan(model, "auto", **options)
-    assert [row.tp for row in plan.degrees] == list(DEGREES) and plan.degrees == found.rows
+    assert plan.degrees == found.rows[:1], "one rank has room for the fastest, so more of them are not asked"
     assert plan.tp == 1 and "tp='auto' took tp=1" in plan.notes[-1] and "\nDegrees\n" in str(plan)
     tight = (found.rows[1].memory + found.rows[2].memory) / 2  # room for tp=4, not for tp=2
     tighter = autotp.plan(model, "auto", memory=tight, **options)
-    assert tighter.tp == 4 and not tighter.degrees[0].fits
+    assert tighter.tp == 4 and [(row.tp, row.fits) for row in tighter.degrees][-2:] == [(2, False), (4, True)]
     assert Plan.from_json(tighter.to_json()) == tighter
+
+
+@pytest.mark.parametrize("objective", ["training", "prefill"])
+@pytest.mark.parametrize("fastest", [True, False], ids=["room for the fastest", "room for a leaner one"])
+@pytest.mark.parametrize("degree", [1, 3, 5])
+def test_auto_takes_what_a_sweep_over_all_degrees_takes(objective, fastest, degree):
+    """With room for the fastest plan of a degree, and for what its leanest holds alone."""
+    model, asked = wide(), {**tokens(), "objective": objective}
+    row = autotp.sweep(model, memory=1e12, **asked).rows[degree]
+    asked["memory"] = row.memory if fastest else row.memory * 0.97
+    best = autotp.sweep(model, **asked).best
+    if best is None:
+        with pytest.raises(PlanError, match="no degree up to 32 fits"):
+            autotp.plan(model, "auto", **asked)
+        return
+    plan = autotp.plan(model, "auto", **asked)
+    assert (plan.tp, plan.totals.seconds) == (best.tp, best.seconds)
+    assert len(plan.degrees) < len(DEGREES)
+
+
+def test_auto_on_unlike_devices_plans_every_degree(monkeypatch):
+    """A slower rank that joins a faster one makes no step shorter, so nothing is left out there."""
+    monkeypatch.setattr("autotp.api.DEGREES", (1, 2))
+    unlike = autotp.Cluster(ranks=["h100", "a100"])
+    plan = autotp.plan(wide(), "auto", cluster=unlike, **tokens())
+    assert [row.tp for row in plan.degrees] == [1, 2]
 
 
 def test_auto_captures_once(monkeypatch):
@@ -142,13 +169,15 @@ def test_auto_captures_once(monkeypatch):
 
 
 def test_auto_says_what_does_not_fit():
-    with pytest.raises(PlanError, match=r"no degree of 1, 2, 4, 8, 16, 32 fits into 1\.0 KiB a rank: the least is"):
+    with pytest.raises(PlanError, match=r"no degree up to 32 fits into 1\.0 KiB a rank: the least is"):
         autotp.plan(nn.Linear(64, 64), "auto", example_inputs=torch.randn(4, 64), memory=1024)
 
 
 def test_auto_stays_in_the_node():
-    plan = autotp.plan(nn.Linear(64, 64), "auto", example_inputs=torch.randn(4, 64), within_node=True)
-    assert [row.tp for row in plan.degrees] == [1, 2, 4, 8]
+    asked: dict[str, Any] = {"example_inputs": torch.randn(4, 64), "memory": 1024}
+    for inside, last in ((True, 8), (False, 32)):
+        with pytest.raises(PlanError, match=f"no degree up to {last} fits"):
+            autotp.plan(nn.Linear(64, 64), "auto", within_node=inside, **asked)
 
 
 def test_auto_refuses_what_says_the_degree_already():
@@ -182,8 +211,8 @@ def compiled_on_a_rank(rank: int, world: int, group: Any, memory: float | None) 
 
 def test_auto_on_ranks_takes_a_divisor_of_the_world(pool):
     free, tight = pool.run(compiled_on_a_rank, None), pool.run(compiled_on_a_rank, 300e3)
-    assert {(tp, tuple(tried)) for tp, tried, _ in free} == {(1, (1, 2, 4))}
-    assert {(tp, tuple(tried)) for tp, tried, _ in tight} == {(4, (1, 2, 4))}
+    assert {(tp, tuple(tried)) for tp, tried, _ in free} == {(1, (1,))}
+    assert {tp for tp, *_ in tight} == {4} and all(tried[-1] == 4 for _, tried, _ in tight)
     assert max(error for *_, error in (*free, *tight)) < 1e-5
 
 
