@@ -16,6 +16,7 @@ import resource
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.export import Dim
 import autotp
 from autotp.driver.compile import capture_model, solve_plan
 from autotp.driver.options import Options
+from autotp.errors import PlanError
 from autotp.inputs import for_model
 from benchmarks.helpers.command import made, versions
 from benchmarks.helpers.isolate import Record, Send
@@ -86,6 +88,15 @@ def plan(name: str, send: Send) -> None:
     send({"capture": between - began, "plan": ended - between, "total": ended - began, "peak_gb": peak})
 
 
+def choose(name: str, send: Send) -> None:
+    """CPU seconds from the module to the plan of the best degree of 1, 2, ... 32, or to the error that none fits."""
+    model = build(name)
+    began = time.process_time()
+    with suppress(PlanError):
+        autotp.plan(model, "auto", check_capture=False)
+    send({"auto": time.process_time() - began})
+
+
 def compare(name: str, send: Send) -> None:
     """CPU seconds of a capture that is compared with the model."""
     model = build(name)
@@ -107,7 +118,7 @@ def measured(name: str, rounds: int) -> Record:
     """Medians over processes, one after another."""
     found: dict[str, list[float]] = {}
     for round_ in range(rounds):
-        for function in (plan, compare, shard, export)[: 4 if round_ == 0 else 3]:
+        for function in (plan, choose, compare, shard, export)[: 5 if round_ == 0 else 4]:
             record, why = isolate.run(function, name, limit=LIMIT)
             if why:
                 raise RuntimeError(f"{name}, {function.__name__}: {why}")
@@ -129,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = track([*MODELS, DEEPSEEK], "measuring", console=Console(stderr=True), transient=True)
     results = {name: measured(name, given.rounds) for name in rows}
     head = ("", "torch.export", "capture", "plan", "module to plan", "comparison", "default call",
-            "module to sharded module", "peak memory, GB")  # fmt: skip
-    keys = "export", "capture", "plan", "total", "comparison", "default", "compile", "peak_gb"
+            "module to sharded module", "peak memory, GB", 'module to plan, tp="auto"')  # fmt: skip
+    keys = "export", "capture", "plan", "total", "comparison", "default", "compile", "peak_gb", "auto"
     shown = table(head, [[n, *(_cell(r[k]) for k in keys)] for n, r in results.items()])
     record = {"benchmark": "plan_time", **made("benchmarks.plan_time", arguments), "load_before": round(before, 1)}
     record |= {"tp": TP, "rounds": given.rounds, "models": results}
@@ -148,9 +159,9 @@ def _told(record: Record) -> str:
     machine = f"{os.cpu_count()} cores of {record['machine']}"
     return f"""\
 `{record["command"]}`: CPU seconds at tp={TP}, median of {record["rounds"]} processes (`torch.export`: one), on the
-meta device with symbolic batch and length. Equal blocks are traced once: capture grows by the bookkeeping of a
-layer, not by its trace. A default call compares the capture with the model besides, as the seconds to the sharded
-module have it in them; `check_capture=False` leaves it out. {machine};
+meta device with symbolic batch and length; "auto" is the best of 1, 2, ... 32, or that none fits. Equal blocks are
+traced once: capture grows by the bookkeeping of a layer, not by its trace. A default call compares the capture with
+the model besides, as the seconds to the sharded module have it in them; `check_capture=False` leaves it out. {machine};
 {versions(record)}, {record["date"]}, load average {record["load_before"]} before the run."""
 
 
