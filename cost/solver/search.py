@@ -145,9 +145,7 @@ class Search:
         best = float(cost @ incumbent)
         if best - bound >= step:
             self._rule_out(reduced, best - bound)
-            reached, x = bound, None
-            if not exact or not self._narrow(best, bound):
-                reached, x = self._descend(best - step, root, most)
+            reached, x = self._descend(best - step, root, most)
             if x is None and reached < best - step and exact:
                 x = self._better(cost, incumbent, best - step)
             incumbent = incumbent if x is None else _exact(x)
