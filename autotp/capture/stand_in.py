@@ -71,7 +71,7 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
     whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= MAX_WEIGHT_BYTES else ())
     # A small model on the meta device needs no stand-in: random weights make it real as it is.
     if not empty or _count(model) > MAX_REAL_NUMBERS:
-        for small in (x for x in _candidates(model) if _count(x.model) <= MAX_STAND_IN_NUMBERS):
+        for small in _smaller(model):
             # Each length in turn: a forward that cuts 512 positions into blocks of 64 does not run on 16.
             for short in shortened(inputs, small.widths):
                 stand_in = StandIn(
@@ -96,9 +96,13 @@ def _count(model: nn.Module) -> int:
     return sum(t.numel() for t in tensors_of(model).values())
 
 
+def _smaller(model: nn.Module) -> Iterator[Small]:
+    """Small models of the same classes, those first that are most like the model."""
+    return (small for small in _candidates(model) if _count(small.model) <= MAX_STAND_IN_NUMBERS)
+
+
 def _candidates(model: nn.Module) -> Iterator[Small]:
-    """Models of the same classes, those first that are most like the model: with fewer blocks where it has stacks, then
-    narrower too."""
+    """With fewer blocks where it has stacks, then narrower too."""
     stacks = cuts(model)
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
     depth = ", ".join(f"{n} of the {lengths[name]} blocks of {name or 'the model'}" for name, n in stacks.items())
