@@ -145,7 +145,9 @@ class Search:
         best = float(cost @ incumbent)
         if best - bound >= step:
             self._rule_out(reduced, best - bound)
-            reached, x = self._descend(best - step, root, most)
+            # Near the bound the general solver is done sooner, but not than a node or two, which often are enough.
+            few = most // 4 if self._narrow(best, bound) else most
+            reached, x = self._descend(best - step, root, few)
             if x is None and reached < best - step and exact:
                 x = self._better(cost, incumbent, best - step)
             incumbent = incumbent if x is None else _exact(x)
