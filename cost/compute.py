@@ -129,9 +129,9 @@ def _attention(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-def _recurrent(out: Any, x: torch.Tensor, hx: Any, *params: Any) -> int:
+def _recurrent(out: Any, x: torch.Tensor, hx: Any, *params: Any, **keywords: Any) -> int:
     """At every step every example is multiplied by all weights, of all layers, directions and gates."""
-    weights = (w for w in compat.tree_leaves(params) if isinstance(w, torch.Tensor) and w.dim() == 2)
+    weights = (w for w in compat.tree_leaves((params, keywords)) if isinstance(w, torch.Tensor) and w.dim() == 2)
     return 2 * math.prod(x.shape[:-1]) * sum(w.numel() for w in weights)
 
 

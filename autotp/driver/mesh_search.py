@@ -160,7 +160,7 @@ class _Search:
     def _best(self) -> list[tuple[Mesh, Priced]]:
         """The fastest variant of every mesh, ranked: the fastest of what fits, then of the rest what holds least."""
         best: dict[tuple[int, ...], tuple[Mesh, Priced]] = {}
-        ranked = sorted(self._every(), key=lambda x: (not x[1].fits, x[1].seconds * x[1].fits, x[1].memory))
+        ranked = sorted(self._every(), key=lambda x: (not x[1].fits, x[1].seconds if x[1].fits else 0.0, x[1].memory))
         for mesh, priced in ranked:
             best.setdefault((*mesh.degrees, mesh.ep), (mesh, priced))
         return [*best.values()]

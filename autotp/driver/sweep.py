@@ -93,15 +93,13 @@ def sweep_captured(
     """
     first = options[0]
     limit = first.cluster.memory_size if first.memory is None else first.memory
-    rows, plans, roomy = [], {}, []
-
-    def worse(tp: int) -> bool:
+    rows, plans, roomy, least = [], {}, [], 0.0 if every else _least(captured, first)
+    for i, each in enumerate(options, 1):
+        if least > limit * each.tp and i < len(options):
+            continue
         # Ranks that are joined compute and send at most what each did, so a multiple of a degree whose fastest plan
         # fits has no more throughput per device.
-        return _least(captured, first) > limit * tp or any(tp % other == 0 for other in roomy)
-
-    for i, each in enumerate(options, 1):
-        if not every and worse(each.tp) and (rows or i < len(options)):
+        if not every and any(each.tp % tp == 0 for tp in roomy):
             continue
         with stage(f"tp={each.tp}, {i} of {len(options)}"):
             staged, row = _degree(captured, notes, each, name, limit)

@@ -81,7 +81,7 @@ def test_what_steers_planning_arrives(run, folder):
     assert "priced for input_ids (3 x 8)" in done.stderr
 
 
-def test_auto_takes_a_degree_and_shows_all(run):
+def test_auto_takes_a_degree_and_shows_those_it_planned(run):
     done = run("plan", SMALL)
     assert done.exit_code == 0 and "tp='auto' took tp=1" in done.stdout and "largest batch" in done.stdout
 

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.export import Dim
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -246,6 +247,19 @@ def test_a_missing_formula_is_noticed(operator, name, monkeypatch):
     monkeypatch.delitem(compute._FORMULAS, f"aten.{operator}")
     function, args = FLOPS[name]
     assert sum(map(node_flops, exported(function, args))) != counted(function, args)
+
+
+@pytest.mark.parametrize("names", [(), ("b_ih", "b_hh"), ("w_ih", "w_hh", "b_ih", "b_hh")])
+def test_flops_of_a_cell_count_weights_however_they_are_passed(names):
+    shapes = {"w_ih": (12, 8), "w_hh": (12, 4), "b_ih": (12,), "b_hh": (12,)}
+    graph, values = fx.Graph(), {}
+    for name, shape in {"x": (3, 8), "hx": (3, 4), **shapes}.items():
+        values[name] = graph.placeholder(name)
+        values[name].meta["val"] = torch.empty(shape, device="meta")
+    args = tuple(node for name, node in values.items() if name not in names)
+    node = graph.call_function(torch.ops.aten.gru_cell.default, args, {name: values[name] for name in names})
+    node.meta["val"] = torch.empty(3, 4, device="meta")
+    assert node_flops(node) == 2 * 3 * (12 * 8 + 12 * 4)
 
 
 def test_flops_of_a_graph_without_shapes_are_refused():
