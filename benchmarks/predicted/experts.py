@@ -103,6 +103,11 @@ def priced(search: _Search, devices: int) -> Iterator[tuple[Mesh, Priced]]:
                     yield variant, search.pricers[mesh.inner].price(variant)
 
 
+def order(price: Priced) -> tuple[bool, float, float]:
+    """Return what is less for the better of two: the fastest of what fits, then what holds least."""
+    return (not price.fits, price.seconds if price.fits else 0.0, price.memory)
+
+
 def run(rounds: int) -> list[dict[str, Any]]:
     """Price the rows; a prediction has one round."""
     ids, model = torch.zeros(1, LENGTH, dtype=torch.long), deepseek()
@@ -122,11 +127,11 @@ def run(rounds: int) -> list[dict[str, Any]]:
             search._priced(tp, 1, ep)
         every = list(priced(search, devices))
         for row in ROWS[devices]:
-            mesh, price = min((x for x in every if row.has(x[0])), key=lambda x: search._rank(x[1]))
+            mesh, price = min((x for x in every if row.has(x[0])), key=lambda x: order(x[1]))
             figures = {"seconds": price.seconds, "ep": price.times["cp"] if mesh.ep > 1 else 0.0, "bytes": price.sends}
             how = {"mesh": [*mesh.degrees, mesh.ep], "split": mesh.fully_shard, "keep": mesh.keep, "batch": mesh.batch}
             rows.append({"devices": devices, "cluster": cluster, "name": row.name, "runs": runs(mesh), **how})
-            rows[-1] |= {**figures, "memory": price.memory, "fits": price.memory <= search.limit}
+            rows[-1] |= {**figures, "memory": price.memory, "fits": price.fits}
     return rows
 
 
