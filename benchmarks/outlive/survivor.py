@@ -44,17 +44,17 @@ def trained(**options: Any) -> tuple[Any, Any]:
     return sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-3)
 
 
-def step(sharded: Any, optimizer: Any, number: int, at: Callable[[str], None] = lambda _: None) -> str:
-    """Do a step, and return its loss to the bit."""
+def step(sharded: Any, optimizer: Any, number: int, at: Callable[[str], None], tell: Callable[[str], None]) -> None:
+    """Do a step, and tell its loss to the bit before the step is kept: who ends right after that does it no more."""
     ids, targets = batch(number)
     at("forward")
     loss = torch.nn.functional.cross_entropy(sharded(ids).flatten(0, 1), targets.flatten())
     at("backward")
     loss.backward()
+    tell(float(loss.detach()).hex())
     at("step")
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss.detach()).hex()
 
 
 class Victim:
@@ -119,13 +119,16 @@ def main(folder: Path, every: int, redundancy: int) -> None:
     victim, done = Victim(folder), counter(folder / f"done-{os.getpid()}")
     with sharded.snapshot(optimizer, every=every, redundancy=redundancy) as kept:
         first, began = kept.step, time.time()
+
+        def tell(loss: str) -> None:
+            if dist.get_rank() == 0:
+                note(folder / "losses", {"step": kept.step + 1, "loss": loss})
+
         while not stops(folder):
             if kept.step > first + every:
                 victim.take()
-            loss = step(sharded, optimizer, kept.step, victim)
+            step(sharded, optimizer, kept.step, victim, tell)
             done[:] = struct.pack("q", kept.step)
-            if dist.get_rank() == 0:
-                note(folder / "losses", {"step": kept.step, "loss": loss})
             if kept.step == first + 1:
                 seconds = {"imports": IMPORTED - BEGAN, "ready": began - IMPORTED, "stepped": time.time() - IMPORTED}
                 note(folder / "starts", {"pid": os.getpid(), "first": first, "tp": dist.get_world_size(), **seconds})
