@@ -52,7 +52,7 @@ class Link:
     Attributes:
         peer: the socket. rank: the other one's, in the world.
         turn: number of the latest turn of the two.
-        departure: of that at which either left what it was doing, and how many exchanges this rank had begun by then.
+        departure: of that at which either left what it was doing, and what `Channel.begun` was by then.
         last: the latest turn that both came to, in words.
         absent: whether its process has ended. channels: how many use it.
     """
@@ -75,6 +75,7 @@ class Link:
         self.turn += 1
         if kind == LEAVES:
             self.departure = self.turn, Channel.begun
+            self.receive()  # where all ranks leave, and again and again, nobody else takes what has come
         try:
             _send(self.peer, FRAME.pack(len(message), self.turn, kind) + message)
         except OSError:
@@ -125,7 +126,7 @@ class Channel:
         doing: what this rank is about to do or does, in words; began: since when; running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
         around: those of the same modules over more axes, which have all its ranks and others beside them.
-        begun: exchanges that this process has begun, by any channel.
+        begun: exchanges that this process has begun, by any channel, and outermost turns (`turn.py`).
         room: bytes of a message that every connection holds, so that none waits for a reader.
     """
 
@@ -167,10 +168,7 @@ class Channel:
             link.send(SAYS, message)
         messages, causes = [], {}
         for rank in range(self.size):
-            if rank == self.rank:
-                messages.append(message)
-                continue
-            kind, text = self._receive(rank, what)
+            kind, text = self._receive(rank, what) if rank != self.rank else (SAYS, message)
             if kind == LEAVES:
                 causes[rank] = text.decode(errors="replace")
             messages.append(text)
@@ -193,7 +191,8 @@ class Channel:
             message = self._take(rank, what)
         if message is not None:
             return message
-        notice, limit, timeout = wait_limit(), wait_limit(), self.timeout()
+        notice = limit = wait_limit()
+        timeout = self.timeout()
         while message is None:
             waited = time.monotonic() - began
             if waited >= timeout:

@@ -58,6 +58,7 @@ class Turn(ContextDecorator):
 
     def __enter__(self) -> None:
         _now.lock.acquire()
+        Channel.begun += not _now.depth
         _now.depth += 1
         _now.channels.update(dict.fromkeys(self.channels))
 
@@ -127,15 +128,14 @@ def release() -> tuple[BaseException | None, int]:
 def depart(text: str, *more: Channel) -> None:
     """Tell the other ranks that this one leaves, but those that left at the same place or were told of it.
 
-    A rank that has begun something else since with some of them tells all again, for the others would wait for it.
+    A rank that has begun something else since tells all again, for the others would wait for it.
 
     Args:
         text: what is left, and why. more: channels beside those of the turn that is under way.
     """
     channels = [*_now.channels, *more]
     around = [wider for channel in channels for wider in channel.around]  # who waits with other tp groups by now
-    links = {id(link): link for channel in (*channels, *around) for link in channel.links.values()}
-    for link in links.values():
+    for link in {link for channel in (*channels, *around) for link in channel.links.values()}:
         if link.departure != (link.turn, Channel.begun):
             link.send(LEAVES, text.encode()[:CAUSE_CHARACTERS])
     for channel in channels:

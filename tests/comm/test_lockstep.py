@@ -29,6 +29,7 @@ class Net(nn.Module):
         return self.drop(self.down(torch.relu(self.up(x))))
 
 
+AGAIN = 60_000  # failures in a row, of which no connection could hold the messages
 X = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -140,6 +141,33 @@ def test_ranks_that_part_again_keep_nobody_waiting(pool):
     assert "have parted: rank 0: first over tp, rank 1: first over" in one[0] and "rank 0: second over" in other[1]
     for first, heard in others:
         assert "stops at the first" in first and "stops at the third, for others have stopped" in heard
+
+
+def failing_again(rank: int, world: int, group: Any) -> tuple[list[str], float]:
+    """What ranks hear where rank 1 fails in several calls in a row, before it meets them; and then all ranks, often."""
+    sharded, failing = made(group), set[int]()
+
+    def hook(*_: Any) -> None:
+        if rank in failing:
+            raise autotp.AutoTPError(f"not this one{400 * '.'}")
+
+    sharded(X[0])
+    sharded.register_forward_pre_hook(hook)
+    heard = []
+    for failing in ({1}, {1}, {1}, set()):  # noqa: B020  what the hook reads
+        heard.append(message_of(lambda: sharded(X[1])))
+    failing = {0, 1}
+    for _ in range(AGAIN):
+        message_of(lambda: sharded(X[1]))
+    failing = set()
+    return heard, float((sharded(X[2]) - made(group)(X[2])).detach().abs().max())
+
+
+def test_a_rank_that_fails_again_before_it_meets_others_tells_them_each_time(pool):
+    (heard, far), (own, other_far) = pool.run(failing_again, world=2)
+    assert all(text.startswith("not this one") for text in own[:3]) and own[3] == heard[3] == ""
+    assert all("rank 1 of 2 left call" in text and "not this one" in text for text in heard[:3])
+    assert far == other_far == 0.0
 
 
 def alike(rank: int, world: int, group: Any) -> float:
