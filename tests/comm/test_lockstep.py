@@ -153,13 +153,15 @@ def failing_again(rank: int, world: int, group: Any) -> tuple[list[str], float]:
 
     sharded(X[0])
     sharded.register_forward_pre_hook(hook)
-    heard = []
-    for failing in ({1}, {1}, {1}, set()):  # noqa: B020  what the hook reads
-        heard.append(message_of(lambda: sharded(X[1])))
-    failing = {0, 1}
+    call = partial(message_of, lambda: sharded(X[1]))
+    failing.add(1)
+    heard = [call() for _ in range(3)]
+    failing.clear()
+    heard.append(call())
+    failing.update((0, 1))
     for _ in range(AGAIN):
-        message_of(lambda: sharded(X[1]))
-    failing = set()
+        call()
+    failing.clear()
     return heard, float((sharded(X[2]) - made(group)(X[2])).detach().abs().max())
 
 
