@@ -246,7 +246,7 @@ def _beside(work: Work) -> Iterator[list[str]]:
         yield problems
     finally:
         thread.join()
-    if heard and not problems:
+    if heard and not any(problems):
         raise heard[0]
 
 
