@@ -81,8 +81,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     refuse_unknown(optimizer, calls.shards)
                     refuse_states(optimizer, calls.shards)
             channels.append(calls.channel)
-    # From here on collectives of torch are not compared one by one, but those of a closure, which runs forwards.
-    begin_step(optimizer)
+    # From here on a number of which each rank holds a part may be asked for, but in a closure, which runs forwards.
+    begin_step()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
     if not channels or not callable(closure):
         return None

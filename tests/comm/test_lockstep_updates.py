@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -75,6 +76,43 @@ def test_an_update_that_is_another_on_one_rank_is_one_error_on_all(pool):
     assert one[""] == "" and one["control"] == ""
     for what, words in WORDS.items():
         assert words in one[what], (what, one[what])
+
+
+def within(rank: int, world: int, group: Any) -> tuple[str, str]:
+    """A step amid which another thread makes a call: between the same collectives on all ranks, and not so."""
+    sharded = autotp.compile(model(), example_inputs=X, mesh=mesh_of(group))
+    heard = []
+
+    def call() -> None:
+        thread = Thread(target=lambda: heard.append(message_of(lambda: sharded(X))))
+        thread.start()
+        thread.join()
+        if heard[-1]:
+            raise autotp.AutoTPError(heard[-1])
+
+    def step(first: bool) -> None:
+        weight = sharded[0].weight
+        sharded(X).square().mean().backward()
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+
+        def between(*_: Any) -> None:
+            whole = weight.grad.full_tensor().norm()
+            if first:
+                call()
+            assert abs(weight.grad.norm().item() - float(whole)) < 1e-6  # a number, as within a step alone
+            if not first:
+                call()
+
+        optimizer.register_step_pre_hook(between)
+        optimizer.step()
+
+    return message_of(partial(step, True)), message_of(partial(step, rank == 0))
+
+
+def test_a_call_of_another_thread_amid_a_step_is_right_or_one_error(pool):
+    (even, odd), (other_even, other_odd) = pool.run(within, world=2)
+    assert even == other_even == "" and odd == other_odd
+    assert "rank 0: forward, call 4 of Sequential" in odd and "rank 1: collective of torch, () from _NormP(2" in odd
 
 
 def late(rank: int, world: int, group: Any) -> str:

@@ -5,15 +5,15 @@ holds for the whole process, so a handler refuses only what lies over the ranks 
 right for every DTensor.
 
 Collectives that torch begins for DTensors of a sharded module (`full_tensor()`, clipping, norms as numbers) are begun
-once all ranks are at the same one, as forwards and backwards are. Within an optimizer's step they are not compared
-again: all ranks are in that step (`autotp.runtime.optimizer_steps`).
+once all ranks are at the same one, as forwards and backwards are; those of an optimizer's step too, for between them
+another thread may make calls, on each rank at another place.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 
 from autotp import compat
 from autotp.comm.lockstep import lost, meet_in, whole_backward
+from autotp.comm.turn import Turn
 from autotp.errors import StateError
 from autotp.inputs import Leaves
 
@@ -94,7 +95,7 @@ def _compared(op: Any, args: Leaves, kwargs: Any) -> Any:
     Asked for on one rank alone, that is an error on all of them as soon as the others do something else.
     """
     value = next((x for x in args if isinstance(x, DTensor) and x.ndim == 0 and in_parts(x) and ours(x)), None)
-    if value is not None and not stepping():
+    if value is not None:
         for i in range(value.device_mesh.ndim):
             meet_in(value.device_mesh.get_group(i).group_name, "comparing a number of which each rank holds a part")
     return compat.by_default(op, args, kwargs)
@@ -372,14 +373,16 @@ def _compared_first(run: Callable[[], Tensor], local: Any, source: Any, target: 
     )
     if not group:
         return run()
-    if threading.current_thread() is threading.main_thread() and not stepping():
-        lies = [", ".join(map(str, spec.placements)) for spec in (source, target)]
-        meet_in(group, f"collective of torch, {tuple(source.shape)} from {lies[0]} to {lies[1]}")
-    try:
-        return run()
-    except RuntimeError as error:
-        lost(error, group)
-        raise
+    lies = [", ".join(map(str, spec.placements)) for spec in (source, target)]
+    what = f"collective of torch, {tuple(source.shape)} from {lies[0]} to {lies[1]}"
+    # Until it has begun: another thread's calls have collectives too. A backward is a turn already.
+    with Turn(what) if compat.graph_task() < 0 else nullcontext():
+        meet_in(group, what)
+        try:
+            return run()
+        except RuntimeError as error:
+            lost(error, group)
+            raise
 
 
 def _group_of(source: Any, target: Any) -> str:

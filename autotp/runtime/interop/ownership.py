@@ -6,6 +6,7 @@ What others may not do with a sharded module is refused with a sentence of its o
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ INSTEAD = (
     "it likewise; both are for any number of ranks."
 )
 _groups: dict[str, str] = {}  # groups over which sharded modules lie, and those of all axes with them, by name
-_steps: list[Any] = []  # optimizers whose steps are under way, one within another
+_steps: list[int] = []  # of each step of an optimizer that is under way, one within another, the thread
 _between: dict[Any, Any] = {}  # handlers that operators have between steps, which would slow down every update
 
 
@@ -71,7 +72,7 @@ def handle_between_steps(handlers: Mapping[Any, Any]) -> None:
     _now([*_steps])
 
 
-def _now(steps: list[Any]) -> None:
+def _now(steps: list[int]) -> None:
     """Note the steps that are under way."""
     _steps[:] = steps
     table = compat.operator_handlers()
@@ -82,9 +83,9 @@ def _now(steps: list[Any]) -> None:
             table[op] = handler
 
 
-def begin_step(optimizer: Any) -> None:
-    """Note that all ranks are in a step of this optimizer from now on."""
-    _now([*_steps, optimizer])
+def begin_step() -> None:
+    """Note that all ranks are in a step of an optimizer from now on, in this thread."""
+    _now([*_steps, threading.get_ident()])
 
 
 def end_step() -> None:
@@ -93,13 +94,13 @@ def end_step() -> None:
 
 
 def stepping() -> bool:
-    """Return whether all ranks are in the step of an optimizer."""
-    return bool(_steps)
+    """Return whether all ranks are in the step of an optimizer, in this thread."""
+    return threading.get_ident() in _steps
 
 
 def forget_steps() -> None:
-    """Note that no step is under way: one that failed has no end."""
-    if _steps:
+    """Note that no step is under way in this thread: one that failed has no end."""
+    if stepping():
         _now([])
 
 

@@ -180,7 +180,7 @@ class Tied:
         me = dist.get_rank(self.pipeline)
         counted = self.shards.storages.keys() - {name for name, places in self.holders.items() if places[0] != me}
         own = [p.grad for p in self._parameters(counted) if p.grad is not None]
-        begin_step(self)  # all ranks are at it, and the norms of a stage are no mistake here
+        begin_step()  # all ranks are at it, and the norms of a stage are no mistake here
         norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
         end_step()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
