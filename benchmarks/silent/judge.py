@@ -38,7 +38,8 @@ class Outcome:
             a rank that did nothing wrong. refused: an error for what has a right meaning. unnamed: an error that does
             not name the rank that failed. unusable: the same call is not right afterwards. nothing: the rank never was
             otherwise.
-        text: why. seconds: until all ranks had heard of it.
+        text: why. seconds: until all ranks had heard of it. cpu: seconds of all processes.
+        stopped: whether a rank whose script had ended by its error was waited for: afterwards nothing is asked.
     """
 
     cell: Cell
@@ -46,6 +47,7 @@ class Outcome:
     text: str = ""
     seconds: float = 0.0
     cpu: float = 0.0
+    stopped: bool = False
 
     @property
     def fine(self) -> bool:
@@ -72,13 +74,15 @@ def judged(cell: Cell, reports: Mapping[int, Report], ended: set[int], parted: f
         return Outcome(cell, "crash" if rank in ended else "hang", f"rank {rank} never answered")
     if not parted or (dead and cell.rank in reports):
         return Outcome(cell, "nothing", "the rank never was otherwise")
+    # These ranks stay up where a script would end: one that heard in its other thread goes on, and waits for the first.
+    stopped = cell.way_to_part == "threads" and any(r.refused and not TIME_OUT.search(r.text) for r in reports.values())
     for rank, report in reports.items():
         own = report.raised and rank == cell.rank
         if report.error and not report.refused and not own:
             return Outcome(cell, "crash", f"rank {rank}: {report.error}: {report.text}")
         if report.wrong:
             return Outcome(cell, "silent", f"rank {rank}: {report.wrong}")
-        if report.refused and TIME_OUT.search(report.text) and not part.long:
+        if report.refused and TIME_OUT.search(report.text) and not part.long and not stopped:
             return Outcome(cell, "hang", f"rank {rank}: {report.error}: {report.text}")
     others = {rank: report for rank, report in reports.items() if not report.raised}
     heard = {rank for rank, report in others.items() if report.refused}
@@ -94,4 +98,5 @@ def judged(cell: Cell, reports: Mapping[int, Report], ended: set[int], parted: f
         return Outcome(cell, "refused", text, seconds)
     if cell.way_to_part in NAMED and not any(f"rank {cell.rank}" in one.text for one in texts):
         return Outcome(cell, "unnamed", text, seconds)
-    return Outcome(cell, ERROR if seconds <= WITHIN else LATE, text, seconds)
+    late = seconds > WITHIN
+    return Outcome(cell, LATE if late else ERROR, text, seconds, stopped=stopped and late)

@@ -15,7 +15,7 @@ from tests.helpers.processes.cpu import cpu_seconds
 from tests.helpers.processes.pool import Pool
 
 from .cells import Cell
-from .judge import ERROR, LATE, RIGHT, Outcome, judged
+from .judge import Outcome, judged
 from .models import llama
 from .rank import Report, again, attempt, wanted
 from .ways_in import WAYS_IN
@@ -52,9 +52,10 @@ class Table:
             parted = float(at.read_text()) if at.exists() else 0.0
             ended = {rank for rank in range(cell.mesh.world) if rank not in answers and self.pool.ended(rank)}
             outcome = judged(cell, answers, ended, parted)
-            if outcome.what in (RIGHT, ERROR, LATE) and not part.ends:
+            ends = part.ends or outcome.stopped
+            if outcome.fine and not ends:
                 outcome = self._usable(outcome, limit)
-            if not outcome.fine or part.ends:
+            if not outcome.fine or ends:
                 self.pool.close()
         return replace(outcome, cpu=cpu_seconds() - began)
 

@@ -99,6 +99,9 @@ def test_the_judge_tells_faults_apart():
     assert what(batch, replace(right, wrong="logits is off by 1.0e+00"), right) == "silent"
     assert what(batch, refused, right) == "silent"
     assert what(batch, replace(refused, text="no answer in time"), refused) == "hang"
+    late = replace(refused, text="no answer in time", ended=61.0)
+    assert what(replace(batch, way_to_part="threads"), late, refused) == LATE  # of a rank that has stopped
+    assert what(replace(batch, way_to_part="threads"), late, late) == "hang"
     assert what(batch, None, right) == "hang" and what(batch, None, right, {0}) == "crash"
     assert what(batch, replace(own, raised=False), refused) == "crash"
     assert what(cell, replace(refused, text="somebody left"), own) == "unnamed"
