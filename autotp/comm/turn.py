@@ -20,6 +20,7 @@ from autotp.text import message_of
 from .channel import LEAVES, Channel
 
 CAUSE_CHARACTERS = 400  # characters of a cause that other ranks are told
+TOLD = "_told_by_autotp"  # an attribute of an error that the other ranks have heard of
 
 
 class _UnderWay:
@@ -64,8 +65,9 @@ class Turn(ContextDecorator):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if error is not None and _now.depth == 1:
+            if error is not None and _now.depth == 1 and not hasattr(error, TOLD):
                 depart(f"{self.what}, by {message_of(error)}")
+                setattr(error, TOLD, True)  # it may be raised within another turn again, so that this is told
         finally:
             _now.depth -= 1
             if not _now.depth:

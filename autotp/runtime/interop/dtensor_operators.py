@@ -56,9 +56,7 @@ WHOLE_INSTEAD = (
     "Take the whole, w = p.detach().full_tensor(), and read or change that; load it on every rank by "
     "sharded.load_state_dict({name: w}, strict=False)."
 )
-COMPARED = ("gt", "ge", "lt", "le", "eq", "ne")
 Handler = Callable[[Any, Sequence[Any], Any], Any]
-COMPARISONS = tuple(getattr(getattr(aten, name), over) for name in COMPARED for over in ("Scalar", "Tensor"))
 
 
 @functools.cache
@@ -87,18 +85,6 @@ def _number(op: Any, args: Leaves, kwargs: Any) -> Any:
             )
         value = value.full_tensor()
     return op(_local(value))
-
-
-def _compared(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """A comparison with a number of which each rank holds a summand is a collective: begun once all ranks are at it.
-
-    Asked for on one rank alone, that is an error on all of them as soon as the others do something else.
-    """
-    value = next((x for x in args if isinstance(x, DTensor) and x.ndim == 0 and in_parts(x) and ours(x)), None)
-    if value is not None:
-        for i in range(value.device_mesh.ndim):
-            meet_in(value.device_mesh.get_group(i).group_name, "comparing a number of which each rank holds a part")
-    return compat.by_default(op, args, kwargs)
 
 
 def _overflow(op: Any, args: Leaves, kwargs: Any) -> None:
@@ -349,7 +335,6 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
-    **dict.fromkeys(COMPARISONS, _compared),
     aten._foreach_lerp_.ScalarList: _mixed,
     aten._local_scalar_dense.default: _number,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _overflow,

@@ -100,7 +100,7 @@ def stepping() -> bool:
 
 def forget_steps() -> None:
     """Note that no step is under way in this thread: one that failed has no end."""
-    if stepping():
+    if _steps and stepping():  # a list first, for Dynamo traces this
         _now([])
 
 
