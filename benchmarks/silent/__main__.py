@@ -35,11 +35,11 @@ RESULTS, PAGE = ROOT / "benchmarks" / "silent.json", ROOT / "docs" / "performanc
 SHOWN = 1500  # characters of a fault
 
 
-def tried(todo: Sequence[Cell], folder: Path, limit: float, keep: Any) -> list[str]:
+def tried(todo: Sequence[Cell], folder: Path, limit: float, times: int, keep: Any) -> list[str]:
     """Try cells of one mesh; `keep` is given each outcome.
 
     Args:
-        folder: for what is saved.
+        folder: for what is saved. limit: of the group's time-out, in seconds. times: of each, until one is a fault.
 
     Returns: the faults that are not known, and what is known and has come right.
     """
@@ -51,6 +51,8 @@ def tried(todo: Sequence[Cell], folder: Path, limit: float, keep: Any) -> list[s
         table = Table(pool, folder)
         for number, cell in enumerate(todo, 1):
             outcome = table.tried(cell, limit=limit)
+            for _ in range(1, times):  # threads come in another order each time
+                outcome = table.tried(cell, limit=limit) if outcome.fine else outcome
             keep(outcome)
             line = f"{number}/{len(todo)} {cell}: {outcome.what}, {outcome.seconds:.1f} s, {outcome.cpu:.1f} s of CPU"
             if outcome.fine == bool(known(cell)):
@@ -69,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--limit", type=float, default=LIMIT, help="time-out of the process group in seconds")
+    parser.add_argument("--times", type=int, default=1, help="try each so often: what happens seldom is seen then")
     parser.add_argument("--anew", action="store_true", help="try again what has a result")
     parser.add_argument("--write", action="store_true", help=f"write the section of {PAGE.relative_to(ROOT)}")
     given = parser.parse_args(arguments)
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mesh in (mesh for mesh in MESHES if mesh.axis in given.mesh):
             found = record["results"].get(str(mesh), {})
             todo = [cell for cell in cells(mesh, given.seed, given.only) if given.anew or cell.name not in found]
-            bad += tried(todo, Path(folder), given.limit, keep)
+            bad += tried(todo, Path(folder), given.limit, given.times, keep)
     print(page(record))
     print(*bad, sep="\n")
     if given.write:
