@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from autotp import AutoTPError
-
 from .context import Context, Numbers
 from .models import ADAPTERS
 
@@ -18,23 +16,12 @@ def select(context: Context) -> Numbers:
 
 
 def switch_off(context: Context) -> Numbers:
-    """A forward without them, and one with them.
-
-    The second is made whatever the first gave: where threads call, one rank hears in this thread what another hears in
-    its other one, and the two would go on with unequal numbers of calls.
-    """
+    """A forward without them, and one with them."""
     if context.left_out:
         return _forward(context)
-    error, without = None, Numbers()
-    try:
-        with context.model.disable_adapter():
-            without = _forward(context)
-    except AutoTPError as first:
-        error = first
-    after = _forward(context)
-    if error is not None:
-        raise error
-    return {"logits without": without["logits"], **after}
+    with context.model.disable_adapter():
+        without = _forward(context)
+    return {"logits without": without["logits"], **_forward(context)}
 
 
 def mix(context: Context) -> Numbers:
