@@ -2,13 +2,14 @@
 
 Two blocks are alike where everything that their forward may read is the same: classes, flags, plain attributes, and the
 shapes of what they hold. Their place in the stack, which many keep as a number (`layer_idx`), is replaced while tracing
-by a number that must not be read; a forward that reads it all the same is traced in full.
+by a number that must not be read; a forward that reads it all the same is traced in full. Blocks that leave something
+in their attributes are traced one by one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,8 @@ from .copies import tensors_of
 
 MIN_BLOCKS = 4  # blocks in a stack for which one trace is worth while
 Stack = nn.ModuleList | nn.Sequential
-OWN = {"_parameters", "_buffers", "_modules", "training"}  # attributes of nn.Module that are looked at one by one
 HOOKS = tuple(n for n in vars(nn.Module()) if "_hooks" in n)
+OWN = {"_parameters", "_buffers", "_modules", *HOOKS}  # attributes of nn.Module that are looked at by themselves
 AttributePlace = tuple[str, str]  # module within the block, attribute
 
 
@@ -83,8 +84,8 @@ def place_in(stack: str, name: str) -> int | None:
 
 def kinds(stack: Stack) -> list[Hashable | None]:
     """For every block what it has in common with those that are alike; None where it must be traced by itself."""
-    places = _places(list(stack))
-    return [_kind(block, places) for block in stack]
+    places, values = _places(list(stack)), dict[int, Hashable]()
+    return [_kind(block, places, values) for block in stack]
 
 
 def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
@@ -98,37 +99,53 @@ def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
     return {place for place, numbers in offsets.items() if len(numbers) > 1 and len(set(numbers)) == 1}
 
 
-def _kind(block: nn.Module, places: set[AttributePlace]) -> Hashable | None:
-    parts: list[Hashable] = []
-    for path, module in block.named_modules():
-        state = vars(module)
-        if any(state[name] for name in HOOKS):
-            return None
-        parts.append((path, type(module), module.training))
-        parts += [(n, _shape(t), isinstance(t, nn.Parameter)) for n, t in module.named_parameters(recurse=False)]
-        parts += [
-            (n, _shape(t), n in state["_non_persistent_buffers_set"]) for n, t in module.named_buffers(recurse=False)
-        ]
-        rest = {n: v for n, v in state.items() if n not in OWN and n not in HOOKS and (path, n) not in places}
-        parts += [(n, _value(v)) for n, v in rest.items()]
-    return tuple(parts)
+def _kind(block: nn.Module, places: set[AttributePlace], values: dict[int, Hashable]) -> Hashable | None:
+    if any(vars(module)[name] for module in block.modules() for name in HOOKS):
+        return None
+    classes = [(path, type(module)) for path, module in block.named_modules()]
+    shapes = [(name, _shape(tensor)) for name, tensor in tensors_of(block).items()]
+    return *classes, *shapes, *_attributes(block, places, values)
+
+
+def _attributes(block: nn.Module, places: Set[AttributePlace], values: dict[int, Hashable]) -> list[Hashable]:
+    """List what the modules of a block hold beside modules, parameters and buffers."""
+    every = [((path, n), v) for path, module in block.named_modules() for n, v in vars(module).items()]
+    return [(place, _value(v, values)) for place, v in every if place not in places and place[1] not in OWN]
 
 
 def _shape(tensor: Tensor) -> Hashable:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    traits = isinstance(tensor, nn.Parameter), tensor.requires_grad, tensor.dtype, tensor.device
+    return tuple(tensor.shape), tensor.stride(), traits
 
 
-def _value(value: Any) -> Hashable:
-    """Make a value that is equal for two attributes only where a forward cannot tell them apart."""
+def _value(value: Any, values: dict[int, Hashable]) -> Hashable:
+    """Make a value that is equal for two attributes only where a forward cannot tell them apart.
+
+    Args:
+        value: of an attribute. values: id of what was met -> its value; taken up.
+    """
     if type(value) in PLAIN_TYPES:
         return type(value), value
-    if type(value) in (list, tuple):
-        return type(value), tuple(map(_value, value))
-    if type(value) in (set, frozenset) and all(type(v) in PLAIN_TYPES for v in value):
-        return type(value), frozenset(map(_value, value))
-    if isinstance(value, Mapping) and type(value).__name__ in ("dict", "OrderedDict"):
-        return type(value), tuple((_value(k), _value(v)) for k, v in value.items())
-    return id(value)
+    if id(value) not in values:
+        values[id(value)] = id(value)  # what it holds may hold it
+        if (parts := _parts(value)) is not None:
+            values[id(value)] = type(value), *(_value(x, values) for x in parts)
+    return values[id(value)]
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """List what a collection or an object holds; None for what may be more than that: a function, tensor or module, an
+    object of a class that keeps values in slots or in C."""
+    kind = type(value)
+    if kind in (list, tuple, torch.Size):
+        return value
+    if kind in (set, frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, Mapping) and kind.__name__ in ("dict", "OrderedDict"):
+        return *value, *value.values()
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    plain = kind.__new__ is object.__new__ and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+    return _parts(vars(value)) if plain and not slots else None
 
 
 @contextmanager
@@ -192,12 +209,13 @@ class Repeats:
 
     Attributes:
         blocks: name and module of every block that has its like in a stack. first: the first call of each kind, by its
-            number.
+            number. apart: kinds of which every call is traced.
     """
 
     bare: nn.Module
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
     first: dict[int, FirstCall] = field(default_factory=dict)
+    apart: set[int] = field(default_factory=set)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -243,10 +261,15 @@ class Repeats:
         if kind in _results:
             first = self.first[kind]
             return _rebuilt(first.leaves, REPEAT(tensors, kind, block), first.spec)
-        args, kwargs = _rebuilt(leaves, ENTER(tensors, kind), spec)
+        args, kwargs = _rebuilt(leaves, tensors if kind in self.apart else ENTER(tensors, kind), spec)
+        if kind in self.apart:
+            return own(*args, **kwargs)
+        before = _attributes(self.blocks[block][1], set(), {})
         out = own(*args, **kwargs)
         outputs, out_spec = compat.tree_flatten(out)
-        if not all(isinstance(x, Tensor) or type(x) in PLAIN_TYPES for x in outputs):
+        same = before == _attributes(self.blocks[block][1], set(), {})
+        if not same or not all(isinstance(x, Tensor) or type(x) in PLAIN_TYPES for x in outputs):
+            self.apart.add(kind)
             return out  # ENTER without LEAVE: later calls are traced too
         results = LEAVE([x for x in outputs if isinstance(x, Tensor)], kind)
         _results[kind], self.first[kind] = results, FirstCall(block, outputs, out_spec)

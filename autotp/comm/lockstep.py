@@ -140,11 +140,12 @@ def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True
         return [message[len(text) :] for message in everyone]
 
 
-def _turn(what: str, channel: Channel) -> AbstractContextManager[None]:
+def _turn(what: str, *channels: Channel) -> AbstractContextManager[None]:
     """A turn of its own, but in a backward, of which whoever called it has the turn: this may be another thread."""
     if compat.graph_task() < 0:
-        return Turn(what, channel)
-    joined(channel)
+        return Turn(what, *channels)
+    for channel in channels:
+        joined(channel)
     return nullcontext()
 
 
@@ -178,9 +179,26 @@ def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
         )
 
 
-def meet_in(group: str, what: str) -> None:
-    """`meet` of the ranks of the group of this name; nothing where the ranks of that group are not compared."""
-    meet(_by_name.get(group), what)
+@contextlib.contextmanager
+def meeting_in(group: str, what: str) -> Iterator[None]:
+    """Around a collective that torch begins: a turn, in which ranks `meet` before it, and that names who is lost.
+
+    Until it has begun nobody else may: another thread's calls have collectives too.
+
+    Args:
+        group: the name of its process group, whose ranks may be ones that are not compared. what: it is, in words.
+
+    Raises:
+        RankError: as `meet` does, or in the place of what the collective raised.
+    """
+    channel = _by_name.get(group)
+    with _turn(what, *filter(None, [channel])):
+        meet(channel, what)
+        try:
+            yield
+        except RuntimeError as error:
+            lost(error, group)
+            raise
 
 
 def meet_everywhere(what: str) -> None:
@@ -227,7 +245,7 @@ def whole_backward() -> Iterator[None]:
     Raises:
         RankError: in the place of what such a collective raised.
     """
-    with Turn("a backward") if compat.graph_task() < 0 else nullcontext():
+    with _turn("a backward"):
         try:
             yield
         except BaseException as error:

@@ -70,6 +70,36 @@ class Keeps(Block):
         return super().forward(x, mask)
 
 
+class Product:
+    """Computes a block's product, as processors of attention do; `held` is anything."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held, self.sizes = held, torch.Size([WIDTH])
+
+    def __call__(self, gate: Tensor, value: Tensor) -> Tensor:
+        return gate.sigmoid() * value
+
+
+class Aided(Block):
+    """Has an object of its own for its product."""
+
+    def __init__(self, place: int, scale: float = 1.0) -> None:
+        super().__init__(place, scale)
+        self.product = Product()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.down(self.product(*self.up(x).chunk(2, -1))) * self.scale
+        return x + (y if mask is None else y * mask)
+
+
+class Leaves(Aided):
+    """Leaves in its object what the model reads afterwards."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.product.held = y = super().forward(x, mask)
+        return y
+
+
 class Closed(Block):
     """Reads a weight that is not its own."""
 
@@ -95,6 +125,7 @@ class Stack(nn.Module):
         for i, block in enumerate(self.layers):
             before, x = x, block(x, mask=torch.ones_like(x[..., :1]) if i == 2 else None)
             kept += [before * i] if i in (1, 3) else []
+            kept += [block.product.held] if isinstance(block, Leaves) else []
         return x, *kept
 
 
@@ -154,7 +185,7 @@ def test_a_transformer_is_the_same_graph_and_plan(name, counted, monkeypatch):
     ], "but for the names of values"
 
 
-@pytest.mark.parametrize("kind", [Block, Owns])
+@pytest.mark.parametrize("kind", [Block, Owns, Aided])
 def test_what_happens_between_blocks_is_kept(kind, counted, monkeypatch, captured_once):
     model = Stack(kind)
     once = capture_model(model, normalise(X), torch.device("cpu"))[0]
@@ -167,6 +198,32 @@ def test_blocks_that_differ_are_traced_apart(counted):
     model = Stack(scales=(1.0, 2.0, 1.0, 2.0, 1.0, 3.0))
     assert autotp.verify(model, 2, X)
     assert counted == {"full": 3, "short": 2}, "the third has a mask; the last is alone of its kind"
+
+
+@pytest.mark.parametrize("held", [float, lambda i: Product(i), lambda i: [lambda x: x], lambda i: torch.zeros(1)])
+def test_blocks_whose_objects_hold_something_else_are_traced_apart(held, counted, captured_once):
+    model = Stack(Aided)
+    for i, block in enumerate(model.layers):
+        vars(block)["product"].held = held(i)
+    assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH
+    assert autotp.verify(model, 2, X) and counted == {"full": 0, "short": 0}
+
+
+def test_an_object_that_holds_itself_is_told():
+    model = Stack(Aided)
+    for block in model.layers:
+        product = vars(block)["product"]
+        product.held = product
+    assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH, "it is not looked into further"
+
+
+def test_what_blocks_leave_in_their_objects_is_each_ones_own(monkeypatch, captured_once):
+    model = Stack(Leaves)
+    flat = rows(captured_flat(model, X, monkeypatch))
+    assert rows(capture_model(model, normalise(X), torch.device("cpu"), check=False)[0]) == flat
+    assert autotp.verify(model, 2, X)
+    monkeypatch.setattr(repeated_blocks, "_attributes", lambda *_: [])  # the negative control
+    assert rows(capture_model(model, normalise(X), torch.device("cpu"), check=False)[0]) != flat
 
 
 @pytest.mark.parametrize("kind", [Reads, Writes, Keeps, Closed])

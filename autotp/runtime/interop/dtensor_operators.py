@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -23,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from autotp import compat
-from autotp.comm.lockstep import lost, meet_in, whole_backward
-from autotp.comm.turn import Turn
+from autotp.comm.lockstep import meeting_in, whole_backward
 from autotp.errors import StateError
 from autotp.inputs import Leaves
 
@@ -360,14 +358,8 @@ def _compared_first(run: Callable[[], Tensor], local: Any, source: Any, target: 
         return run()
     lies = [", ".join(map(str, spec.placements)) for spec in (source, target)]
     what = f"collective of torch, {tuple(source.shape)} from {lies[0]} to {lies[1]}"
-    # Until it has begun: another thread's calls have collectives too. A backward is a turn already.
-    with Turn(what) if compat.graph_task() < 0 else nullcontext():
-        meet_in(group, what)
-        try:
-            return run()
-        except RuntimeError as error:
-            lost(error, group)
-            raise
+    with meeting_in(group, what):
+        return run()
 
 
 def _group_of(source: Any, target: Any) -> str:
