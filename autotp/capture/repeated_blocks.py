@@ -84,8 +84,8 @@ def place_in(stack: str, name: str) -> int | None:
 
 def kinds(stack: Stack) -> list[Hashable | None]:
     """For every block what it has in common with those that are alike; None where it must be traced by itself."""
-    places, values = _places(list(stack)), dict[int, Hashable]()
-    return [_kind(block, places, values) for block in stack]
+    places, objects = _places(list(stack)), dict[int, Hashable]()
+    return [_kind(block, places, objects) for block in stack]
 
 
 def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
@@ -99,18 +99,18 @@ def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
     return {place for place, numbers in offsets.items() if len(numbers) > 1 and len(set(numbers)) == 1}
 
 
-def _kind(block: nn.Module, places: set[AttributePlace], values: dict[int, Hashable]) -> Hashable | None:
+def _kind(block: nn.Module, places: set[AttributePlace], objects: dict[int, Hashable]) -> Hashable | None:
     if any(vars(module)[name] for module in block.modules() for name in HOOKS):
         return None
     classes = [(path, type(module)) for path, module in block.named_modules()]
     shapes = [(name, _shape(tensor)) for name, tensor in tensors_of(block).items()]
-    return *classes, *shapes, *_attributes(block, places, values)
+    return *classes, *shapes, *_attributes(block, places, objects)
 
 
-def _attributes(block: nn.Module, places: Set[AttributePlace], values: dict[int, Hashable]) -> list[Hashable]:
+def _attributes(block: nn.Module, places: Set[AttributePlace], objects: dict[int, Hashable]) -> list[Hashable]:
     """List what the modules of a block hold beside modules, parameters and buffers."""
     every = [((path, n), v) for path, module in block.named_modules() for n, v in vars(module).items()]
-    return [(place, _value(v, values)) for place, v in every if place not in places and place[1] not in OWN]
+    return [(place, _value(v, objects)) for place, v in every if place not in places and place[1] not in OWN]
 
 
 def _shape(tensor: Tensor) -> Hashable:
@@ -118,34 +118,40 @@ def _shape(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), tensor.stride(), traits
 
 
-def _value(value: Any, values: dict[int, Hashable]) -> Hashable:
+def _value(value: Any, objects: dict[int, Hashable] | None) -> Hashable:
     """Make a value that is equal for two attributes only where a forward cannot tell them apart.
 
     Args:
-        value: of an attribute. values: id of what was met -> its value; taken up.
+        value: of an attribute. objects: id of an object that was met -> its value; taken up. None for what an object
+            holds: further objects, which may lead anywhere, are themselves alone.
     """
     if type(value) in PLAIN_TYPES:
         return type(value), value
-    if id(value) not in values:
-        values[id(value)] = id(value)  # what it holds may hold it
-        if (parts := _parts(value)) is not None:
-            values[id(value)] = type(value), *(_value(x, values) for x in parts)
-    return values[id(value)]
+    if (parts := _parts(value)) is not None:
+        return type(value), *(_value(x, objects) for x in parts)
+    if objects is None or not _attributes_alone(value):
+        return id(value)
+    if id(value) not in objects:
+        objects[id(value)] = type(value), _value(vars(value), None)
+    return objects[id(value)]
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """List what a collection or an object holds; None for what may be more than that: a function, tensor or module, an
-    object of a class that keeps values in slots or in C."""
-    kind = type(value)
-    if kind in (list, tuple, torch.Size):
+    """List what a collection holds; None for what is none."""
+    if type(value) in (list, tuple, torch.Size):
         return value
-    if kind in (set, frozenset):
+    if type(value) in (set, frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, Mapping) and kind.__name__ in ("dict", "OrderedDict"):
-        return *value, *value.values()
-    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    plain = kind.__new__ is object.__new__ and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
-    return _parts(vars(value)) if plain and not slots else None
+    mapping = isinstance(value, Mapping) and type(value).__name__ in ("dict", "OrderedDict")
+    return (*value, *value.values()) if mapping else None
+
+
+def _attributes_alone(value: Any) -> bool:
+    """Return whether an object holds nothing but attributes, as a block's processor of attention: no function, tensor
+    or module, none of a class that keeps values in slots or in C."""
+    slots = any(vars(base).get("__slots__") for base in type(value).__mro__)
+    plain = type(value).__new__ is object.__new__ and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+    return plain and not slots
 
 
 @contextmanager

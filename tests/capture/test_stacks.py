@@ -214,7 +214,7 @@ def test_an_object_that_holds_itself_is_told():
     for block in model.layers:
         product = vars(block)["product"]
         product.held = product
-    assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH, "it is not looked into further"
+    assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH, "an object in an object is itself alone"
 
 
 def test_what_blocks_leave_in_their_objects_is_each_ones_own(monkeypatch, captured_once):
