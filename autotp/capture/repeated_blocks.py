@@ -257,6 +257,8 @@ class Repeats:
             if signature is None or calls > 1:
                 return own(*args, **kwargs)
             number = numbers.setdefault((kind, signature, spec), len(numbers))
+            if number in self.apart:
+                return own(*args, **kwargs)
             return self._call(own, index, number, leaves, spec)
 
         with mock.patch.object(block, "forward", forward):  # which puts back a forward that the block has of its own
@@ -267,9 +269,7 @@ class Repeats:
         if kind in _results:
             first = self.first[kind]
             return _rebuilt(first.leaves, REPEAT(tensors, kind, block), first.spec)
-        args, kwargs = _rebuilt(leaves, tensors if kind in self.apart else ENTER(tensors, kind), spec)
-        if kind in self.apart:
-            return own(*args, **kwargs)
+        args, kwargs = _rebuilt(leaves, ENTER(tensors, kind), spec)
         before = _attributes(self.blocks[block][1], set(), {})
         out = own(*args, **kwargs)
         outputs, out_spec = compat.tree_flatten(out)

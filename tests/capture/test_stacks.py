@@ -200,7 +200,7 @@ def test_blocks_that_differ_are_traced_apart(counted):
     assert counted == {"full": 3, "short": 2}, "the third has a mask; the last is alone of its kind"
 
 
-@pytest.mark.parametrize("held", [float, lambda i: Product(i), lambda i: [lambda x: x], lambda i: torch.zeros(1)])
+@pytest.mark.parametrize("held", [float, Product, lambda i: [lambda x: x], lambda i: torch.zeros(1)])
 def test_blocks_whose_objects_hold_something_else_are_traced_apart(held, counted, captured_once):
     model = Stack(Aided)
     for i, block in enumerate(model.layers):
