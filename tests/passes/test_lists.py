@@ -115,6 +115,28 @@ def test_literals_do_not_tell_equal_blocks_apart():
     assert autotp.verify(Begun(2, 1, 2), 2, X)
 
 
+class Chosen(nn.Module):
+    """A block that works on the tokens whose first element is positive, as many as the data tell in each block."""
+
+    def __init__(self, last: int = WIDTH) -> None:
+        super().__init__()
+        self.last, self.up, self.down = last, nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        chosen = (tokens[: self.last, 0] > 0).nonzero().flatten()
+        return tokens.index_add(0, chosen, self.down(torch.relu(self.up(tokens[chosen])))).view_as(x)
+
+
+def test_sizes_that_the_data_tell_do_not_tell_equal_blocks_apart(monkeypatch):
+    few = decided(nn.Sequential(Chosen(), Chosen()))
+    assert decided(nn.Sequential(Chosen(), Chosen(), Chosen(), Chosen())) == few
+    assert decided(nn.Sequential(Chosen(), Chosen(), Chosen(3))) > few  # at most three are chosen, not eight
+    assert autotp.verify(nn.Sequential(Chosen(), Chosen(), Chosen()), 2, X)
+    monkeypatch.setattr(folding, "_told", lambda program: {})
+    assert decided(nn.Sequential(Chosen(), Chosen(), Chosen(), Chosen())) > few
+
+
 class Cut(nn.Module):
     """A layer of some positions, from one on."""
 
