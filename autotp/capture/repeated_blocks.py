@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -130,7 +131,7 @@ def _value(value: Any, objects: dict[int, Hashable] | None) -> Hashable:
     if (parts := _parts(value)) is not None:
         return type(value), *(_value(x, objects) for x in parts)
     if objects is None or not _attributes_alone(value):
-        return id(value)
+        return MethodType(id, value)  # equal for the same object alone, and keeps it, as its number would not
     if id(value) not in objects:
         objects[id(value)] = type(value), _value(vars(value), None)
     return objects[id(value)]

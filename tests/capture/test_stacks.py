@@ -217,6 +217,17 @@ def test_an_object_that_holds_itself_is_told():
     assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH, "an object in an object is itself alone"
 
 
+def test_an_object_is_another_than_one_whose_memory_it_took():
+    block = Aided(0)
+    block.product.held = [torch.ones(1)]
+    before = repeated_blocks._attributes(block, set(), {})
+    assert repeated_blocks._attributes(block, set(), {}) == before
+    for _ in range(3):
+        block.product.held.pop()
+        block.product.held.append(torch.ones(1))
+        assert repeated_blocks._attributes(block, set(), {}) != before
+
+
 def test_what_blocks_leave_in_their_objects_is_each_ones_own(monkeypatch, captured_once):
     model = Stack(Leaves)
     flat = rows(captured_flat(model, X, monkeypatch))
