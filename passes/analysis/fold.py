@@ -19,7 +19,7 @@ from autotp.ir.op import sizes
 from autotp.ir.scopes import Block, Blocks, module_of, module_path
 
 Members = dict[str, list[fx.Node]]  # path of a block -> its nodes, in order
-Told = Mapping[sympy.Symbol, Any]  # a size that only the data tell -> what is known of it
+DataSizes = Mapping[sympy.Symbol, Any]  # a size that only the data tell -> what is known of it
 
 LISTS = -1  # in place of a depth
 SELECT, SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
@@ -48,7 +48,7 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
         marks: node -> what sets it apart from its equals.
     """
     names = program.names | {x.node: NUMBER.sub("", x.name) for x in program.leaves if x.kind is CONSTANT}
-    marked, told = marks or {}, _told(program)
+    marked, data_sizes = marks or {}, _data_sizes(program)
 
     @cache
     def shape(n: fx.Node) -> Any:
@@ -66,17 +66,17 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
             for path, nodes in members.items():
                 place[nodes[0]] = equal = len(blocks)
                 if own := [n for n in nodes if n not in twins]:
-                    signature, own = _signature(path, own, names, shape, told)
+                    signature, own = _signature(path, own, names, shape, data_sizes)
                     equal, theirs = first.setdefault(signature, (equal, own))
                     twins.update((n, t) for n, t in zip(own, theirs, strict=True) if n is not t)
                 else:
                     equal = place.get(_first(twins, nodes[0]), equal)
                 blocks.append(Block(path, container, tuple(nodes), equal))
     weights = {x.node: DIGITS.sub("#", x.name) for x in program.leaves if x.kind.weight}
-    for loop in steps([n for n in paths if n not in twins], weights, lambda n: _numbered(shape(n), told, {})):
+    for loop in steps([n for n in paths if n not in twins], weights, lambda n: _numbered(shape(n), data_sizes, {})):
         alike: dict[Any, list[fx.Node]] = {}
         for nodes in loop:
-            signature, own = _signature("", nodes, weights, shape, told)
+            signature, own = _signature("", nodes, weights, shape, data_sizes)
             pairs = zip(own, alike.setdefault(signature, own), strict=True)
             # Two loops may read the same weights, in another order.
             twins.update((n, t) for n, t in pairs if n not in twins and _first(twins, t) is not n)
@@ -101,7 +101,7 @@ def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str
 
 
 def _signature(
-    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], shape: Callable[[fx.Node], Any], told: Told
+    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], shape: Callable[[fx.Node], Any], data_sizes: DataSizes
 ) -> tuple[Any, list[fx.Node]]:
     """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
     place, module = {n: i for i, n in enumerate(nodes)}, path.split("@")[0]
@@ -119,24 +119,24 @@ def _signature(
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
     rows = tuple((n.target, tuple(map(encode, _arguments(n, module))), shape(n), mark(n).no_grad) for n in nodes)
-    return _numbered(rows, told, {}), [*nodes, *leaves]
+    return _numbered(rows, data_sizes, {}), [*nodes, *leaves]
 
 
-def _told(program: Capture) -> Told:
+def _data_sizes(program: Capture) -> DataSizes:
     """Sizes that only the data tell, of which no guard speaks: each call that makes one has a symbol of its own."""
-    made = {s for n in program.graph.nodes for s in n.meta.get("unbacked_bindings") or ()}
+    symbols = {s for n in program.graph.nodes for s in n.meta.get("unbacked_bindings") or ()}
     read = {s for guard in program.guards for s in guard.free_symbols}
-    return {s: program.ranges.get(s) for s in made - read}
+    return {s: program.ranges.get(s) for s in symbols - read}
 
 
-def _numbered(value: Any, told: Told, numbers: dict[sympy.Symbol, sympy.Symbol]) -> Any:
+def _numbered(value: Any, data_sizes: DataSizes, numbers: dict[sympy.Symbol, sympy.Symbol]) -> Any:
     """The value with such sizes numbered in the order in which they come, as equal blocks have different ones."""
-    if isinstance(value, tuple) and told:
-        return tuple([_numbered(x, told, numbers) for x in value])
+    if isinstance(value, tuple) and data_sizes:
+        return tuple([_numbered(x, data_sizes, numbers) for x in value])
     if not isinstance(value, sympy.Expr):
         return value
-    for s in sorted(value.free_symbols & told.keys(), key=lambda s: (len(str(s)), str(s))):
-        numbers.setdefault(s, sympy.Symbol(f"{len(numbers)} {told[s]}", integer=True))
+    for s in sorted(value.free_symbols & data_sizes.keys(), key=lambda s: (len(str(s)), str(s))):
+        numbers.setdefault(s, sympy.Symbol(f"{len(numbers)} {data_sizes[s]}", integer=True))
     return value.xreplace(numbers)
 
 

@@ -133,7 +133,7 @@ def test_sizes_that_the_data_tell_do_not_tell_equal_blocks_apart(monkeypatch):
     assert decided(nn.Sequential(Chosen(), Chosen(), Chosen(), Chosen())) == few
     assert decided(nn.Sequential(Chosen(), Chosen(), Chosen(3))) > few  # at most three are chosen, not eight
     assert autotp.verify(nn.Sequential(Chosen(), Chosen(), Chosen()), 2, X)
-    monkeypatch.setattr(folding, "_told", lambda program: {})
+    monkeypatch.setattr(folding, "_data_sizes", lambda program: {})
     assert decided(nn.Sequential(Chosen(), Chosen(), Chosen(), Chosen())) > few
 
 
