@@ -43,15 +43,14 @@ BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
 POOLS: list[Pool] = []  # one, once a test has wanted it
 CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+RECORDS = "benchmarks/results", "docs/performance.md", "docs/models.md"  # what measuring writes
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="run the golden tests alone and rewrite tests/golden")
-    parser.addoption(
-        "--go-on", type=Path, metavar="FILE", help="leave out what passed at this commit by FILE; add to it"
-    )
+    parser.addoption("--go-on", type=Path, metavar="FILE", help="leave out what passed on this code by FILE; add to it")
     parser.addoption("--update-quick", action="store_true", help=f"rewrite {NOT_QUICK_FILE.name} by what tests take")
 
 
@@ -111,7 +110,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 class Passed:
-    """Tests that passed at this commit, which a later run leaves out: a long run goes on where it stopped."""
+    """Tests that passed on this code, which a later run leaves out: a long run goes on where it stopped.
+
+    The commit is the last that changed anything but results and their tables, which measuring commits in between.
+    """
 
     def __init__(self, file: Path | None, commit: str, tests: set[str]) -> None:
         self.file, self.commit, self.tests = file, commit, tests
@@ -120,7 +122,8 @@ class Passed:
     def read(cls, file: Path | None) -> Passed:
         if file is None:
             return cls(None, "", set())
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        words = ["git", "log", "-1", "--format=%H", "--", ".", *(f":!{path}" for path in RECORDS)]
+        commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
         record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return cls(file, commit, set(record.get("passed", ())) if record.get("commit") == commit else set())
 

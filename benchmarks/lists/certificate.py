@@ -23,9 +23,10 @@ from benchmarks.helpers.build import Architecture, architectures
 from benchmarks.helpers.command import add_choice, choose, each, made
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.certified import PROGRAMS, certified, tried
+from benchmarks.helpers.performance import PAGE, made_now, result_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "certificate.json"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+HEADING = "Certificate"
 PRELOAD = "benchmarks.helpers.lists.certified"
 LIMIT = 300.0  # seconds for one architecture
 JUDGES = ("shapes", "types", "verify", "nobody")
@@ -43,10 +44,18 @@ def load() -> Record:
     return {"made": {}, "mutants": {}, "architectures": {}, **kept}
 
 
-def keep(results: Record) -> None:
-    """Write results and page, after each job."""
+def keep(results: Record, now: Mapping[str, Any] | None = None) -> None:
+    """Write results and page, after each job.
+
+    Args:
+        results: of both tables. now: commit, versions and machine for the section, where its mutants are of now.
+    """
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(render(PAGE.read_text(), results))
+    page, file = render(PAGE.read_text(), results), result_of(HEADING)
+    PAGE.write_text(page)
+    text = re.split(r"^## ", page.split(f"\n## {HEADING}\n", 1)[1], flags=re.MULTILINE)[0]
+    record = json.loads(file.read_text()) | dict(now or {}) | {"text": text.strip().splitlines()}
+    file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def render(page: str, results: Mapping[str, Any]) -> str:
@@ -115,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in track(PROGRAMS, console=Console(stderr=True), description="mutants"):
             results["mutants"][name] = run(tried, name, limit=10 * given.limit)
             keep(results)
+        keep(results, made_now())
     if given.what == "architectures":
 
         def add(architecture: Architecture, record: Record) -> str:
