@@ -124,7 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in track(PROGRAMS, console=Console(stderr=True), description="mutants"):
             results["mutants"][name] = run(tried, name, limit=10 * given.limit)
             keep(results)
-        keep(results, made_now())
     if given.what == "architectures":
 
         def add(architecture: Architecture, record: Record) -> str:
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         chosen = choose(given, results["architectures"], "certified-architectures")
         each(chosen, lambda architecture: run(certified, architecture, limit=given.limit), add, given.jobs)
-    keep(results)
+    keep(results, made_now() if given.what == "mutants" else None)
 
 
 if __name__ == "__main__":
