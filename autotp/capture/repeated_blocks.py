@@ -111,7 +111,10 @@ def _kind(block: nn.Module, places: set[AttributePlace], objects: dict[int, Hash
 def _attributes(block: nn.Module, places: Set[AttributePlace], objects: dict[int, Hashable]) -> list[Hashable]:
     """List what the modules of a block hold beside modules, parameters and buffers."""
     every = [((path, n), v) for path, module in block.named_modules() for n, v in vars(module).items()]
-    return [(place, _value(v, objects)) for place, v in every if place not in places and place[1] not in OWN]
+    try:
+        return [(place, _value(v, objects)) for place, v in every if place not in places and place[1] not in OWN]
+    except RecursionError:  # a collection that holds itself
+        return [object()]  # as no other block
 
 
 def _shape(tensor: Tensor) -> Hashable:

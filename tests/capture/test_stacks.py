@@ -217,6 +217,14 @@ def test_an_object_that_holds_itself_is_told():
     assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH, "an object in an object is itself alone"
 
 
+def test_a_collection_that_holds_itself_is_told():
+    model = Stack(Aided)
+    for block in model.layers:
+        vars(block)["product"].held = held = []
+        held.append(held)
+    assert len(set(repeated_blocks.kinds(model.layers))) == DEPTH
+
+
 def test_an_object_is_another_than_one_whose_memory_it_took():
     block = Aided(0)
     block.product.held = [torch.ones(1)]
