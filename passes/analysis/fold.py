@@ -135,7 +135,7 @@ def _numbered(value: Any, data_sizes: DataSizes, numbers: dict[sympy.Symbol, sym
         return tuple([_numbered(x, data_sizes, numbers) for x in value])
     if not isinstance(value, sympy.Expr):
         return value
-    for s in sorted(value.free_symbols & data_sizes.keys(), key=lambda s: (len(str(s)), str(s))):
+    for s in sorted(data_sizes.keys() & value.free_symbols, key=lambda s: (len(str(s)), str(s))):
         numbers.setdefault(s, sympy.Symbol(f"{len(numbers)} {data_sizes[s]}", integer=True))
     return value.xreplace(numbers)
 
