@@ -54,11 +54,15 @@ def command(
         write_section(heading, page(record))
 
 
-def write_section(title: str, text: str, page: Path = PAGE) -> None:
+def write_section(title: str, text: str, page: Path = PAGE, made_with: Mapping[str, Any] | None = None) -> None:
     """Put the text under the heading `## title` of the page, in the place of what was there, or at the end.
 
     The text also goes into a file of benchmarks/results, with what it was made with: figures elsewhere name that file
     (`benchmarks/results/figures.toml`).
+
+    Args:
+        title: of the section. text: below its heading. page: which is written.
+        made_with: commit, versions and machine of its figures, where these are not of now.
     """
     before = page.read_text(encoding="utf-8") if page.exists() else HEAD
     section = f"## {title}\n\n{text.strip()}\n"
@@ -68,7 +72,7 @@ def write_section(title: str, text: str, page: Path = PAGE) -> None:
     kept[at : at + 1] = [section]
     page.write_text("\n".join(kept), encoding="utf-8")
     if page == PAGE:
-        record = {"title": title, **made_now(), "text": text.strip().splitlines()}
+        record = {"title": title, **(made_with or made_now()), "text": text.strip().splitlines()}
         result_of(title).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

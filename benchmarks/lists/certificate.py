@@ -23,7 +23,7 @@ from benchmarks.helpers.build import Architecture, architectures
 from benchmarks.helpers.command import add_choice, choose, each, made
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.certified import PROGRAMS, certified, tried
-from benchmarks.helpers.performance import PAGE, made_now, result_of
+from benchmarks.helpers.performance import made_now, result_of, write_section
 
 RESULTS = Path(__file__).parents[1] / "results" / "certificate.json"
 HEADING = "Certificate"
@@ -51,19 +51,17 @@ def keep(results: Record, now: Mapping[str, Any] | None = None) -> None:
         results: of both tables. now: commit, versions and machine for the section, where its mutants are of now.
     """
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    page, file = render(PAGE.read_text(), results), result_of(HEADING)
-    PAGE.write_text(page)
-    text = re.split(r"^## ", page.split(f"\n## {HEADING}\n", 1)[1], flags=re.MULTILINE)[0]
-    record = json.loads(file.read_text()) | dict(now or {}) | {"text": text.strip().splitlines()}
-    file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    record = json.loads(result_of(HEADING).read_text())
+    text = "\n".join(record.pop("text"))
+    write_section(HEADING, render(text, results), made_with=now or record)
 
 
-def render(page: str, results: Mapping[str, Any]) -> str:
-    """The page with its two tables as the results say."""
+def render(section: str, results: Mapping[str, Any]) -> str:
+    """The section with its two tables as the results say."""
     for name, text in (("mutants", mutants(results)), ("architectures", listed(results))):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        page = re.sub(f"{begin}.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", page, flags=re.DOTALL)
-    return page
+        section = re.sub(f"{begin}.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", section, flags=re.S)
+    return section
 
 
 def mutants(results: Mapping[str, Any]) -> str:
