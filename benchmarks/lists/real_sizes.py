@@ -5,7 +5,7 @@ python -m benchmarks.lists.real_sizes --folder FOLDER --only NAME ...
 python -m benchmarks.lists.real_sizes --render                   # the page from the results that are there
 
 `python -m benchmarks.lists.libraries --install FOLDER` installs the packages. Each configuration of real_sizes.toml is
-captured once and planned at tp 2, 4 and 8, in a process of its own.
+captured once and planned at tp 2, 4 and 8, in a process of its own; compared with its capture in another, and exported.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.helpers import isolate
 from benchmarks.helpers.command import made, stamped
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.page import PAGE, load, render
-from benchmarks.helpers.lists.real import examine, export, reals
-from benchmarks.helpers.lists.real_page import asked, ratio
+from benchmarks.helpers.lists.real import compare, examine, export, reals
+from benchmarks.helpers.lists.real_page import asked, compared, ratio
 from benchmarks.results import fresh
 
 COMMAND, WARM = "benchmarks.lists.real_sizes", "benchmarks.helpers.lists.real"
@@ -37,6 +37,8 @@ def line(record: Record) -> str:
     for tp, result in record.get("tp", {}).items():
         shares = f"{result['parameters']:.3f} {result['flops']:.3f}" if "flops" in result else result.get("failed")
         parts.append(f"tp={tp} {result['seconds']:.0f} s {shares}")
+    if (comparison := compared(record)) is not None:
+        parts.append(f"comparison {comparison:.0f} s")
     if (times := ratio(record)) is not None:
         parts.append(f"{times:.2f} of torch.export's {record['export']:.1f} s (asked {asked(record)})")
     return "  ".join(parts)
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record, why = isolate.run(examine, real, given.folder, limit=given.limit, preload=WARM)
         record |= {"failed": why} if why and "capture" not in record else {}
         if "capture" in record:
-            record |= isolate.run(export, real, given.folder, limit=given.limit, preload=WARM)[0]
+            for function in (compare, export):
+                record |= isolate.run(function, real, given.folder, limit=given.limit, preload=WARM)[0]
         results = load(RESULTS.name)  # another process may have written meanwhile
         text = json.dumps(stamped({**record, "load": round(os.getloadavg()[0], 1)}))
         folder = f"{given.folder.rstrip('/')}/"

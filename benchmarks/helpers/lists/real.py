@@ -111,6 +111,24 @@ def repeated_share(captured: Capture) -> float:
     return sum(node in inside for node in operators) / max(len(operators), 1)
 
 
+def compare(real: Real, folder: str, send: Send) -> None:
+    """CPU seconds of a capture that is compared with the model, as by default, and on what it was compared.
+
+    Args:
+        real: of the list. folder: where packages of other libraries are. send: takes the record.
+    """
+    if folder:
+        sys.path.append(folder)
+    model, inputs = real.make()
+    began = time.process_time()
+    try:
+        captured, _ = capture_model(model, normalise(inputs), torch.device("cpu"))
+    except Exception as error:
+        return send({"compare_failed": reason(error)})
+    seconds = round(time.process_time() - began, 1)
+    return send({"compared": seconds, "compared_on": [note for note in captured.notes if "compared" in note]})
+
+
 def export(real: Real, folder: str, send: Send) -> None:
     """CPU seconds of `torch.export` alone: with every size free, or where it does not take that with none.
 

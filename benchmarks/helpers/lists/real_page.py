@@ -11,8 +11,10 @@ from .library_page import lines
 
 CAUSES = Path(__file__).resolve().parents[2] / "real_sizes_causes.toml"
 SECONDS = 60.0  # of CPU that capture and a plan may take
+COMPARED = 20.0  # that the comparison may add
 REPEATED = 0.75  # of the operators in blocks that occur often: a model of repeated blocks
 DEGREES = "2", "4", "8"
+HEADINGS = "configuration|parameters, 1e9|capture|plan|comparison|of torch.export|parameters|flops|whole"
 Record = Mapping[str, Any]
 
 HEAD = """\
@@ -22,14 +24,17 @@ Well-known configurations, on the meta device, in bfloat16 (DLRM in float32), pl
 [benchmarks/real_sizes.toml](../benchmarks/real_sizes.toml) says how each of {listed} is built and called, of which
 {count} were run. The triangle attention, ESMFold's trunk, GraphGPS, Graphormer, the two towers and DLRM are [modules
 as users write them](../benchmarks/helpers/lists/real_modules.py); the others are their libraries' own. Each was
-captured once and planned at three degrees, with `check_capture=False`: the comparison runs a model on the example
-inputs, and here takes as long as that does on a CPU, up to minutes.
+captured once and planned at three degrees with `check_capture=False`, and in another process captured and compared, as
+by default.
 
 {made} CPU seconds, of one process each, on a loaded machine (load averages of {least:.0f} to {most:.0f} on two
 cores): an idle one takes less.
 
 - **capture, plan**: CPU seconds of the capture, and of the slowest of the three plans. {within} of {count} take at most
   {seconds:.0f} s for both.
+- **comparison**: CPU seconds that it adds to a capture. {compared} of {count} were compared, all on smaller stand-ins
+  of the same classes, which a note of the plan says; {again} of these take at most as long again as capture and plan,
+  and at most {most_compared:.0f} s. A dash was not: no smaller one can be made, and its weights take over 1 GB.
 - **of torch.export**: both seconds over those of `torch.export` of the same model with every size free; a dash where
   that was not run.
 - **parameters, flops**: the share of the fullest rank, in percent, at tp=2, 4 and 8. Perfect are 50, 25 and 12.5.
@@ -52,10 +57,12 @@ def real_sizes(results: Mapping[str, Any], made: str, causes: Mapping[str, str] 
     causes = tomllib.loads(CAUSES.read_text()) if causes is None else causes
     loads = [m["load"] for m in models.values()]
     within = sum(seconds(m) <= SECONDS for m in models.values())
-    numbers = {"within": within, "count": len(models), "seconds": SECONDS, "listed": results["listed"]}
+    comparisons = {name: seconds_ for name, m in models.items() if (seconds_ := compared(m)) is not None}
+    again = sum(s <= min(seconds(models[name]), COMPARED) for name, s in comparisons.items())
+    numbers = {"compared": len(comparisons), "again": again, "most_compared": COMPARED}
+    numbers |= {"within": within, "count": len(models), "seconds": SECONDS, "listed": results["listed"]}
     yield HEAD.format(made=made, least=min(loads), most=max(loads), **numbers)
-    head = ["configuration", "parameters, 1e9", "capture", "plan", "of torch.export", "parameters", "flops", "whole"]
-    yield lines(head, [_row(name, m, causes) for name, m in models.items()])
+    yield lines(HEADINGS.split("|"), [_row(name, m, causes) for name, m in models.items()])
 
 
 def seconds(record: Record) -> float:
@@ -71,6 +78,13 @@ def ratio(record: Record) -> float | None:
     return seconds(record) / record["export"] if record.get("export") else None
 
 
+def compared(record: Record) -> float | None:
+    """CPU seconds that the comparison adds to a capture; None where it was not compared."""
+    if not any("was compared with" in note for note in record.get("compared_on", ())):
+        return None
+    return max(record["compared"] - record["capture"], 0.0)
+
+
 def asked(record: Record) -> float:
     """The ratio that is asked: of a model that is mostly repeated blocks a smaller one."""
     return 1.0 if record["repeated"] >= REPEATED else 2.5
@@ -78,12 +92,13 @@ def asked(record: Record) -> float:
 
 def _row(name: str, record: Record, causes: Mapping[str, str]) -> list[str]:
     if "capture" not in record:
-        return [name, "-", "-", "-", "-", "-", "-", f"{record['failed']} {causes.get(name, '')}".strip()]
+        return [name, *["-"] * 7, f"{record['failed']} {causes.get(name, '')}".strip()]
     plans = [record.get("tp", {}).get(tp, {}) for tp in DEGREES]
     slowest = max((f"{plan['seconds']:.0f}" for plan in plans if "seconds" in plan), key=int, default="-")
     shares = [" ".join(_share(plan, kind) for plan in plans) for kind in ("parameters", "flops")]
-    times = ratio(record)
-    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest, f"{times:.2f}" if times else "-"
+    times, added = ratio(record), compared(record)
+    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest
+    first += "-" if added is None else f"{added:.0f}", f"{times:.2f}" if times else "-"
     return [name, *first, *shares, _whole(plans[-1], causes.get(name, ""))]
 
 
