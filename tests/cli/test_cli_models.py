@@ -291,9 +291,11 @@ def test_ctrl_c_ends_a_command_with_a_sentence(tmp_path, deaf):
         [sys.executable, "-m", "autotp", "plan", "waiting:make"],
         os.environ | {"PYTHONPATH": str(ROOT)},
     )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job ignores it, as its children would
     with subprocess.Popen(
         command, cwd=tmp_path, env=everything, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
+        signal.signal(signal.SIGINT, before)
         assert process.stdout is not None and process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGINT)
         try:
