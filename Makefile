@@ -37,7 +37,7 @@ seconds: $(READY) ## Measure which tests `make quick` leaves out (tests/not_quic
 	$(PYTEST) $(SPREAD) -m quick --update-quick $(ARGS)
 
 slow: $(READY) ## Run the tests over 10 CPU seconds (tests/slow.txt); goes on where it stopped on the same code
-	$(PYTEST) $(SPREAD) -m slow --go-on build/slow.json $(ARGS)
+	$(PYTEST) $(SPREAD) -m slow --go-on=build/slow.json $(ARGS)
 
 sample: $(READY) ## Run the slow tests that tests/slow.txt says `check` of
 	$(PYTEST) $(SPREAD) -m sample

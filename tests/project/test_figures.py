@@ -228,3 +228,5 @@ def test_slow_tests_go_on_at_the_same_commit(tmp_path):
     assert Passed.read(file).tests == {"a"}
     file.write_text(file.read_text().replace(begun.commit, "another"), encoding="utf-8")
     assert Passed.read(file).tests == set()
+    # pytest takes a file that is there for a test of its own, before it has read what options our conftest adds
+    assert "--go-on=" in (ROOT / "Makefile").read_text()

@@ -28,7 +28,8 @@ from autotp.proof.spelling import STEPS, transit
 from benchmarks.helpers.lists.certified import PROGRAMS as CASES
 from benchmarks.helpers.lists.certified import outputs, programs, tried
 from benchmarks.helpers.lists.mutants import copied, mutants
-from benchmarks.lists.certificate import PAGE, load, render
+from benchmarks.helpers.performance import PAGE
+from benchmarks.lists.certificate import load, render
 from tests.helpers.models import planned
 from tests.helpers.modules.two_axes import model_of
 
