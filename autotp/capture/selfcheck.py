@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +25,47 @@ from autotp.text import failure
 from .copies import copied, made_real, tensors_of
 
 MAX_WEIGHT_BYTES = 10**9  # bytes of weights up to which a capture is compared without being asked to
+CALLS = 3  # as long as the first that a comparison takes at least: it makes some five, and the first is the longest
+ALL_THE_SAME = "check_capture=True compares all the same"
 OUTPUT, STATE, GRADIENT = "output ", "", "the gradient of "
 # By kind (outputs, buffers and inputs as they are afterwards, gradients of parameters and inputs), values by name.
 Results = dict[str, Mapping[str, Any]]
+
+
+class TooLong(Exception):
+    """A comparison that takes longer than it may."""
+
+
+class _AtMost(compat.TorchDispatchMode):
+    """End what runs at the first operator after so many CPU seconds."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.deadline = time.process_time() + seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.process_time() > self.deadline:
+            raise TooLong
+        return func(*args, **(kwargs or {}))
+
+
+class Clock:
+    """The CPU seconds that a comparison may take in all."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = self.rest = seconds
+
+    @contextmanager
+    def running(self, share: float = 1.0) -> Iterator[None]:
+        """Count what runs within; it ends by `TooLong` once it has taken more than this share of what is left."""
+        began = time.process_time()
+        try:
+            with _AtMost(share * self.rest) if self.seconds < math.inf else nullcontext():
+                yield
+        finally:
+            self.rest -= time.process_time() - began
 
 
 @dataclass
@@ -37,6 +77,7 @@ class Trial:
         ground: what is compared in place of the model on the example inputs; "" where it is these.
         refused: what was found wrong of a capture, the last one that was.
         short: smaller inputs, of which the first that a capture accepts is taken.
+        clock: what all of it may take. too_long: whether it took longer.
     """
 
     model: nn.Module
@@ -47,6 +88,8 @@ class Trial:
     ground: str = ""
     refused: str = ""
     short: tuple[Inputs, ...] = ()
+    clock: Clock = field(default_factory=lambda: Clock())
+    too_long: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None) -> Trial:
@@ -61,7 +104,7 @@ class Trial:
             return cls(model, inputs, device, "check_capture=False")
         size = bytes_of(model)
         if size >= MAX_WEIGHT_BYTES and not check:
-            why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; check_capture=True compares all the same"
+            why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; {ALL_THE_SAME}"
             return cls(model, inputs, device, why)
         empty = ["weights"] * on_meta(model) + ["inputs"] * any(t.is_meta for t in inputs.tensors)
         ground = f"random {' and '.join(empty)}, for there are none on the meta device" if empty else ""
@@ -84,9 +127,10 @@ class Trial:
     def called_model(self) -> nn.Module:
         """The copy after one call: what that left in attributes and in buffers, such as a cache, belongs together."""
         with self._undisturbed(buffers=False), torch.enable_grad():
-            inputs = self.mapped()
-            self.copied(*inputs.args, **inputs.kwargs)
-        return self.copied
+            model, inputs = self.copied, self.mapped()
+            with self.clock.running(1 / CALLS):
+                model(*inputs.args, **inputs.kwargs)
+        return model
 
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
         """The example inputs on the device of the capture, each tensor changed."""
@@ -112,7 +156,7 @@ class Trial:
 
     def on(self, inputs: Inputs) -> Trial:
         """Make a trial of other inputs."""
-        return Trial(self.model, inputs, self.device, ground=self.ground)
+        return Trial(self.model, inputs, self.device, ground=self.ground, clock=self.clock)
 
     def compare(self, program: Capture) -> float:
         """The largest relative difference between a capture and the model; nan where the model fails, see `skip`.
@@ -127,7 +171,12 @@ class Trial:
             return float("nan")
         allowed = self.tolerance(program)
         try:
-            return _compare(self._captured(program, GRADIENT in theirs), theirs, allowed)
+            with self.clock.running():
+                ours = self._captured(program, GRADIENT in theirs)
+            return _compare(ours, theirs, allowed)
+        except TooLong as error:
+            self.skip = self._failed(error)
+            return float("nan")
         except _Differs as fault:
             text = f"{fault} of its largest value, and rounding allows {allowed:.1e}"
             self.refused = f"self-check: the captured graph is not the model: {text}"
@@ -150,10 +199,10 @@ class Trial:
         inputs = self.mapped()
         try:
             self.called_model  # noqa: B018  # the first call; the next one is compared
-            with self._undisturbed(), torch.enable_grad():
+            with self._undisturbed(), torch.enable_grad(), self.clock.running():
                 results = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
-            self.skip = self._failed(error)
+            self.skip, self.too_long = self._failed(error), isinstance(error, TooLong)
             return None
         if self.ground and not finite(results[OUTPUT].values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"
@@ -170,6 +219,8 @@ class Trial:
 
     def _failed(self, error: Exception) -> str:
         where = f"on {self.ground}" if self.ground else "on the example inputs"
+        if isinstance(error, TooLong):
+            return f"it would take over {self.clock.seconds:.0f} CPU seconds {where}; {ALL_THE_SAME}"
         return f"the model itself fails {where}: {failure(error)}"
 
     def _results(self, inputs: Inputs) -> Results:

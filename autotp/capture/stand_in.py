@@ -18,7 +18,7 @@ from autotp.ir.graph import Capture
 from autotp.text import first_line
 
 from .copies import copied, tensors_of
-from .selfcheck import MAX_WEIGHT_BYTES, Trial, bytes_of, on_meta
+from .selfcheck import MAX_WEIGHT_BYTES, Clock, Trial, bytes_of, on_meta
 from .small_model import cut, cuts, differs, narrowed
 
 MAX_REAL_NUMBERS = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
@@ -26,6 +26,8 @@ MAX_STAND_IN_NUMBERS = 1 << 26  # numbers in all weights of a stand-in
 EXAMPLES, LENGTH = 2, 16  # what the first two dimensions of inputs are cut to
 WEIGHT_COPIES = 4  # times the weights: a copy, the gradients of both sides, and what is computed on the way
 MAX_LONE_BYTES = 8 * 10**9  # bytes of weights above which a model takes minutes on its own
+MAX_DRAWN_BYTES = 2 * 10**9  # and above which it takes ten seconds to draw them for the meta device
+MAX_SECONDS = 20.0  # of the CPU, for all calls of a comparison
 Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and holds the capture against it
 
 
@@ -64,27 +66,34 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
     empty, size = on_meta(model), bytes_of(model)
     if not empty and size < MAX_WEIGHT_BYTES:
         return whole
+    clock, late, most = Clock(MAX_SECONDS), "", MAX_DRAWN_BYTES if empty else MAX_LONE_BYTES
     # Of a few GB for the case that no stand-in runs: not compared at all would be worse than slowly.
-    if MAX_WEIGHT_BYTES <= size <= MAX_LONE_BYTES and WEIGHT_COPIES * size <= free_memory(device):
+    if MAX_WEIGHT_BYTES <= size <= most and WEIGHT_COPIES * size <= free_memory(device):
         whole = Trial.of(model, inputs, device, True)
     # The model itself is compared on short inputs first: its forward costs by their length.
-    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= MAX_WEIGHT_BYTES else ())
+    whole = replace(whole, short=tuple(shortened(inputs, {})), clock=clock)
     # A small model on the meta device needs no stand-in: random weights make it real as it is.
     if not empty or _count(model) > MAX_REAL_NUMBERS:
         for small in _smaller(model):
             # Each length in turn: a forward that cuts 512 positions into blocks of 64 does not run on 16.
             for short in shortened(inputs, small.widths):
                 stand_in = StandIn(
-                    small.model, short, device, ground=small.text, small=small, capturer=capturer, whole=whole
-                )
+                    small.model, short, device, ground=small.text, small=small, capturer=capturer, whole=whole,
+                    clock=clock,
+                )  # fmt: skip
                 if stand_in.runs():
                     return stand_in
+                if stand_in.too_long:
+                    late = stand_in._trial.skip
+                    break
+            if clock.rest < MAX_SECONDS / 2:
+                break  # one call of attention took most of it
     if whole.skip:
-        why = f"{whole.skip}; no small model of its classes could be made from it, and by itself one is compared up to "
-        return replace(
-            whole, skip=f"{why}{MAX_LONE_BYTES / 1e9:.0f} GB, where {WEIGHT_COPIES} times its weights are free"
-        )
-    return whole
+        why = f"{whole.skip}; no small model of its classes could be made from it and compared in {MAX_SECONDS:.0f} "
+        why += f"CPU seconds, and by itself one is compared up to {most / 1e9:.0f} GB, where {WEIGHT_COPIES} times its "
+        why += "weights are free"
+        return replace(whole, skip=why)
+    return replace(whole, skip=late)  # of a model whose stand-in takes too long, as it takes longer yet
 
 
 def free_memory(device: torch.device) -> int:
@@ -149,11 +158,13 @@ class StandIn(Trial):
     @cached_property
     def _trial(self) -> Trial:
         """A trial of the small model for captures of its own."""
-        return Trial(self.model, self.inputs, self.device, ground=self.ground)
+        return Trial(self.model, self.inputs, self.device, ground=self.ground, clock=self.clock)
 
     def runs(self) -> bool:
         """Return whether the small model takes these inputs, and gives numbers."""
-        return self._trial.original is not None
+        runs = self._trial.original is not None
+        self.too_long = self._trial.too_long
+        return runs
 
     @cached_property
     def _small_capture(self) -> tuple[Capture | None, str, str]:

@@ -6,6 +6,7 @@ from .fake import (
     FakeTensorMode,
     Max,
     Min,
+    TorchDispatchMode,
     fake,
     fake_mode,
     mode_of,

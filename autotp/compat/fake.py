@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._sympy.functions import Max as Max
 from torch.utils._sympy.functions import Min as Min
 from torch.utils._sympy.printers import PythonPrinter

@@ -90,6 +90,28 @@ def test_a_wrong_capture_is_found_by_the_stand_in(way):
     assert "was not compared with the model: check_capture=False" in told(empty(wrong=True), check=False)
 
 
+def test_a_comparison_ends_after_its_seconds_and_says_so(way, monkeypatch):
+    assert "not compared" not in told(empty())  # the control
+    monkeypatch.setattr(stand_in, "MAX_SECONDS", 0.0)
+    assert "not compared with the model: it would take over 0 CPU seconds on a stand-in" in told(empty(wrong=True))
+    assert "check_capture=True compares all the same" in told(empty())
+    with pytest.raises(CaptureError, match="self-check"):
+        told(empty(wrong=True), check=True)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_whatever_call_of_a_comparison_is_too_long_is_the_last(way, monkeypatch, calls):
+    begun: list[float] = []
+
+    class Some(selfcheck._AtMost):
+        def __init__(self, seconds: float) -> None:
+            begun.append(seconds)
+            super().__init__(seconds if len(begun) < calls else -1.0)
+
+    monkeypatch.setattr(selfcheck, "_AtMost", Some)
+    assert "not compared with the model: it would take over 20 CPU seconds" in told(empty()) and len(begun) >= calls
+
+
 def test_large_weights_have_a_stand_in_too(monkeypatch):
     size = selfcheck.bytes_of(Deep())
     for module in (selfcheck, stand_in):
