@@ -88,7 +88,7 @@ class Trial:
     ground: str = ""
     refused: str = ""
     short: tuple[Inputs, ...] = ()
-    clock: Clock = field(default_factory=lambda: Clock())
+    clock: Clock = field(default_factory=Clock)
     too_long: bool = False
 
     @classmethod
@@ -127,10 +127,9 @@ class Trial:
     def called_model(self) -> nn.Module:
         """The copy after one call: what that left in attributes and in buffers, such as a cache, belongs together."""
         with self._undisturbed(buffers=False), torch.enable_grad():
-            model, inputs = self.copied, self.mapped()
-            with self.clock.running(1 / CALLS):
-                model(*inputs.args, **inputs.kwargs)
-        return model
+            inputs = self.mapped()
+            self.copied(*inputs.args, **inputs.kwargs)
+        return self.copied
 
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
         """The example inputs on the device of the capture, each tensor changed."""
@@ -198,7 +197,9 @@ class Trial:
         """The model's results; None where it fails, and then `skip` says how."""
         inputs = self.mapped()
         try:
-            self.called_model  # noqa: B018  # the first call; the next one is compared
+            self.copied  # noqa: B018  # apart from the calls, of which only those of a comparison are counted
+            with self.clock.running(1 / CALLS):
+                self.called_model  # noqa: B018  # the first call; the next one is compared
             with self._undisturbed(), torch.enable_grad(), self.clock.running():
                 results = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
