@@ -21,7 +21,7 @@ from benchmarks.helpers.command import made, stamped
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.lists.page import PAGE, load, render
 from benchmarks.helpers.lists.real import compare, examine, export, reals
-from benchmarks.helpers.lists.real_page import asked, compared, ratio
+from benchmarks.helpers.lists.real_page import asked, compared, comparison, ratio
 from benchmarks.results import fresh
 
 COMMAND, WARM = "benchmarks.lists.real_sizes", "benchmarks.helpers.lists.real"
@@ -37,8 +37,8 @@ def line(record: Record) -> str:
     for tp, result in record.get("tp", {}).items():
         shares = f"{result['parameters']:.3f} {result['flops']:.3f}" if "flops" in result else result.get("failed")
         parts.append(f"tp={tp} {result['seconds']:.0f} s {shares}")
-    if (comparison := compared(record)) is not None:
-        parts.append(f"comparison {comparison:.0f} s")
+    if (added := comparison(record)) is not None:
+        parts.append(f"comparison {added:.0f} s{'' if compared(record) else ', not compared'}")
     if (times := ratio(record)) is not None:
         parts.append(f"{times:.2f} of torch.export's {record['export']:.1f} s (asked {asked(record)})")
     return "  ".join(parts)

@@ -32,9 +32,9 @@ cores): an idle one takes less.
 
 - **capture, plan**: CPU seconds of the capture, and of the slowest of the three plans. {within} of {count} take at most
   {seconds:.0f} s for both.
-- **comparison**: CPU seconds that it adds to a capture. {compared} of {count} were compared, all on smaller stand-ins
-  of the same classes, which a note of the plan says; {again} of these take at most as long again as capture and plan,
-  and at most {most_compared:.0f} s. A dash was not: no smaller one can be made, and its weights take over 1 GB.
+- **comparison**: CPU seconds that it adds to a capture; in brackets where they end without one, as no smaller model of
+  its classes could be made and its weights take over 1 GB, or as its calls take too long. {compared} of {count} were
+  compared. Of all, {again} take at most as long again as capture and plan, and at most {most_compared:.0f} s.
 - **of torch.export**: both seconds over those of `torch.export` of the same model with every size free; a dash where
   that was not run.
 - **parameters, flops**: the share of the fullest rank, in percent, at tp=2, 4 and 8. Perfect are 50, 25 and 12.5.
@@ -57,12 +57,11 @@ def real_sizes(results: Mapping[str, Any], made: str, causes: Mapping[str, str] 
     causes = tomllib.loads(CAUSES.read_text()) if causes is None else causes
     loads = [m["load"] for m in models.values()]
     within = sum(seconds(m) <= SECONDS for m in models.values())
-    comparisons = {name: seconds_ for name, m in models.items() if (seconds_ := compared(m)) is not None}
-    again = sum(s <= min(seconds(models[name]), COMPARED) for name, s in comparisons.items())
-    numbers = {"compared": len(comparisons), "again": again, "most_compared": COMPARED}
+    again = sum(added <= min(seconds(m), COMPARED) for m in models.values() if (added := comparison(m)) is not None)
+    numbers = {"compared": sum(map(compared, models.values())), "again": again, "most_compared": COMPARED}
     numbers |= {"within": within, "count": len(models), "seconds": SECONDS, "listed": results["listed"]}
     yield HEAD.format(made=made, least=min(loads), most=max(loads), **numbers)
-    yield lines(HEADINGS.split("|"), [_row(name, m, causes) for name, m in models.items()])
+    yield lines([*HEADINGS.split("|")], [_row(name, m, causes) for name, m in models.items()])
 
 
 def seconds(record: Record) -> float:
@@ -78,11 +77,14 @@ def ratio(record: Record) -> float | None:
     return seconds(record) / record["export"] if record.get("export") else None
 
 
-def compared(record: Record) -> float | None:
-    """CPU seconds that the comparison adds to a capture; None where it was not compared."""
-    if not any("was compared with" in note for note in record.get("compared_on", ())):
-        return None
-    return max(record["compared"] - record["capture"], 0.0)
+def compared(record: Record) -> bool:
+    """Whether the capture was compared with the model, or a stand-in."""
+    return any("was compared with" in note for note in record.get("compared_on", ()))
+
+
+def comparison(record: Record) -> float | None:
+    """CPU seconds that the comparison adds to a capture, or what it took to end without one; None where not tried."""
+    return max(record["compared"] - record["capture"], 0.0) if "compared" in record else None
 
 
 def asked(record: Record) -> float:
@@ -96,9 +98,10 @@ def _row(name: str, record: Record, causes: Mapping[str, str]) -> list[str]:
     plans = [record.get("tp", {}).get(tp, {}) for tp in DEGREES]
     slowest = max((f"{plan['seconds']:.0f}" for plan in plans if "seconds" in plan), key=int, default="-")
     shares = [" ".join(_share(plan, kind) for plan in plans) for kind in ("parameters", "flops")]
-    times, added = ratio(record), compared(record)
+    times, added = ratio(record), comparison(record)
+    shown = "-" if added is None else f"{added:.0f}" if compared(record) else f"({added:.0f})"
     first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest
-    first += "-" if added is None else f"{added:.0f}", f"{times:.2f}" if times else "-"
+    first += shown, f"{times:.2f}" if times else "-"
     return [name, *first, *shares, _whole(plans[-1], causes.get(name, ""))]
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.helpers.isolate import merge
 from benchmarks.helpers.lists import real_modules
 from benchmarks.helpers.lists.real import DEGREES, Real, compare, examine, export, reals
-from benchmarks.helpers.lists.real_page import asked, compared, ratio, real_sizes, seconds
+from benchmarks.helpers.lists.real_page import asked, compared, comparison, ratio, real_sizes, seconds
 
 TABLES = Real("tables", "modules.DLRM((64, 48), width=16)", "(randn(4, 13), ints(40, 2, 4, 3))", dtype="float32")
 
@@ -28,8 +28,9 @@ def test_a_configuration_is_planned_at_every_degree_and_a_failure_has_its_reason
     assert [good["tp"][tp]["flops"] < 1.3 / int(tp) for tp in ("2", "4")] == [True, True]
     export(TABLES, "", good.update)
     compare(TABLES, "", good.update)
-    assert "compared with the model" in good["compared_on"][0] and compared(good) is not None and compared(bad) is None
-    assert compared(good | {"compared_on": ["the capture was not compared with the model"]}) is None
+    assert "compared with the model" in good["compared_on"][0] and compared(good) and comparison(good) is not None
+    assert comparison(bad) is None and not compared(bad)
+    assert not compared(good | {"compared_on": ["the capture was not compared with the model"]})
     assert ratio(good | {"export": 2.0}) == seconds(good) / 2 and ratio(bad) is None and "export_failed" not in good
     assert (asked(good), asked(good | {"repeated": 0.8})) == (2.5, 1.0)
     results = {"listed": 3, "models": {"tables": good, "bad": bad}}
