@@ -43,29 +43,37 @@ class _AtMost(compat.TorchDispatchMode):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.deadline = time.process_time() + seconds
+        self.deadline, self.over = time.process_time() + seconds, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if time.process_time() > self.deadline:
+            self.over = True
             raise TooLong
         return func(*args, **(kwargs or {}))
 
 
 class Clock:
-    """The CPU seconds that a comparison may take in all."""
+    """The CPU seconds that a comparison may take in all.
+
+    Attributes:
+        seconds: in all. rest: what is left. over: whether what ran last took more than it might, and failed by that,
+            whatever error those between make of it.
+    """
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = self.rest = seconds
+        self.over = False
 
     @contextmanager
     def running(self, share: float = 1.0) -> Iterator[None]:
         """Count what runs within; it ends by `TooLong` once it has taken more than this share of what is left."""
-        began = time.process_time()
+        began, mode = time.process_time(), _AtMost(share * self.rest)
         try:
-            with _AtMost(share * self.rest) if self.seconds < math.inf else nullcontext():
+            with mode if self.seconds < math.inf else nullcontext():
                 yield
         finally:
             self.rest -= time.process_time() - began
+            self.over = mode.over
 
 
 @dataclass
@@ -173,14 +181,14 @@ class Trial:
             with self.clock.running():
                 ours = self._captured(program, GRADIENT in theirs)
             return _compare(ours, theirs, allowed)
-        except TooLong as error:
-            self.skip = self._failed(error)
-            return float("nan")
         except _Differs as fault:
             text = f"{fault} of its largest value, and rounding allows {allowed:.1e}"
             self.refused = f"self-check: the captured graph is not the model: {text}"
             raise CaptureError(self.refused) from fault
         except Exception as error:  # whatever operators may raise
+            if self.clock.over:
+                self.skip = self._late
+                return float("nan")
             self.refused = f"self-check: the captured graph fails where the model runs: {error}"
             raise CaptureError(self.refused) from error
 
@@ -203,7 +211,8 @@ class Trial:
             with self._undisturbed(), torch.enable_grad(), self.clock.running():
                 results = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
-            self.skip, self.too_long = self._failed(error), isinstance(error, TooLong)
+            self.too_long = self.clock.over
+            self.skip = self._late if self.too_long else self._failed(error)
             return None
         if self.ground and not finite(results[OUTPUT].values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"
@@ -219,10 +228,12 @@ class Trial:
         return ""
 
     def _failed(self, error: Exception) -> str:
-        where = f"on {self.ground}" if self.ground else "on the example inputs"
-        if isinstance(error, TooLong):
-            return f"it would take over {self.clock.seconds:.0f} CPU seconds {where}; {ALL_THE_SAME}"
-        return f"the model itself fails {where}: {failure(error)}"
+        return f"the model itself fails on {self.ground or 'the example inputs'}: {failure(error)}"
+
+    @property
+    def _late(self) -> str:
+        where = f"on {self.ground or 'the example inputs'}"
+        return f"it would take over {self.clock.seconds:.0f} CPU seconds {where}; {ALL_THE_SAME}"
 
     def _results(self, inputs: Inputs) -> Results:
         outputs = _outputs(self.copied, inputs)

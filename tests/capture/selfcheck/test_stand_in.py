@@ -100,13 +100,20 @@ def test_a_comparison_ends_after_its_seconds_and_says_so(way, monkeypatch):
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_whatever_call_of_a_comparison_is_too_long_is_the_last(way, monkeypatch, calls):
+@pytest.mark.parametrize("operators", [1, 12])  # at the first, and amid the model, or its program
+def test_whatever_call_of_a_comparison_is_too_long_is_the_last(way, monkeypatch, calls, operators):
     begun: list[float] = []
 
     class Some(selfcheck._AtMost):
         def __init__(self, seconds: float) -> None:
+            super().__init__(seconds)
+            self.count = operators
             begun.append(seconds)
-            super().__init__(seconds if len(begun) < calls else -1.0)
+
+        def __torch_dispatch__(self, *args: Any) -> Any:
+            self.count -= len(begun) >= calls
+            self.deadline = self.deadline if self.count else -1.0
+            return super().__torch_dispatch__(*args)
 
     monkeypatch.setattr(selfcheck, "_AtMost", Some)
     assert "not compared with the model: it would take over 20 CPU seconds" in told(empty()) and len(begun) >= calls
