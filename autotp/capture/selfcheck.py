@@ -85,7 +85,7 @@ class Trial:
         ground: what is compared in place of the model on the example inputs; "" where it is these.
         refused: what was found wrong of a capture, the last one that was.
         short: smaller inputs, of which the first that a capture accepts is taken.
-        clock: what all of it may take. too_long: whether it took longer.
+        clock: what all of it may take.
     """
 
     model: nn.Module
@@ -97,7 +97,6 @@ class Trial:
     refused: str = ""
     short: tuple[Inputs, ...] = ()
     clock: Clock = field(default_factory=Clock)
-    too_long: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None) -> Trial:
@@ -211,8 +210,7 @@ class Trial:
             with self._undisturbed(), torch.enable_grad(), self.clock.running():
                 results = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
-            self.too_long = self.clock.over
-            self.skip = self._late if self.too_long else self._failed(error)
+            self.skip = self._late if self.clock.over else self._failed(error)
             return None
         if self.ground and not finite(results[OUTPUT].values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"

@@ -48,8 +48,10 @@ class Real:
     library: str = ""
     dtype: str = "bfloat16"
 
-    def make(self) -> tuple[nn.Module, Any]:
-        """The model in eval mode and its inputs, on the meta device."""
+    def make(self, folder: str = "") -> tuple[nn.Module, Any]:
+        """The model in eval mode and its inputs, on the meta device; packages of other libraries are in the folder."""
+        if folder:
+            sys.path.append(folder)
         draws = {name: getattr(torch, name) for name in ("randn", "rand", "zeros", "ones")}
         known: dict[str, Any] = {"torch": torch, "modules": real_modules, "transformers": transformers, **draws}
         known["ints"] = lambda high, *shape: torch.randint(high, shape)
@@ -77,10 +79,8 @@ def examine(real: Real, folder: str, send: Send) -> None:
     Args:
         real: of the list. folder: where packages of other libraries are. send: takes parts of the record.
     """
-    if folder:
-        sys.path.append(folder)
     try:
-        model, inputs = real.make()
+        model, inputs = real.make(folder)
     except Exception as error:
         return send({"failed": reason(error)})
     send({"weights": sum(p.numel() for p in model.parameters())})
@@ -117,9 +117,7 @@ def compare(real: Real, folder: str, send: Send) -> None:
     Args:
         real: of the list. folder: where packages of other libraries are. send: takes the record.
     """
-    if folder:
-        sys.path.append(folder)
-    model, inputs = real.make()
+    model, inputs = real.make(folder)
     began = time.process_time()
     try:
         captured, _ = capture_model(model, normalise(inputs), torch.device("cpu"))
@@ -135,9 +133,7 @@ def export(real: Real, folder: str, send: Send) -> None:
     Args:
         real: of the list. folder: where packages of other libraries are. send: takes the record.
     """
-    if folder:
-        sys.path.append(folder)
-    model, raw = real.make()
+    model, raw = real.make(folder)
     inputs = normalise(raw)
     args, kwargs = inputs.args, dict(inputs.kwargs)
     free: Any = compat.tree_map(_free, args or kwargs)
