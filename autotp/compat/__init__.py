@@ -26,6 +26,7 @@ from .overloads import (
     operator,
     operators_named,
     overload_of,
+    own_convolutions,
     sym_size,
     wraps_tensors,
 )

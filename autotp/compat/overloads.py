@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -76,3 +76,15 @@ def flex_as_products() -> Iterator[None]:
     others["_validate_device"] = lambda *operands: None  # on the CPU it refuses gradients, which the reference has
     with mock.patch.multiple(flex, flex_attention_hop=reference, **others):
         yield
+
+
+@contextmanager
+def own_convolutions(operands: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let torch's own kernels compute where an operand may be a bfloat16 Conv3d's on a CPU: with AMX, oneDNN's gradient
+    of its input writes past the end (torch 2.13), and the process dies of `free(): invalid pointer`."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and not any(x.ndim == 5 and x.dtype == torch.bfloat16 for x in operands))
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

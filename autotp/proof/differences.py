@@ -228,7 +228,8 @@ def gradients(
     if not pairs or not sources:  # torch refuses to compute a gradient of nothing
         return [None] * len(operands)
     outputs, upstream = zip(*pairs, strict=True)
-    computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
+    with compat.own_convolutions(operands):
+        computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
     own: list[Tensor | None] = []
     for x in operands:
         own.append(next(computed) if x.requires_grad else None)

@@ -45,3 +45,14 @@ def test_zeros_of_what_no_gradient_reached_take_no_memory():
     assert differences.grad_or_zeros(leaf).contiguous().untyped_storage().nbytes() == 40000  # for who adds to it
     inside.sum().backward()
     assert bool((differences.grad_or_zeros(inside) == 1).all())
+
+
+@pytest.mark.parametrize(("dtype", "own"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_bfloat16_volume_is_graded_by_torchs_own_kernels(dtype, own):
+    """Those of oneDNN write past the end of a result on some CPUs, and the process dies."""
+    x, weight = torch.randn(1, 2, 4, 4, 4, dtype=dtype), torch.randn(3, 2, 3, 3, 3, dtype=dtype, requires_grad=True)
+    result, seen = nn.functional.conv3d(x, weight), []
+    result.register_hook(lambda gradient: seen.append(torch.backends.mkldnn.enabled))
+    differences.gradients([result], [torch.ones_like(result)], [weight])
+    assert seen == [not own and torch.backends.mkldnn.enabled]
+    assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
