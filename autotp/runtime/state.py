@@ -36,7 +36,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
     # A plain process holds no DTensors, and torch's own operators and redistribution stay as they are.
     if shards.ranks.mesh is not None:
         dtensor_operators.install()
-        ownership.know(shards.ranks.group_name, (shards.ranks.place or shards.ranks.planners).group_name)
+        ownership.know(shards.ranks)
     # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and as a copy of it
     # would train apart.
     parts: dict[int, Any] = {id(model): root}

@@ -54,6 +54,7 @@ def test_a_sample_of_four_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(7200)  # 750 CPU seconds on a slow machine, where others run beside it
 @pytest.mark.parametrize("part", range(PARTS))  # a long test in several, so that a slow machine ends each in time
 def test_all_of_it_does_what_the_page_says(part: int) -> None:
     for names, found in outcomes([n for n in [*pairs(), *triples()] if not meaning(n)][part::PARTS]):

@@ -99,12 +99,12 @@ def test_a_rank_that_dies_is_named_and_a_restart_serves(small):
                     calls = [threads.submit(raw, address, text_of(max_tokens=200)) for _ in range(17)]
                     assert sorted(call.result()[0] for call in calls) == [200] * 16 + [429]
             with ThreadPoolExecutor(dp) as threads:  # one on each
-                calls = [threads.submit(raw, address, text_of(max_tokens=1000)) for _ in range(dp)]
-                time.sleep(0.2)
+                calls = [threads.submit(raw, address, text_of(max_tokens=200)) for _ in range(dp)]
+                time.sleep(0.2)  # amid the answers: the other replica ends its own in time, on a slow machine too
                 os.kill(ranks_of(process)[-1], signal.SIGKILL)
                 results = [call.result()[:2] for call in calls]
             assert sorted(status for status, _ in results) == [200] * (dp - 1) + [503]
-            assert all(body["usage"]["completion_tokens"] == 1000 for status, body in results if status == 200)
+            assert all(body["usage"]["completion_tokens"] == 200 for status, body in results if status == 200)
             assert process.wait(PATIENCE) not in (0, None)
         until(lambda: lines)
         assert any(f"{name} ended with code -9. Signal 9 (SIGKILL)" in line for line in lines), lines[-5:]

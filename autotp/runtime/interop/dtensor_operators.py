@@ -366,7 +366,4 @@ def _group_of(source: Any, target: Any) -> str:
     """Return the group whose ranks communicate; "" where nobody does, or the ranks of no sharded module."""
     mesh, pairs = source.mesh, list(zip(source.placements, target.placements, strict=True))
     dims = [i for i, (a, b) in enumerate(pairs) if a != b and not a.is_replicate() and mesh.size(i) > 1]
-    names = [mesh.get_group(i).group_name for i in dims]
-    if not names:
-        return ""
-    return wide_group([mesh.get_group(i).group_name for i in range(mesh.ndim)], names)
+    return wide_group(mesh, dims) if dims else ""

@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autotp import compat
+from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.inputs import Leaves
 
@@ -25,19 +27,24 @@ INSTEAD = (
     "it likewise; both are for any number of ranks."
 )
 _groups: dict[str, str] = {}  # groups over which sharded modules lie, and those of all axes with them, by name
+_wide: dict[frozenset[int], str] = {}  # the latter by their ranks: modules of other axes may lie over one of the former
 _steps: list[int] = []  # of each step of an optimizer that is under way, one within another, the thread
 _between: dict[Any, Any] = {}  # handlers that operators have between steps, which would slow down every update
 
 
-def know(group: str, every: str) -> None:
-    """Take DTensors over the group of this name, or a mesh with it, for a sharded module's; `every` is of all axes."""
-    _groups[group] = every
+def know(ranks: Ranks) -> None:
+    """Take DTensors over the group of these tp ranks, or a mesh with it, for a sharded module's."""
+    every = ranks.place or ranks.planners
+    _groups[ranks.group_name] = _wide[frozenset(dist.get_process_group_ranks(every.group))] = every.group_name
 
 
-def wide_group(groups: Sequence[str], which: Sequence[str]) -> str:
-    """Return the group, of a mesh over these, whose ranks communicate over `which`; "" where none is ours."""
-    own = next((g for g in groups if g in _groups), "")
-    return own if not own or set(which) <= {own} else _groups[own]
+def wide_group(mesh: DeviceMesh, which: Sequence[int]) -> str:
+    """Return the group whose ranks communicate over these dimensions of a mesh; "" where none is ours."""
+    groups = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
+    own = next((g for g in reversed(groups) if g in _groups), "")  # the last dimension is tp, where it is ours
+    if not own or all(groups[i] == own for i in which):
+        return own
+    return _wide.get(frozenset(mesh.mesh.flatten().tolist()), _groups[own])
 
 
 def ours(value: Any) -> bool:

@@ -16,6 +16,7 @@ training = importlib.import_module("benchmarks.training.__main__")
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(7200)  # 700 CPU seconds on a slow machine, where others run beside it
 def test_two_hundred_steps_learn_alike_and_the_model_speaks(tmp_path, capsys):
     meshes = ["tp=2", "pp=2 x tp=2", *BITS]
     training.main(["--steps", "200", "--folder", str(tmp_path), "--only", *meshes])

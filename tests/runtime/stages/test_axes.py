@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import autotp
 from tests.helpers.pipelines import (
     MICROBATCHES,
     Case,
@@ -65,6 +66,21 @@ def trained(rank: int, world: int, group: Any, case: Case, folder: str) -> dict[
         told["loaded"] = _loaded(pipe, mine, folder)
         dist.barrier(group)
         return told
+
+
+def clipped_after_others(rank: int, world: int, group: Any) -> float:
+    """How far a norm is from one device's where another module lay over more ranks before: torch keeps its meshes."""
+    case = Case("tower", "Schedule1F1B", tp=1, dp=2, options={"fully_shard": True})
+    with double():
+        model = made(case)
+        other = autotp.compile(model, 1, dp=2, cp=2, fully_shard=True, example_inputs=batch_of(model), loss=error)
+        assert apart(other.full_state_dict(), model.state_dict()) == 0.0
+        pipe, schedule = staged(case, model)
+        batches = [batch_of(model, seed=i) for i in range(case.dp)]
+        pipe.step(schedule, **batches[rank % case.dp])
+        for batch in batches:
+            on_one_device(model, batch)
+        return float(pipe.clip_grad_norm_(0.5) * case.dp - nn.utils.clip_grad_norm_(model.parameters(), 0.5))
 
 
 def _called(pipe: Any, model: nn.Module, lane: int, lanes: int) -> dict[str, float]:
@@ -140,6 +156,12 @@ def test_steps_with_dp_are_those_of_one_device(pool: Pool, tmp_path: Path, kind:
     else:
         assert_right(found, "evaluation")
     assert all((told["part"] < 0.6) == split for told in found), [told["part"] for told in found]
+
+
+def test_clipping_with_dp_after_a_module_over_other_axes(pool: Pool) -> None:
+    """Ranks are compared before torch's collectives with those of the tensor's mesh, not of an older module's."""
+    pool.close()  # in new workers, as torch keeps the meshes of other tests too
+    assert max(map(abs, pool.run(clipped_after_others))) < 1e-9
 
 
 def test_steps_with_experts_over_dp_are_those_of_one_device(pool: Pool) -> None:
