@@ -78,7 +78,7 @@ def ratio(record: Record) -> float | None:
 
 
 def compared(record: Record) -> bool:
-    """Whether the capture was compared with the model, or a stand-in."""
+    """Return whether the capture was compared with the model, or a stand-in."""
     return any("was compared with" in note for note in record.get("compared_on", ()))
 
 
