@@ -84,8 +84,9 @@ def each(
 
 def stamped(record: Record) -> Record:
     """A record with its date, and the commit whose code it is of; of each degree too, for others may be kept beside."""
-    degrees = dict.fromkeys(record.get("tp", {}), COMMIT)
-    return {**record, "date": datetime.date.today().isoformat(), "commit": COMMIT, "commits": degrees}
+    degrees = record.get("tp")  # of a record that is of one degree, a number
+    commits = dict.fromkeys(degrees, COMMIT) if isinstance(degrees, Mapping) else {}
+    return {**record, "date": datetime.date.today().isoformat(), "commit": COMMIT, "commits": commits}
 
 
 def beside(old: Record, new: Record) -> dict[str, str]:

@@ -220,6 +220,12 @@ def test_a_degree_is_as_new_as_its_own_commit(history):
     assert fresh(records, "second", root, degrees=(2, 4)) == {"a"}  # the control: of another folder
 
 
+def test_a_record_of_one_degree_has_one_commit(history):
+    record = stamped({"tp": 2, "ok": True})
+    assert record["commits"] == {} and record["tp"] == 2
+    assert stamped({"tp": {"2": {}}})["commits"] == {"2": record["commit"]}  # the control
+
+
 def test_slow_tests_go_on_at_the_same_commit(tmp_path):
     file = tmp_path / "slow.json"
     begun = Passed.read(file)
