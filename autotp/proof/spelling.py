@@ -11,8 +11,6 @@ from torch import Tensor
 from autotp.errors import PlanError
 from autotp.ir.op import aten
 from autotp.ir.specs import Spec
-from autotp.kernels import float8 as _operators  # noqa: F401  defines them
-from autotp.kernels.operators import OPS
 from autotp.plans.export.styles import AXIS, spmd_types
 
 # What a conversion is, from one kind of layout to another. Letters are the checker's types; "src" and "dst" the slices
@@ -91,46 +89,73 @@ def _nothing(value: Any) -> bool:
     return not isinstance(value, Tensor) and value in (0, None)
 
 
+def _summed(value: Any) -> bool:
+    """Return whether an argument is a tensor, which may be summands, or no number but zero."""
+    return isinstance(value, Tensor) or value == 0
+
+
+def _none_dropped(arguments: Values) -> bool:
+    return not arguments["train"] or arguments["p"] == 0
+
+
 def _exact(arguments: Values) -> bool:
     """Return whether a cast keeps real numbers real: a sum of rounded summands is another number."""
     x, like = arguments["self"], arguments.get("other")
-    same = like.dtype if isinstance(like, Tensor) else x.dtype
-    goal = arguments.get("dtype") or same
-    return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
+    return _real(x.dtype) <= _real(arguments.get("dtype") or (like if isinstance(like, Tensor) else x).dtype)
 
 
 # Operators -> the arguments in which they are linear: in those of a group together, in every group by itself.
 LINEAR_IN = {
-    "slice tril triu real imag conj _conj _conj_physical resolve_conj view_as_real view_as_complex lift_fresh_copy "
-    "as_strided avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pixel_shuffle pixel_unshuffle "
-    "repeat_interleave index im2col col2im diag_embed pad to _to_copy type_as "
-    "constant_pad_nd masked_fill": "self|input",
-    "dropout": "input",
+    "slice tril triu real imag conj _conj conj_physical _conj_physical resolve_conj resolve_neg view_as_real "
+    "view_as_complex lift_fresh_copy detach_ as_strided view_as expand_as reshape_as broadcast_to view_copy "
+    "_reshape_copy ravel tile moveaxis swapaxes swapdims numpy_T adjoint mT mH tensor_split repeat_interleave index "
+    "index_select gather take_along_dim diag_embed pixel_shuffle pixel_unshuffle im2col col2im avg_pool1d avg_pool2d "
+    "avg_pool3d _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d "
+    "upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler stft fft_fft fft_rfft fft_fft2 fft_rfft2 fft_fftn "
+    "fft_rfftn fft_ifft fft_irfft fft_ifft2 fft_irfft2 fft_ifftn fft_irfftn pad to _to_copy "
+    "type_as constant_pad_nd": "self|input",
+    "dropout alpha_dropout feature_dropout": "input",
+    "atleast_1d atleast_2d atleast_3d hstack vstack concatenate broadcast_tensors": "self tensors",
+    "pad_sequence": "sequences",
     "where": "self other",
+    "masked_fill": "self value",
     "complex": "real imag",
+    "copy": "src",
+    "diff": "self prepend append",
     "outer": "self|vec2",
     "linalg_vecdot": "x|y",
-    "linalg_cross": "self|other",
+    "linalg_cross inner vdot": "self|other",
+    "linalg_solve": "B",
     "_grouped_mm": "self|mat2",
-    "slice_scatter select_scatter scatter_add": "self src",
-    "index_add index_copy masked_scatter": "self source",
-    "counter_dropout": "x",
-    "float8_seen": "y zero",
-    "float8_row_seen": "y rows",
-    "float8_rows_seen": "y rows columns",
+    "transformers.grouped_mm_fallback": "input|weight",
+    "slice_scatter select_scatter diagonal_scatter": "self src",
+    "scatter": "self src value",
+    "index_copy masked_scatter": "self source",
+    "index_put": "self values",
+    "autotp.counter_dropout": "x",
+    "autotp.float8_seen": "y zero",
+    "autotp.float8_row_seen": "y rows",
+    "autotp.float8_rows_seen": "y rows columns",
 }
+# By name, as an operator is written: those of other packages are there when somebody imported them.
 LINEAR = {
-    getattr(aten, name, None) or getattr(OPS, name): [group.split() for group in groups.split("|")]
+    "aten." * ("." not in name) + name: [group.split() for group in groups.split("|")]
     for names, groups in LINEAR_IN.items()
     for name in names.split()
 }
 # Of these it depends on the arguments.
-HOLDS: dict[Any, Callable[[Values], bool]] = {
-    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), _exact),
-    **dict.fromkeys((aten.constant_pad_nd, aten.masked_fill), lambda arguments: _nothing(arguments.get("value"))),
-    aten.dropout: lambda arguments: not arguments["train"] or arguments["p"] == 0,
-    aten.where: lambda arguments: all(isinstance(x, Tensor) or x == 0 for x in map(arguments.get, ("self", "other"))),
+HOLDS: dict[str, Callable[[Values], bool]] = {
+    **dict.fromkeys(("aten.to", "aten._to_copy", "aten.type_as"), _exact),
+    **dict.fromkeys(("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout"), _none_dropped),
+    "aten.copy": lambda arguments: _real(arguments["src"].dtype) <= _real(arguments["self"].dtype),
+    **dict.fromkeys(("aten.pad", "aten.constant_pad_nd"), lambda arguments: _nothing(arguments.get("value"))),
+    "aten.pad_sequence": lambda arguments: _nothing(arguments.get("padding_value")),
+    "aten.masked_fill": lambda arguments: _summed(arguments.get("value")),
+    "aten.scatter": lambda arguments: "reduce" not in arguments and _nothing(arguments.get("value")),
+    "aten.index_put": lambda arguments: not arguments.get("accumulate"),
+    "aten.where": lambda arguments: all(map(_summed, map(arguments.get, ("self", "other")))),
 }
 
 
@@ -140,7 +165,7 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
     Args:
         target: of the call. args, kwargs: its arguments on a rank.
     """
-    packet = getattr(target, "overloadpacket", None)
+    packet = str(getattr(target, "overloadpacket", None))
     if packet not in LINEAR:
         return None
     names = [a.name for a in target._schema.arguments]
@@ -233,9 +258,9 @@ def _minus(x: Any, other: Any, alpha: Any = 1) -> Tensor:
 # Where the checker's function takes the operator's own arguments: torch's of the same name, a method, another.
 FUNCTIONS = (
     "add sub subtract neg negative clone detach cumsum cat stack reshape transpose t permute flatten unflatten squeeze "
-    "unsqueeze select narrow index_select gather split chunk unbind flip roll movedim diagonal mul mm bmm matmul dot mv"
+    "unsqueeze select narrow split chunk unbind flip roll movedim diagonal mul mm bmm matmul dot mv"
 )
-METHODS = "view_as expand_as repeat unfold"
+METHODS = "repeat unfold"
 EQUAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name): getattr(torch, name) for name in FUNCTIONS.split()},
     **{getattr(aten, name): getattr(torch.Tensor, name) for name in METHODS.split()},
@@ -286,14 +311,47 @@ def _convolution(target: Any) -> Callable[..., Tensor]:
     return call
 
 
+def _bilinear(target: Any) -> Callable[..., Tensor]:
+    """A bilinear layer: linear in either input and in the weight."""
+
+    def call(summand: Summand, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        with spmd_types().no_typecheck():
+            result = target(x, y, weight, None)
+        type_by_rule([x, y, weight], ((0,), (1,), (2,)), result)
+        product = summand(result)
+        return product if bias is None else torch.add(product, bias)
+
+    return call
+
+
+def _adding(target: Any) -> Callable[..., Tensor]:
+    """An operator that adds rows, its last tensor, to its first: that, and what it makes of zeros, linear in them."""
+
+    def call(summand: Summand, added: Tensor, *args: Any, **options: Any) -> Tensor:
+        with spmd_types().no_typecheck():
+            result = target(torch.zeros_like(added), *args, **options)
+        operands = [x for value in args for x in tensors_in(value)]
+        type_by_rule(operands, ((len(operands) - 1,),), result)
+        return torch.add(added, summand(result))
+
+    return call
+
+
 # A product and what is added to it, which is added once: the product is asserted before.
 SUMS: dict[Any, Callable[..., Any]] = {
     aten.linear: _linear,
     aten.addmm: _with_matrix(torch.mm),
     aten.baddbmm: _with_matrix(torch.bmm),
+    aten.addbmm: _with_matrix(lambda a, b: torch.sum(torch.bmm(a, b), 0)),
+    aten.addmv: _with_matrix(torch.mv),
 }
 _CONVOLUTIONS = "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"
-CONVOLUTIONS = {getattr(aten, name) for name in _CONVOLUTIONS}
+# The same of operators that the checker has no function for, whose product its einsum rule types.
+TYPED_SUMS: dict[Any, Callable[[Any], Callable[..., Any]]] = {
+    **dict.fromkeys((getattr(aten, name) for name in _CONVOLUTIONS), _convolution),
+    **dict.fromkeys((aten.scatter_add, aten.index_add, aten.index_put), _adding),
+    aten.bilinear: _bilinear,
+}
 
 
 def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | None, bool]:
@@ -304,8 +362,8 @@ def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | N
             `torch.div` with a `rounding_mode` in its table.
     """
     packet = getattr(target, "overloadpacket", None)
-    if packet in CONVOLUTIONS:
-        return _convolution(target), True
+    if packet in TYPED_SUMS:
+        return TYPED_SUMS[packet](target), True
     if packet in SUMS:
         return SUMS[packet], True
     rounded = kwargs.get("rounding_mode") is not None or not _real(kwargs.get("dtype"))

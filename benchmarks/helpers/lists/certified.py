@@ -103,7 +103,9 @@ def certified(architecture: Architecture, send: Send) -> None:
     began = time.process_time()
     found = certificate(planned, sharded)
     spent = {"cpu_seconds": round(time.process_time() - began, 2)}
-    return send({**asdict(found), "ok": found.ok, "said": clean(str(found)), **spent})
+    at = found.refusal
+    refusal = at and {"kind": at.direction, "value": at.value, "op": at.op, "module": at.module, "detail": at.detail}
+    return send({**asdict(found), "refusal": refusal, "ok": found.ok, "said": clean(str(found)), **spent})
 
 
 def tried(name: str, send: Send) -> None:
