@@ -15,7 +15,7 @@ from autotp.comm.ranks import check_degree
 from autotp.errors import InputError, RuleError
 from autotp.ir.graph import short_name
 from autotp.ir.op import Factor, Rule
-from autotp.ir.program import Decision, Planned
+from autotp.ir.program import Decision, Planned, Sharded
 from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
 from autotp.rules.core import function_of, rule_of
@@ -122,16 +122,22 @@ def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set
     return {("linear", frozenset(i for i, x in enumerate(decision.ins) if x.partial))} - {("linear", frozenset())}
 
 
+def decided(p: RuleProgram, decision: Decision) -> Sharded:
+    """Return the ranks' program of a choice: operands come as it wants them, and results leave as it produces them."""
+    p.planned.decisions = {
+        **{n: Decision((), (x,)) for n, x in zip(p.leaves, decision.ins, strict=True)},
+        p.node: decision,
+    }
+    return Rewriter(p.planned, None, _AsProduced()).run()
+
+
 def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) -> None:
     """Run one choice on all ranks, and hold its results and gradients against the whole's.
 
     Raises:
         _Differs: in what they are others.
     """
-    # The ranks' program of the choice, whose operands come as the choice wants them.
-    p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(p.leaves, decision.ins, strict=True)}
-    p.planned.decisions[p.node] = decision
-    sharded, tp = Rewriter(p.planned, None, _AsProduced()).run(), p.planned.tp
+    sharded, tp = decided(p, decision), p.planned.tp
     operands = _operand_parts(p, decision)
     placeholders = sharded.graph.find_nodes(op="placeholder")
     ranks = run(sharded, dict(zip(placeholders, operands, strict=True)), Simulated(tp)).outputs

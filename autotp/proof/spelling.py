@@ -94,10 +94,6 @@ def _summed(value: Any) -> bool:
     return isinstance(value, Tensor) or value == 0
 
 
-def _none_dropped(arguments: Values) -> bool:
-    return not arguments["train"] or arguments["p"] == 0
-
-
 def _exact(arguments: Values) -> bool:
     """Return whether a cast keeps real numbers real: a sum of rounded summands is another number."""
     x, like = arguments["self"], arguments.get("other")
@@ -148,7 +144,9 @@ LINEAR = {
 # Of these it depends on the arguments.
 HOLDS: dict[str, Callable[[Values], bool]] = {
     **dict.fromkeys(("aten.to", "aten._to_copy", "aten.type_as"), _exact),
-    **dict.fromkeys(("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout"), _none_dropped),
+    **dict.fromkeys(
+        ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout"), lambda a: not a["train"] or a["p"] == 0
+    ),
     "aten.copy": lambda arguments: _real(arguments["src"].dtype) <= _real(arguments["self"].dtype),
     **dict.fromkeys(("aten.pad", "aten.constant_pad_nd"), lambda arguments: _nothing(arguments.get("value"))),
     "aten.pad_sequence": lambda arguments: _nothing(arguments.get("padding_value")),
