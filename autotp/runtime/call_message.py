@@ -42,9 +42,15 @@ NOTHING: Sample = (0, [0.0] * SAMPLES)
 
 
 def sampled(flat: Leaves, anywhere: bool = False) -> Sample:
-    """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones; on any device only where asked."""
-    tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.numel() and not v.is_complex()]
-    tensors = [v for v in tensors if v.is_cpu or (anywhere and not v.is_meta)]
+    """Return a checksum of the inputs' integers and `SAMPLES` of their floats; of those on the CPU, or `anywhere`."""
+    tensors = [
+        v
+        for v in flat
+        if type(v) in (Tensor, nn.Parameter)
+        and v.numel()
+        and not v.is_complex()
+        and (v.is_cpu or (anywhere and not v.is_meta))
+    ]
     exact, floating, short, near = 0, [], [], []
     try:
         for v in tensors:
@@ -63,14 +69,14 @@ def sampled(flat: Leaves, anywhere: bool = False) -> Sample:
 
 
 def short(value: Any) -> bytes:
-    """A digest of a value's text."""
+    """Return a digest of a value's text."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
 
 
 def few(value: Tensor) -> str:
-    """A sum over a few values of a tensor, to the bit; empty on the meta device, and of tensors that wrap others.
+    """Return a checksum of a few values of a tensor; empty on the meta device, and of tensors that wrap others.
 
-    Of all tensors of a model it is cheap, and of two that were drawn, trained or read differently it is another.
+    It is cheap for all tensors of a model, and differs between two that were drawn, trained or read differently.
     """
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.is_meta or not value.numel():
         return ""
@@ -78,7 +84,7 @@ def few(value: Tensor) -> str:
 
 
 def _line(x: Tensor, most: int) -> Tensor:
-    """The elements in a line; of a large tensor that lies in pieces those of one part, of a sparse one all."""
+    """Flatten a tensor: of a large non-contiguous one a contiguous part, of a sparse one all."""
     x = x if x.layout == torch.strided else x.to_dense()
     while x.ndim > 1 and x.numel() > most and not x.is_contiguous():
         x = x[x.shape[0] // 2]
@@ -86,7 +92,7 @@ def _line(x: Tensor, most: int) -> Tensor:
 
 
 def _checksum(x: Tensor, start: int = 0) -> int:
-    """A sum over the bytes of a tensor, on from another."""
+    """Return a checksum of a tensor's bytes, continued from `start`."""
     return zlib.crc32(x.contiguous().view(torch.uint8).cpu().numpy().data, start)
 
 
@@ -99,7 +105,7 @@ def _summed(x: Tensor, start: int) -> int:
 
 
 def _spread(x: Tensor, count: int) -> Tensor:
-    """So many elements of a tensor, evenly spread; all where it has fewer."""
+    """Return `count` elements of a tensor, evenly spread; all where it has fewer."""
     line = _line(x, SAMPLE_BYTES)
     return line[:: max(1, line.numel() // count)][:count]
 
@@ -123,7 +129,7 @@ SEQUENCES = (
 
 
 class CallMessage(NamedTuple):
-    """Message of one rank's forward.
+    """Message of one rank about its forward.
 
     Attributes:
         call: a digest of its kind; sizes: of its shapes; kind: of both, but no sizes save the number of examples.
@@ -151,7 +157,7 @@ class CallMessage(NamedTuple):
 
 
 def mode_of(mode: tuple[Any, ...], flat: Leaves) -> Facts:
-    """The mode of a call in words.
+    """Return the mode of a call in words.
 
     Args:
         mode: which modules train, the default dtypes, autocast. flat: the inputs.
@@ -166,7 +172,7 @@ def mode_of(mode: tuple[Any, ...], flat: Leaves) -> Facts:
 
 
 def kind_of(flat: Leaves) -> Facts:
-    """Describe the inputs as on every slice of a batch, in words: numbers, sizes and values may be others on each."""
+    """Describe in words what inputs of all slices of a batch have in common: not numbers, sizes and values."""
     tensors = [v for v in flat if isinstance(v, Tensor)]
     facts = {"examples": next((str(v.shape[0]) for v in tensors if v.ndim), "none")}
     for i, v in enumerate(flat):
@@ -181,11 +187,11 @@ def kind_of(flat: Leaves) -> Facts:
 
 @dataclass(frozen=True)
 class Groups:
-    """Ranks of a module that are compared with each other, each a list of places in its channel.
+    """Groups of a module's ranks that are compared with each other, as lists of places in its channel.
 
     Attributes:
-        lanes: are called alike, but for their parts of sequences. slices: with the same values too.
-        places: have the same weights.
+        lanes: ranks that are called alike, but for their parts of sequences. slices: with the same values too.
+        places: ranks with the same weights.
     """
 
     lanes: Sequence[Sequence[int]]
@@ -194,7 +200,7 @@ class Groups:
 
     @classmethod
     def of(cls, size: int, tp: int, cp: int, dp: int) -> Groups:
-        """Groups of ranks in the order of a mesh (pp, dp, cp, tp).
+        """Return the groups of ranks in the order of a mesh (pp, dp, cp, tp).
 
         Args:
             size: how many there are. tp, cp, dp: degrees; pp is what is left.
@@ -210,12 +216,12 @@ def differ(values: Sequence[Any], groups: Sequence[Sequence[int]]) -> bool:
     Args:
         values: by rank. groups: of ranks.
     """
-    return any(len({*map(values.__getitem__, each)}) > 1 for each in groups)
+    return any(len({*map(values.__getitem__, group)}) > 1 for group in groups)
 
 
 def parted(everyone: Sequence[CallMessage], groups: Groups) -> str:
-    """Say whether ranks are called differently: "call" where those of one lane are, "kind" where lanes are, "trained"
-    where ranks of one place train other parameters."""
+    """Return how calls of ranks differ: "call" within a lane, "kind" between lanes, "trained" where ranks of one place
+    train other parameters; "" where they do not."""
     if differ([(m.call, m.sizes) for m in everyone], groups.lanes):
         return "call"
     if len({m.kind for m in everyone}) > 1:
@@ -273,18 +279,18 @@ def compare(everyone: Sequence[CallMessage], groups: Groups, what: str) -> None:
         texts = [f"weights written {message.writes} times" for message in everyone]
         raise RankError(f"Since the call before {what} the ranks have parted: {by_value(texts)}.\n{CAUSES}")
     whole = everyone[0].whole
-    for each in groups.lanes if whole else groups.slices:
-        own = [everyone[r] for r in each]
-        refuse_generators([m.state for m in own], what)
+    for ranks in groups.lanes if whole else groups.slices:
+        messages = [everyone[r] for r in ranks]
+        refuse_generators([m.state for m in messages], what)
         axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
         axes = axes if len(groups.places) == 1 else f"pp and {axes}"
         head = f"The {axes} ranks do not agree on the values of the inputs of {what} {SAMPLED}"
-        refuse_samples([m.sample for m in own], head, f"{advice} {UNCHECKED}")
+        refuse_samples([m.sample for m in messages], head, f"{advice} {UNCHECKED}")
 
 
 @dataclass
 class Ticket:
-    """One forward, for its backwards; it holds nothing of the module.
+    """Record of one forward by which its backwards are compared; it holds nothing of the module.
 
     Attributes:
         ranks, what, hooked: see `Calls`. groups: of the ranks; None where values are not compared.
@@ -298,7 +304,7 @@ class Ticket:
     task: int = -1
 
     def backward(self, place: int, grads: Any) -> None:
-        """Before the first operator of a backward through the forward, which `place`, one of its outputs, leads to."""
+        """Compare a backward, from the output at `place`, with those of other ranks before its first operator."""
         if (task := compat.graph_task()) != self.task:
             refuse_transforms(grads)
             self.task = task
@@ -306,7 +312,7 @@ class Ticket:
             everyone = from_all(self.ranks, (self.hooked, sampled(grads) if self.groups else NOTHING), what)
             # Other gradients on the ranks of a slice of the batch are refused.
             for ranks in self.groups.slices if self.groups is not None else ():
-                samples: list[Sample] = [(0, everyone[r][1][1]) for r in ranks]
+                samples = [(0, everyone[r][1][1]) for r in ranks]
                 if not alike(samples):
                     self.ranks.channel.leave()  # type: ignore[union-attr]
                     refuse_samples(samples, f"The tp ranks do not agree on the gradients for the {what} {SAMPLED}")

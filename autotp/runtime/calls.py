@@ -1,4 +1,4 @@
-"""A module's calls, each held against those of the other ranks before it begins.
+"""Calls of a module, each compared with those of the other ranks before it begins.
 
 Every forward and every backward begins with a turn in which ranks say what they are about to do (`comm/lockstep.py`).
 With a forward go the shapes and the mode, which parameters are trained, how often weights were written since the
@@ -73,9 +73,9 @@ OTHER_LENGTHS = (
 COUNT_VALUES = 1 << 32  # of a number that is sent
 
 
-@dataclass
+@dataclass(eq=False)
 class Calls:
-    """Counts the calls of one sharded module on this rank.
+    """Counter of the calls of one sharded module on this rank.
 
     Attributes:
         original: the class's name. copy: "copy of " where it is one, which ranks may make alone.
@@ -113,7 +113,7 @@ class Calls:
         # There from now on, as the other: to make one is a collective that no turn comes before.
         ranks = self.shards.ranks
         wide = ranks, ranks.joint, ranks.place, ranks.every
-        channels = [channel for each in wide if each is not None and (channel := each.channel) is not None]
+        channels = [channel for group in wide if group is not None and (channel := group.channel) is not None]
         for channel in channels:  # where a rank fails, who waits for it with other tp groups of this module hears of it
             channel.around.update(other for other in channels if channel.others < other.others)
         if self.channel is not None:
@@ -135,12 +135,12 @@ class Calls:
 
     @property
     def channel(self) -> Channel | None:
-        """By which these ranks keep in step."""
+        """The channel by which these ranks keep in step."""
         return self.ranks.channel
 
     @property
-    def own(self) -> Channel | None:
-        """By which the tp ranks alone do."""
+    def tp_channel(self) -> Channel | None:
+        """The channel of the tp ranks alone."""
         return self.shards.ranks.channel
 
     @cached_property
@@ -160,27 +160,26 @@ class Calls:
         return f"call {self.number} of {self.name}" + (f" ({self.place})" if self.place > 1 else "")
 
     def turn(self, what: str = "") -> AbstractContextManager[None]:
-        """A turn of this process, by default for a call; nothing for one rank alone."""
-        channels = [channel for channel in (self.channel, self.own) if channel is not None]
+        """Return a turn of this process, by default for a call; no turn for one rank alone."""
+        channels = [*filter(None, (self.channel, self.tp_channel))]
         what = f"{what} of {self.name}, after call {self.number}" if what else f"call {self.number + 1} of {self.name}"
         return Turn(what, *channels) if channels else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
-        """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
+        """Compare a forward whose weights torch's `fully_shard` gathers before it, and name a rank that is lost."""
         self.count_own()
         meet(self.channel, f"forward, call {self.number + 1} of {self.name}")
         try:
             yield
         except RuntimeError as error:
-            if self.channel is not None:
-                lost(error, self.channel.group)
+            lost(error, self.ranks.group_name)
             raise
 
     def begin(
         self, kind: CallKind, call: Arguments, program: Program | None, step: str = "", target: Any = None
     ) -> tuple[bool, int | None]:
-        """Hold a forward, or a step of several, against those of the other ranks. A collective call.
+        """Compare a forward, or a step of several, with those of the other ranks. A collective call.
 
         Args:
             kind: of the call, and `program` the one that is known for it. call: the inputs.
@@ -204,8 +203,8 @@ class Calls:
         sample = sampled(call.sequences or call.inputs) if self.values else NOTHING
         digests = self._digests(kind, call)
         tied = self.tied.values(target, self.values) if self.tied is not None else b""
-        own = CallMessage(*digests, trained, *flags, writes, *self._numbers(program), sample, tied)
-        mine = pickle.dumps(own)
+        message = CallMessage(*digests, trained, *flags, writes, *self._numbers(program), sample, tied)
+        mine = pickle.dumps(message)
         try:
             messages = meet(channel, what if step else f"forward, {what}", mine)
         except RankError:
@@ -213,9 +212,9 @@ class Calls:
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
             self.writes_before, self.hooked, self.same_sizes = count, hooked, True
-            return program is None, own.seed if program is not None else None
+            return program is None, message.seed if program is not None else None
         # In order of what misleads most: another call has other values too, and other weights give other values.
-        everyone: list[CallMessage] = [*map(pickle.loads, messages)]
+        everyone = [*map(pickle.loads, messages)]
         if how := parted(everyone, self.groups):
             self._differ(kind, call, how)
         compare(everyone, self.groups, what)
@@ -224,12 +223,11 @@ class Calls:
         self.writes_before = count
         self.same_sizes = len({m.sizes for m in everyone}) == 1
         # A hook on one rank may fail amid collectives that all are in, so all end the call by a turn.
-        self.hooked = any(message.hooked for message in everyone)
-        own_lane = next(each for each in self.groups.lanes if channel.rank in each)
-        # Micro-batches that are virtual draw from one number, whoever has them.
+        self.hooked = any(m.hooked for m in everyone)
+        # Virtual micro-batches draw from one number on all ranks.
         beside = everyone
         if not self.shards.hosts:
-            beside = [everyone[r] for r in own_lane]
+            beside = [everyone[r] for r in next(lane for lane in self.groups.lanes if channel.rank in lane)]
         new = any(message.new for message in beside)
         return new, beside[0].seed if program is not None else None
 
@@ -262,7 +260,7 @@ class Calls:
         return (self.count() - self.writes_before) % COUNT_VALUES
 
     def count_own(self) -> None:
-        """Before weights are gathered: count writes to those that the rank keeps from now on."""
+        """Count writes to the weights that the rank keeps, from before others are gathered."""
         follow_types(self.shards)
         if isinstance(self.shards.root, FSDPModule) and not self.before_gathering:
             self.settle()
@@ -278,14 +276,14 @@ class Calls:
 
     @contextlib.contextmanager
     def conversion(self, to: str) -> Iterator[None]:
-        """Around a conversion of all weights to a type and device, and from weights that were written as often."""
+        """Compare a conversion of all weights: its type and device, and how often the weights were written before."""
         with self.turn("conversion"):
             self.agree("a conversion", {"to": to, "writes to weights": self.writes()})
             yield
             self.settle()
 
     def running(self) -> AbstractContextManager[None]:
-        """While the program runs: with hooks on some rank all ranks hear at its end of an error of one. Collective."""
+        """Return a context for the program, at whose end ranks with hooks hear of an error of one. Collective."""
         return self._with_hooks() if self.hooked else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -327,13 +325,13 @@ class Calls:
         if self.tied is not None:
             self.tied.compare([theirs for _, theirs in pairs], doing, self.groups.slices)
 
-    def any(self, own: bool, what: str) -> bool:
+    def any(self, here: bool, what: str) -> bool:
         """Return whether this is so on any rank of the module. A collective call.
 
         Args:
-            own: whether it is on this one. what: the turn in words.
+            here: whether it is on this one. what: the turn in words.
         """
-        return any(from_all(self.ranks, own, f"{what} of {self.name}"))
+        return any(from_all(self.ranks, here, f"{what} of {self.name}"))
 
     def lost(self, error: Exception) -> None:
         """Name the rank that is gone, where an error of the program is one of communication.
@@ -345,20 +343,20 @@ class Calls:
 
     @contextlib.contextmanager
     def together(self, what: str, reads: bool = False) -> Iterator[None]:
-        """Within this context all tp ranks do this; it `reads` weights, written alike. A collective call."""
+        """Compare what all tp ranks do in this context, and writes to weights where it `reads` these. Collective."""
         with self.turn(what):
             facts = {"writes to weights": self.writes()} if reads else {}
-            digests = meet(self.own, f"{what} of {self.name}, after call {self.number}", short(facts))
+            digests = meet(self.tp_channel, f"{what} of {self.name}, after call {self.number}", short(facts))
             if len(set(digests)) > 1:
                 agree(self.shards.ranks, f"the state before {what}", facts)
             try:
                 yield
             finally:
-                if self.own is not None:
-                    self.own.leave()
+                if self.tp_channel is not None:
+                    self.tp_channel.leave()
 
     def end(self, outputs: Leaves, inputs: Leaves) -> None:
-        """The forward is done; backwards from its outputs are held against the other ranks' too."""
+        """End the forward: backwards from its outputs are compared with the other ranks' too."""
         if (channel := self.channel) is None:
             return
         channel.leave()
@@ -378,7 +376,7 @@ class Calls:
         return seed, bytes.fromhex(state.random_state(self.shards.device))[:8].ljust(8) if draws else bytes(8)
 
     def _digests(self, kind: CallKind, call: Arguments) -> tuple[bytes, int, bytes]:
-        """The digest of a call's kind, that of its sizes, and that in which slices of the batch may not differ."""
+        """Return digests of a call's kind, of its sizes, and of what slices of the batch have in common."""
         # Of whole numbers alone, so that it is the same in every process.
         sizes = hash(tuple([shape for shape in call.shapes if shape is not None])) % (1 << 64)
         if self.shards.axis.size == 1:
@@ -391,8 +389,8 @@ class Calls:
         return kind.digest, sizes, kind.slices[sizes]
 
     def _differ(self, kind: CallKind, call: Arguments, how: str) -> None:
-        """Say in what the calls differ, as `parted` has it."""
-        flat, facts = call.whole, dict[str, str]()
+        """Raise an error that says in what the calls differ; `how` is what `parted` returned."""
+        flat, facts = call.whole, {}
         if how == "trained" or self.tied is None:  # each stage has parameters of its own
             frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
             facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"

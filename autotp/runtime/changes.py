@@ -47,7 +47,7 @@ RECOMPUTE = (
 
 @dataclass
 class AttributeValue:
-    """Something of the original's that can be changed from within, such as its config, and was handed out."""
+    """Value of an attribute, such as the original's config, that was handed out and can be changed from within."""
 
     watched: Watched
     name: str
@@ -72,7 +72,7 @@ class AttributeValue:
 
 @dataclass
 class Changes:
-    """All that was set on the parts of one sharded module, which is `whole`."""
+    """Record of all that was set on the parts of one sharded module, which is `whole`."""
 
     whole: Any = None
     parts: list[Watched] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Changes:
 
 
 class Watched:
-    """The original's module that a part stands for, and what was set on the part since.
+    """Module of the original that a part stands for, and what was set on the part since.
 
     Attributes:
         module: of the skeleton, without weights.
@@ -141,7 +141,7 @@ class Watched:
 
     def __init__(self, module: nn.Module, path: str, changes: Changes, children: Mapping[str, nn.Module]) -> None:
         self.module, self.path, self.changes = module, path, changes
-        self.children: dict[str, nn.Module] = dict(children)
+        self.children = dict(children)
         self.versions: dict[str, str] = {}
         count_writes(module, HOOKS)
         self.hooks = hooks_of(module)
@@ -153,10 +153,10 @@ class Watched:
         new.versions |= self.versions
         return new
 
-    def refuse(self, what: str, why: str) -> NoReturn:
+    def refuse(self, what: str, reason: str) -> NoReturn:
         """Raise a `StateError` for `what` of this module."""
         where = f"{self.path} ({type(self.module).__name__})" if self.path else f"this {type(self.module).__name__}"
-        raise StateError(f"{what} of {where}: {why}")
+        raise StateError(f"{what} of {where}: {reason}")
 
     def note(self, name: str, value: Any) -> None:
         """Remember what an attribute is now, or within it.
@@ -266,13 +266,11 @@ class Watched:
         child = self.children.get(name)
         if child is None and isinstance(self.module, LISTS) and any(True for _ in (module or nn.Module()).parameters()):
             self.refuse(name, f"a further layer has no place in the plan. {INSTEAD}")
-        if child is not None and module is not part._modules.get(name):
-            why = foreign(child, module)
-            if why:
-                self.refuse(name, why)
+        if child is not None and module is not part._modules.get(name) and (reason := foreign(child, module)):
+            self.refuse(name, reason)
 
     def _mesh(self, name: str, value: Any) -> None:
-        """Refuse a tensor over another mesh than tp's, as data parallelism makes, where sums are to be the tree's."""
+        """Refuse a tensor over a further mesh, such as data parallelism's, where sums are to be along the tree."""
         shards = getattr(self.changes.whole, "_shards", None) if isinstance(value, DTensor) else None
         if shards is not None and shards.host is not None and value.device_mesh != shards.ranks.mesh:
             self.refuse(name, SUMMED)
@@ -288,7 +286,7 @@ class Watched:
         shape = parameter.shape if parameter is not None else was.shape
         if value.shape != shape:
             self.refuse(name, f"this has the shape {tuple(value.shape)}, and the plan {tuple(shape)}. {INSTEAD}")
-        if isinstance(parameter, DTensor) and not lies_as(value, parameter):
+        if isinstance(parameter, DTensor) and not _is_placed_as(value, parameter):
             self.refuse(
                 name,
                 "this tensor is not split as the parameter that is there, which optimizers and checkpoints know. Copy "
@@ -313,27 +311,26 @@ def _refuse_other_checkpoints(name: str, value: Any) -> None:
         raise StateError(RECOMPUTE.format(name=getattr(function, "__qualname__", type(function).__name__)))
 
 
-def lies_as(value: Tensor, parameter: DTensor) -> bool:
-    """Return whether a tensor lies as this one does; over another mesh, data parallelism's, that is for it to say."""
+def _is_placed_as(value: Tensor, parameter: DTensor) -> bool:
+    """Return whether placements are equal; those over another mesh are data parallelism's, and for it to judge."""
     if not isinstance(value, DTensor):
         return False
     return value.device_mesh != parameter.device_mesh or value.placements == parameter.placements
 
 
 def foreign(part: nn.Module, module: nn.Module | None) -> str:
-    """Return why a module cannot take a part's place; empty for the part, and what wraps it with nothing of its own."""
-    inside = list(module.modules()) if module is not None else []
-    if not any(m is part for m in inside):
-        name = type(module).__name__
+    """Return why a module cannot take a part's place; "" for the part, and for a wrapper without tensors of its own."""
+    if module is None or not any(m is part for m in module.modules()):
         return (
-            f"{name} cannot take a layer's place after compile: the plan, the parameters and the program are that "
-            f"layer's. {INSTEAD}"
+            f"{type(module).__name__} cannot take a layer's place after compile: the plan, the parameters and the "
+            f"program are that layer's. {INSTEAD}"
         )
-    own_ids = {id(t) for t in [*part.parameters(), *part.buffers()]}
-    own = [n for m in [module] for n, t in [*m.named_parameters(), *m.named_buffers()] if id(t) not in own_ids]  # type: ignore[union-attr]
-    if own:
+    inside = {id(t) for t in [*part.parameters(), *part.buffers()]}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    name = next((n for n, t in tensors if id(t) not in inside), "")
+    if name:
         return (
-            f"{type(module).__name__} has tensors of its own around the layer, such as {own[0]}, and would compute "
+            f"{type(module).__name__} has tensors of its own around the layer, such as {name}, and would compute "
             "with shards. Put it (an adapter, a quantiser) into the original model, and compile that."
         )
     return ""
@@ -348,5 +345,5 @@ def _holds(value: Any, kinds: Any) -> bool:
 
 def _plain_object(value: Any) -> bool:
     """Return whether it has attributes that may be set: a config, a namespace, a record."""
-    odd = callable(value) or isinstance(value, types.ModuleType | enum.Enum | Tensor)
-    return hasattr(value, "__dict__") and not odd
+    opaque = callable(value) or isinstance(value, types.ModuleType | enum.Enum | Tensor)
+    return hasattr(value, "__dict__") and not opaque

@@ -29,16 +29,15 @@ from .weight_reads import Read
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given
 
 
-def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | None = None) -> None:
+def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | None) -> None:
     """Hand the weights of each repeated block that alone reads them, and then the rest, to torch's data parallelism.
 
     Args:
         shards: of the module. reads: which parameters its program reads, and where.
         reduces: type in which gradients are added up, over the axis and over backwards without `no_sync`'s end.
     """
-    ranks, axis = shards.ranks, shards.axis
-    assert ranks.batch is not None
-    units: dict[str, str] = {}
+    batch: Any = shards.ranks.batch
+    units = {}
     for r in reads:
         if r.storage is not None and r.storage.owners == 1:  # stages of one rank may read a weight in several places
             units[r.name] = r.unit if units.get(r.name, r.unit) == r.unit else ""
@@ -51,26 +50,26 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
         return
     shards.units.update(units)
     # Of experts each rank has its own, with whole gradients.
-    apart = average_scalars(shards, nn.Module.parameters(shards.root))
-    apart |= {piece for name, piece, _ in shards.pieces() if shards.storages[name].owners > 1}
-    apply: Any = fully_shard if axis.fully_shard else compat.replicate
+    ignored = average_scalars(shards, nn.Module.parameters(shards.root))
+    ignored |= {piece for name, piece, _ in shards.pieces() if shards.storages[name].owners > 1}
+    apply: Any = fully_shard if shards.axis.fully_shard else compat.replicate
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for part in _units(shards):
         name = type(part).__name__
-        apply(part, mesh=ranks.batch.mesh, ignored_params=apart, **policy)
+        apply(part, mesh=batch.mesh, ignored_params=ignored, **policy)
         type(part).__name__ = name  # by which transformers' Trainer knows a causal loss, and others their models
     remember(shards.root)
 
 
 def forget(root: nn.Module) -> bool:
-    """Take a module for one that torch's data parallelism was not given; return whether it was."""
+    """Note that torch's data parallelism no longer has a module; return whether it had it."""
     was = root in _roots
     _roots.discard(root)
     return was
 
 
 def remember(root: nn.Module) -> None:
-    """Take a module for one that torch's data parallelism was given."""
+    """Note that torch's data parallelism was given a module."""
     _roots.add(root)
 
 
@@ -85,7 +84,7 @@ def show_gradients(shards: ShardState) -> None:
 
 @contextlib.contextmanager
 def step(shards: ShardState) -> Iterator[None]:
-    """Around the forwards and backwards of a step: weights are gathered once, and gradients summed once, at its end."""
+    """Gather weights once for the forwards and backwards of a step, and sum gradients once, at its end."""
     parts = [*_own_parts(shards)]
     show_gradients(shards)
     for root in parts[-1:]:
@@ -97,7 +96,7 @@ def step(shards: ShardState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recovering(shards: ShardState) -> Iterator[None]:
-    """Around a forward: where it fails, the module is given its own parameters, as they are before one."""
+    """Give the module its own parameters back, as they were before the forward in this context, where that fails."""
     try:
         yield
     except BaseException:
@@ -113,7 +112,7 @@ def drop_gradients(shards: ShardState) -> None:
 
 
 def _recover_all() -> None:
-    """After a backward that failed, of whichever module."""
+    """Reset all modules after a backward that failed, of whichever."""
     for root in list(_roots):
         compat.reset_iteration(root)
 
@@ -141,7 +140,7 @@ def _own_parts(shards: ShardState) -> Iterator[Any]:
 
 
 def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """With dp: average the gradients of those that are scalars, which torch does not take, one by one."""
+    """Average over dp the gradients of scalars, which torch's data parallelism does not take; return these."""
     ranks = shards.ranks
     scalars = {p for p in parameters if p.ndim == 0}
     for p in scalars:
@@ -170,7 +169,7 @@ def refuse_another(shards: ShardState, hook: Any) -> None:
     if shards.by_torch.size > 1:
         name = " and ".join(shards.axis.degrees)
         raise StateError(
-            f"fully_shard or replicate around a module that deals out the batch over {name} already. Leave out {name}, "
+            f"fully_shard or replicate around a module that divides the batch over {name} already. Leave out {name}, "
             f"or the wrapping; fully_shard=True splits weights over {name}."
         )
     if shards.staged:
@@ -198,12 +197,11 @@ def _once(grad: Tensor) -> None:
 
 @contextlib.contextmanager
 def no_sync(shards: ShardState) -> Iterator[None]:
-    """Backwards in this context leave gradients unsummed over dp; the next one outside sums them all."""
+    """Leave gradients unsummed over dp in this context; the next backward outside sums them all."""
     if shards.by_torch.size == 1:  # what virtual ranks have is summed by every backward
         yield
         return
-    root = shards.root
-    assert isinstance(root, FSDPModule)
+    root: Any = shards.root
     shards.summing = False
     root.set_requires_gradient_sync(False)
     try:

@@ -68,7 +68,7 @@ class ShardedModule(Batching, Part):
     _generation: set[str] | None = None  # under way: names of what `generate` takes for itself, and forwards do not get
 
     def __new__(cls, *args: Any) -> Any:
-        """An instance of this class and the original's; of this one alone, as a copy begins, without arguments."""
+        """Make an instance of this class and the original's; without arguments, as a copy begins, of this one alone."""
         return object.__new__(whole_class(args[0], cls) if args else cls)
 
     @uncollected()
@@ -104,7 +104,7 @@ class ShardedModule(Batching, Part):
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
+        """Call `forward` with its hooks; ranks meet before those of `fully_shard`, which gather weights."""
         if self._generation is not None and not hooked(self._forward_pre_hooks, self._forward_hooks):
             return self.by_itself("", args, kwargs)
         ownership.forget_steps()
@@ -141,11 +141,11 @@ class ShardedModule(Batching, Part):
         return call.settle(self._finish(program, outputs, inputs), program.returns)
 
     def _ran(self, call: Arguments, kind: CallKind) -> tuple[Program, Any, list[Tensor]]:
-        """The program for a call of a kind, what it gave, and what it was given."""
-        match = kind.program(call.shapes)
+        """Run a call of a kind; return its program, what that gave, and what it was given."""
+        match: Any = kind.program(call.shapes)
         new, seed = self._calls.begin(kind, call, match and match[0])
         searched = new or match is None or self._source.check or call.wrong
-        if searched or match is None:
+        if searched:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 match = program_search.find(self, call)
         (program, order), run = match, self._first if searched else self._run
@@ -157,14 +157,14 @@ class ShardedModule(Batching, Part):
         return program, outputs, inputs
 
     def _arguments(self, args: Args, kwargs: Kwargs, entry: str) -> Arguments:
-        """The arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""
+        """Read the arguments of a call; with cp this rank's part of the sequences, but where a cache goes with them."""
         call = Arguments(self._carriers, args, kwargs, entry)
         cp = self._shards.axis.cp > 1
         call.undealt = cp and (self._generation is not None or bool(call.states))
         if not cp or call.undealt:
             return call
-        own, whole = state.dealt(self._shards, Inputs(*args, **kwargs))
-        call = Arguments(self._carriers, own.args, own.kwargs, entry)
+        inputs, whole = state.dealt(self._shards, Inputs(*args, **kwargs))
+        call = Arguments(self._carriers, inputs.args, inputs.kwargs, entry)
         call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
         return call
 
@@ -179,7 +179,7 @@ class ShardedModule(Batching, Part):
             raise
 
     def plain(self, program: Program) -> AbstractContextManager[Any]:
-        """Context in which a program runs: a capture under autocast holds its casts already."""
+        """Return the context in which a program runs: a capture under autocast holds its casts already."""
         cast = program.capture.state[-1] is not None
         return torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
 
@@ -202,7 +202,7 @@ class ShardedModule(Batching, Part):
         return training, dtypes, grad, trained, autocast
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> list[Any]:
-        """Write what the original writes to its buffers and inputs; the other results."""
+        """Write what the original writes to its buffers and inputs; return the other results."""
         captured, results = program.capture, []
         as_sharded = self._source.want_of(program.entry).outputs == "sharded"
         for i, value in enumerate(outputs if program.flat else compat.tree_leaves(outputs)):
@@ -225,7 +225,7 @@ class ShardedModule(Batching, Part):
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With dp: backwards in this context add to gradients without the sum over dp; the next one outside sums all.
+        """Leave gradients unsummed over dp in this context, as backwards add to them; the next one outside sums all.
 
         For gradient accumulation. The gradients of parameters may be absent until then.
         """
@@ -245,7 +245,7 @@ class ShardedModule(Batching, Part):
         return state.clip(self._shards, max_norm)
 
     def full_state_dict(self, live: bool = False) -> NamedTensors:
-        """Every parameter and persistent buffer, whole, under the original's names, as copies (collective).
+        """Return every parameter and persistent buffer, whole, under the original's names, as copies (collective).
 
         With `live` what is whole on this rank is the module's own tensor, which costs no memory and changes with it.
         """
@@ -253,13 +253,13 @@ class ShardedModule(Batching, Part):
             return state.full_state(self._shards, live)
 
     def full_grad_dict(self, live: bool = False) -> NamedTensors:
-        """Every gradient that is there, whole, by the original's names; copies, but for `live` (collective)."""
+        """Return every gradient that is there, whole, by the original's names; copies, but for `live` (collective)."""
         data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
             return state.full_gradients(self._shards, live)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
+        """Convert as `to`, `float`, `bfloat16` do: on all ranks to the same, for what follows is compared by type."""
         before = self._shards.device
         examples = [fn(torch.empty(0, dtype=kind, device=before)) for kind in PROBES]
         kinds = ", ".join(str(example.dtype) for example in examples)
@@ -283,7 +283,7 @@ class ShardedModule(Batching, Part):
 
     @Turn("state_dict()")
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""
+        """Return DTensors by the original's names; of fused weights, held in pieces, whole tensors (collective)."""
         tensors = state.sharded_state(self._shards, args[1] if len(args) > 1 else prefix)
         into = args[0] if args else destination
         return tensors if into is None else (into.update(tensors), into)[1]
@@ -337,7 +337,7 @@ class ShardedModule(Batching, Part):
         """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
 
         The folder appears in one step when all is on disk. A save that is cut off anywhere leaves the previous one
-        whole, and files of it that hold no weights, such as a tokenizer's, are carried over. Digests lie beside it.
+        whole, and files of it that hold no weights, such as a tokenizer's, are carried over. Digests are saved beside.
 
         Args:
             path: the folder; with several nodes on a file system that all of them see.
@@ -361,13 +361,13 @@ class ShardedModule(Batching, Part):
         )  # fmt: skip
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
-        """Original parameter name -> how it is held."""
+        """Iterate over the original's parameters: name, and how it is held."""
         return iter(self._shards.storages.items())
 
     # ---- other ways to run -----------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see `autotp.compile`'s `backend`."""
+        """Refuse: see `autotp.compile`'s `backend`."""
         raise StateError(COMPILE)
 
     # ---- looking at it ---------------------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ class ShardedModule(Batching, Part):
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         watch(new._shards.parts, self._shards.bare, new._changes).stale = True
         new._begin_stages()
-        for own in self._programs_made:
-            program_search.install(new, own.capture, own.sharded, own.changes, own.entry)
+        for old in self._programs_made:
+            program_search.install(new, old.capture, old.sharded, old.changes, old.entry)
         new._calls.settle()
         optimizer_steps.watch(new._calls)
         return new
@@ -433,7 +433,7 @@ def _early(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class LazyModule(ShardedModule):
-    """Becomes a `ShardedModule` at its first call; `train` and `eval` are remembered, the rest raises `StateError`."""
+    """Module that becomes a `ShardedModule` at its first call; it remembers `train` and `eval`, refusing the rest."""
 
     def __init__(
         self,
@@ -476,7 +476,7 @@ class LazyModule(ShardedModule):
         return self
 
     def extra_repr(self) -> str:
-        """Says why there is nothing to see yet."""
+        """Say why there is nothing to see yet."""
         return "sharded at its first call"
 
     def __getattr__(self, name: str) -> Any:

@@ -41,7 +41,7 @@ class Boundary:
     """Values that flow into one call of a module and out of it.
 
     Attributes:
-        path: of the module. ranks: over which the values lie.
+        path: of the module. ranks: over which the values are distributed.
         hosts: of virtual ranks, those of this process.
     """
 
@@ -73,7 +73,7 @@ class Boundary:
             values, flows: those at the boundary, this rank's part of each. graded: whether these are gradients.
         """
         # One value may flow in several layouts (sharded for one reader, whole for another), and is shown once.
-        wholes: dict[int, list[Any]] = {flow.place: [] for flow in flows if flow.shown}
+        wholes = {flow.place: [] for flow in flows if flow.shown}
         for value, flow in zip(values, flows, strict=True):
             if flow.place in wholes and (flow.shown or graded):
                 wholes[flow.place].append(self._whole(value, self._spec(value, flow, graded)))
@@ -82,7 +82,7 @@ class Boundary:
     def with_replaced(
         self, values: Leaves, flows: Sequence[Flow], before: Sequence[Any], new: Any, graded: bool = False
     ) -> tuple[Any, ...]:
-        """The values, with what a hook put in the place of those that it saw.
+        """Return the values, with what a hook put in the place of those that it saw.
 
         Args:
             values, flows: those at the boundary. graded: whether these are gradients.
@@ -127,13 +127,13 @@ class Boundary:
         return function_for(source, target)(value, source, target, rank=r.rank, tp=r.tp, group=r.group_name)
 
     def _spec(self, value: Any, flow: Flow, graded: bool) -> Spec:
-        """Return how the value of a flow, or its gradient, lies now."""
+        """Return the present layout of a flow's value, or of its gradient."""
         first = values_of(value, 1)[0]
         if not isinstance(first, Tensor) or flow.layout == I or (self.ranks.mesh is None and not self.hosts):
             return INVARIANT
         if flow.layout.mark not in "RPS":
             raise StateError(
-                f"a hook on {self.path}: its values lie over the ranks as {flow.layout}, of which no rank has the "
+                f"a hook on {self.path}: its values are placed on the ranks as {flow.layout}, of which no rank has the "
                 "whole. Hook the module around it."
             )
         spec = flow.layout.to_runtime()
@@ -142,7 +142,7 @@ class Boundary:
         return spec.dual if graded else spec
 
     def _measured(self, value: Tensor, layout: Shard) -> Spec:
-        """A slice of a length that only the ranks' tensors tell. A collective call."""
+        """Return the layout of a slice whose length only the ranks' tensors tell. A collective call."""
         _, repeat, segments = layout.to_runtime()[:3]  # type: ignore[index]
         _, unit, *deal = segments[0] if len(segments) == 1 and repeat == 1 else (None, None)
         if not isinstance(unit, int):
@@ -156,8 +156,8 @@ class Boundary:
 
 def _total(values: Sequence[Any]) -> Any:
     """Add up the gradients of a value, of which each of its layouts carries a summand; None where there is none."""
-    there = [value for value in values if value is not None]
-    return functools.reduce(operator.add, there) if there else None
+    summands = [value for value in values if value is not None]
+    return functools.reduce(operator.add, summands) if summands else None
 
 
 def _plain(spec: Any) -> bool:
@@ -166,11 +166,11 @@ def _plain(spec: Any) -> bool:
 
 
 def _at(module: Any, kwargs: Kwargs) -> tuple[Boundary | None, Kwargs, Kwargs]:
-    """The boundary at which a hook is called, where it would see parts, the arguments that it sees, and ours."""
-    own = {name: value for name, value in kwargs.items() if name == "program"}
-    boundary = module._boundaries.get(own.get("program"))
-    others = {name: value for name, value in kwargs.items() if name not in own}
-    return boundary if boundary is not None and boundary.split else None, others, own
+    """Return the boundary at which a hook is called, where it would see parts, the arguments that it sees, and ours."""
+    others = {**kwargs}
+    ours = {"program": others.pop("program")} if "program" in kwargs else {}
+    boundary = module._boundaries.get(ours.get("program"))
+    return boundary if boundary is not None and boundary.split else None, others, ours
 
 
 def _name(hook: Any) -> str:
@@ -204,7 +204,7 @@ def compare_hooks(ranks: Ranks, what: str, modules: Sequence[Any], places: Seque
     Raises:
         RankError: with the modules that have such hooks.
     """
-    paths: set[str] = set()
+    paths = set()
     for module in modules:
         if hooked(module._forward_pre_hooks, module._forward_hooks):
             paths |= {b.path for b in getattr(module, "_boundaries", {}).values() if b.communicates}
@@ -236,11 +236,11 @@ def _grade(values: Leaves, flows: Sequence[Flow], wholes: Sequence[Any]) -> None
 
 
 def before_forward(hook: Function, with_kwargs: bool) -> Function:
-    """A pre-forward hook that is shown whole values; to be registered with `with_kwargs`."""
+    """Make a pre-forward hook that is shown whole values; to be registered with `with_kwargs`."""
 
     @_shows_whole
     def run(module: Any, args: Args, kwargs: Kwargs) -> Any:
-        boundary, rest, own = _at(module, kwargs)
+        boundary, rest, ours = _at(module, kwargs)
         wholes = args if boundary is None else boundary.whole_values(args, boundary.takes)
         new, wrote = _call(hook, module, wholes, wholes, *((rest,) if with_kwargs else ()))
         if new is None and (boundary is None or not wrote):
@@ -252,13 +252,13 @@ def before_forward(hook: Function, with_kwargs: bool) -> Function:
         new = new if isinstance(new, tuple) else (new,)
         if boundary is not None:
             new = boundary.with_replaced(args, boundary.takes, () if wrote else wholes, new)
-        return new, rest | own
+        return new, rest | ours
 
     return run
 
 
 def after_forward(hook: Function, with_kwargs: bool) -> Function:
-    """A forward hook that is shown whole values; to be registered with `with_kwargs`."""
+    """Make a forward hook that is shown whole values; to be registered with `with_kwargs`."""
 
     @_shows_whole
     def run(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
@@ -267,7 +267,7 @@ def after_forward(hook: Function, with_kwargs: bool) -> Function:
         if boundary is None:
             return call_hook(hook, module, args, *options, output)
         several = len(boundary.gives) > 1
-        values: tuple[Any, ...] = output if several else (output,)
+        values = output if several else (output,)
         wholes = boundary.whole_values(values, boundary.gives)
         arguments = boundary.whole_values(args, boundary.takes)
         new, wrote = _call(hook, module, wholes, arguments, *options, wholes[0] if len(wholes) == 1 else wholes)
@@ -285,8 +285,8 @@ def after_forward(hook: Function, with_kwargs: bool) -> Function:
 
 
 def on_backward(hook: Function) -> Function:
-    """A hook before or after a backward that is shown gradients of whole values: of what is given, after it of what is
-    taken too. What it returns stands for the first of them."""
+    """Make a hook before or after a backward that is shown gradients of whole values: of outputs, after it of inputs
+    too. What it returns stands for the first of them."""
 
     @_shows_whole
     def run(module: Any, *gradients: tuple[Any, ...]) -> Any:
@@ -294,7 +294,7 @@ def on_backward(hook: Function) -> Function:
         if boundary is None:
             return call_hook(hook, module, *gradients)
         flows = (boundary.takes, boundary.gives)[-len(gradients) :]
-        wholes = [boundary.whole_values(*each, graded=True) for each in zip(gradients, flows, strict=True)]
+        wholes = [boundary.whole_values(*pair, graded=True) for pair in zip(gradients, flows, strict=True)]
         new = call_hook(hook, module, *wholes)
         return None if new is None else boundary.with_replaced(gradients[0], flows[0], wholes[0], new, graded=True)
 
@@ -312,12 +312,12 @@ def note(module: Any, program: Any) -> None:
 
 
 def _one_call(module: Any) -> Boundary | None:
-    """The boundary of the calls that a backward is of, which does not say of which it is."""
+    """Return the boundary of the calls that a backward may be of, for it does not say of which it is."""
     module._backward_ran = True
     calls = [*module._calls_made.values()]
     if len(calls) > 1:
         raise StateError(
             f"a backward hook on {calls[0].path}: before this backward it was called in several ways, of which the "
-            "values lie differently. Hook the module around it, or a tensor in a forward hook."
+            "layouts differ. Hook the module around it, or a tensor in a forward hook."
         )
     return calls[0] if calls and calls[0].split else None

@@ -1,4 +1,4 @@
-"""Updates of weights, each held against those of the other ranks before it begins, by optimizers that are known.
+"""Steps of optimizers, each compared with those of the other ranks before it begins, and which optimizers are known.
 
 A step of an optimizer begins with a turn in which ranks say its options, which parameters have gradients, and a few
 values of gradients of parameters that are whole on every tp rank, where these are on the CPU. So another learning
@@ -30,7 +30,6 @@ from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import Facts, agree, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import RankError, StateError
-from autotp.inputs import Kwargs
 from autotp.runtime.checkpoint.optimizers import updated_by
 from autotp.runtime.interop.ownership import INSTEAD, begin_step, end_step, of_another_rank, outside_of_steps
 
@@ -44,31 +43,27 @@ UNCHANGED = (
 )
 MAX_GRADIENTS = SAMPLES  # of which values are read
 
-_calls_by_id: weakref.WeakValueDictionary[int, Calls] = (
-    weakref.WeakValueDictionary()
-)  # in the order in which they were made
-_updated: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # optimizer -> what `_of` found
+_watched: weakref.WeakKeyDictionary[Calls, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
+_updated: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # optimizer -> results of `_of`
 
 
 def watch(calls: Calls) -> None:
-    """Steps of optimizers over the parameters of this module are held against those of the other ranks."""
-    for entries in _updated.values():  # the number may have been another module's, which is gone
-        entries.pop(id(calls), None)
-    _calls_by_id[id(calls)] = calls
+    """Compare from now on steps of optimizers over the parameters of this module with those of the other ranks."""
+    _watched[calls] = None
     compat.around_steps(_before, _after)
 
 
 def unwatch(calls: Calls) -> None:
-    """Let go of a module whose parameters are another's from here on."""
-    _calls_by_id.pop(id(calls), None)
+    """Stop watching a module whose parameters are another's from here on."""
+    _watched.pop(calls, None)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Hold a step against those of the other ranks; give its arguments, where its closure is to be held too."""
+    """Compare a step with those of the other ranks; return new arguments where its closure is to be compared too."""
     if torch.compiler.is_compiling():
         return None
-    channels: list[Channel] = []
-    for calls in list(_calls_by_id.values()):
+    channels = []
+    for calls in list(_watched):
         # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
         updated, first = _of(optimizer, calls)
         if updated and first and calls.shards.host is not None:
@@ -96,7 +91,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _shared(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) -> Callable[[], Any]:
-    """A closure that all ranks hear of where it fails on one: what the optimizer does next may be a collective."""
+    """Wrap a closure so that all ranks hear where it fails on one: what the optimizer does next may be a collective."""
 
     @functools.wraps(closure)
     def run() -> Any:
@@ -110,25 +105,25 @@ def _shared(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) 
 
 
 def _of(optimizer: Optimizer, calls: Calls) -> tuple[list[tuple[Tensor, bool]], bool]:
-    """The module's parameters that the optimizer updates, each with whether it is whole on every tp rank.
+    """Return the module's parameters that the optimizer updates, each with whether it is whole on every tp rank.
 
     Returns: these, and whether the optimizer has others, or other states, than at its step before.
     """
     kind = id(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups)  # other states when loaded
-    entries = _updated.setdefault(optimizer, {})
-    kind_before, updated = entries.get(id(calls), ((), []))
+    entries = _updated.setdefault(optimizer, weakref.WeakKeyDictionary())
+    kind_before, updated = entries.get(calls, ((), []))
     if kind_before == kind:
         return updated, False
     ids = set(map(id, updated_by(optimizer)))
     have = {id(p): (p, whole) for _, p, whole in (*calls.before_gathering, *calls.shards.pieces())}
     updated = [x for i, x in have.items() if i in ids]
     if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
-        entries[id(calls)] = kind, updated
+        entries[calls] = kind, updated
     return updated, True
 
 
 def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, bool]]) -> None:
-    """Refuse a step that is another on some ranks. A collective call."""
+    """Refuse a step that differs between ranks. A collective call."""
     # A gradient scaler sees the gradients of one rank's stages; a fused step then does nothing.
     overflow = getattr(optimizer, "found_inf", None)
     doing = "step" if overflow is None or not overflow.item() else "step, of which a scaler has found an overflow,"
@@ -149,7 +144,7 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
 
 
 def _options(optimizer: Optimizer) -> Facts:
-    """The options of every group in words."""
+    """Return the options of every group in words."""
     return {
         f"{name} of group {i}": _text_of(value)
         for i, group in enumerate(optimizer.param_groups)
@@ -254,11 +249,11 @@ def refuse_states(optimizer: Optimizer, shards: ShardState) -> None:
 
 
 def _switches(optimizer: Optimizer, name: str) -> str:
-    """Options with which an optimizer was not tried: those beside rates that are not its class's defaults."""
+    """Return options with which an optimizer was not tried: those beside rates that are not its class's defaults."""
     defaults = {n: p.default for n, p in inspect.signature(type(optimizer)).parameters.items() if n not in FREE}
     if name in WITHOUT_FOREACH:
         defaults["foreach"] = False
-    options: Kwargs = vars(optimizer)
+    options = vars(optimizer)
     for group in optimizer.param_groups:
         options = {**options, **group}
     others = {n: options[n] for n in sorted(defaults.keys() & options.keys()) if options[n] != defaults[n]}
@@ -266,10 +261,10 @@ def _switches(optimizer: Optimizer, name: str) -> str:
 
 
 def _in_pieces(optimizer: Optimizer, shards: ShardState) -> str:
-    """A parameter of the optimizer's that is held in several pieces; "" where there is none."""
-    own = set(map(id, updated_by(optimizer)))
+    """Return a parameter of the optimizer's that is held in several pieces; "" where there is none."""
+    updated = set(map(id, updated_by(optimizer)))
     for name in shards.storages:
         part, leaves = shards.place_of(name)
-        if len(leaves) > 1 and any(id(part._parameters.get(leaf)) in own for leaf in leaves):
+        if len(leaves) > 1 and any(id(part._parameters.get(leaf)) in updated for leaf in leaves):
             return name
     return ""

@@ -1,4 +1,4 @@
-"""The modules of a sharded module's tree: each stands for one of the original's, and is an instance of its class."""
+"""The modules of a sharded module's tree, each an instance of the class of the original's module that it stands for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .storage import Storage
 
 
 class Part(nn.Module):
-    """Stands for one module of the original: holds its parameters and runs its part of the program.
+    """Module that stands for one of the original: it holds that one's parameters and runs its part of the program.
 
     Attributes of the original's module are read from its skeleton; one that is set stays on the part, and makes the
     next call a new kind of call (`autotp.runtime.changes`).
@@ -35,7 +35,7 @@ class Part(nn.Module):
     _watched: Watched | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Without the original's own `__new__`."""
+        """Make an instance without the original's own `__new__`."""
         return object.__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -137,10 +137,10 @@ class Part(nn.Module):
             advice = "" if watched is None else watched.in_parts(self, name)
             if advice := ABSENT.get(name, advice).format(name=name):
                 raise AbsentError(advice) from None
-            own: Any = getattr(super(), "__getattr__")  # noqa: B009
-            if watched is None or name in watched.children or own.__func__ is nn.Module.__getattr__:
+            lookup: Any = getattr(super(), "__getattr__")  # noqa: B009
+            if watched is None or name in watched.children or lookup.__func__ is nn.Module.__getattr__:
                 raise
-        return own(name)
+        return lookup(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:
@@ -176,7 +176,7 @@ class Part(nn.Module):
         return [n for n in nn.Module.__dir__(self) if not isinstance(inspect.getattr_static(kind, n, None), Refused)]
 
     def extra_repr(self) -> str:
-        """The original's."""
+        """Return the original's."""
         return self._detail
 
     def __repr__(self) -> str:
@@ -184,12 +184,12 @@ class Part(nn.Module):
 
 
 class Standing(type):
-    """Makes the classes of parts. Calling one (`type(layer)(8, 8)`, `Embedding.from_pretrained`) makes an original."""
+    """Metaclass of parts. Calling one's class (`type(layer)(8, 8)`, `Embedding.from_pretrained`) makes an original."""
 
     _class: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the original's class."""
+        """Make an instance of the original's class."""
         return cls._class(*args, **kwargs)
 
 
@@ -242,7 +242,7 @@ def part_of(module: nn.Module) -> Part:
 
 
 def watch(parts: Mapping[str, nn.Module], bare: nn.Module, changes: Changes) -> Changes:
-    """Let every part mind what is set on it; what was set is in `changes`, which is returned.
+    """Let every part record in `changes`, which is returned, what is set on it.
 
     Args:
         parts: the parts by the original's paths of modules.
@@ -255,16 +255,15 @@ def watch(parts: Mapping[str, nn.Module], bare: nn.Module, changes: Changes) -> 
         if isinstance(part, Part) and ((before := part._watched) is None or before.changes is not changes):
             watched = part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
             watched.versions |= before.versions if before is not None else {}
-            own = set(module.__dict__) - TORCHS
-            for name in own & set(part.__dict__):  # such as the config
-                watched.lend(name, part.__dict__[name])
-            for name in own:
+            for name in module.__dict__.keys() - TORCHS:
+                if name in part.__dict__:  # such as the config
+                    watched.lend(name, part.__dict__[name])
                 _uncover(type(part), name)
     return changes
 
 
 class Own:
-    """An attribute of which the original's class has one value and its instances another: the instance's.
+    """Attribute of which the original's class has one value and its instances another: the instance's.
 
     Read when it is asked for: what is read is compared before every call.
     """
@@ -286,12 +285,11 @@ def _uncover(kind: type[nn.Module], name: str) -> None:
 
 
 def standing_for(part: Part, module: nn.Module) -> nn.Module:
-    """The module that is called in the part's place, where it is that part or wraps it.
+    """Return the module that is called in the part's place, where it is that part or wraps it.
 
     Raises:
         StateError: it would take shards for whole tensors.
     """
-    why = foreign(part, module)
-    if why:
-        raise StateError(f"in the place of {part._original}: {why}")
+    if reason := foreign(part, module):
+        raise StateError(f"in the place of {part._original}: {reason}")
     return module

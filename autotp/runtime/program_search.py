@@ -41,10 +41,6 @@ WITHIN = (
     "Keep what the hook sees, and call {entry} after that call."
 )
 UNDEALT = "undealt"
-ALONG = (
-    "{own} of the plan's {size} {axis} ranks in each of {processes} processes, which sends {sent} in a step of the "
-    "example inputs, where rings send {ring}"
-)
 GROUPED = {kind.name for kind in KINDS.values() if kind.grouped}  # collectives among groups of ranks
 TREE = "every sum along one tree, {0}; no rewrite for speed"
 
@@ -61,7 +57,7 @@ def by_itself(self: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
     if holding():
         raise StateError(WITHIN.format(entry=entry or "the module", name=self._calls.name))
     with self._calls.turn():
-        if not issubclass(type(self), FSDPModule):
+        if not isinstance(self, FSDPModule):
             return self._call(entry, args, kwargs)
         grad = torch.is_grad_enabled()
         if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
@@ -104,7 +100,7 @@ def find(module: Any, call: Arguments) -> Match:
 
 
 def program_of(module: Any, call: Arguments) -> Match:
-    """Return the same of a call that is not run now. Collective where no program is known for it."""
+    """Return the program, as `find`, for a call that is not run now. Collective where no program is known for it."""
     kind = kind_of(module, call)
     match = kind.program(call.shapes)
     if match is None:
@@ -114,7 +110,7 @@ def program_of(module: Any, call: Arguments) -> Match:
 
 
 def _capture_once(module: Any, call: Arguments) -> Capture:
-    """The graph for a call, the same on every rank, with what it teaches of states. Collective."""
+    """Capture the graph for a call, the same on every rank, with what it teaches of states. Collective."""
     source, carriers = module._source, module._carriers
 
     def make() -> tuple[Capture, Any]:
@@ -144,7 +140,7 @@ def _capture_once(module: Any, call: Arguments) -> Capture:
 
 
 def match_of(module: Any, call: Arguments) -> Match | None:
-    """A program that was captured for such a call in this mode and accepts these sizes."""
+    """Return a program that was captured for such a call in this mode and accepts these sizes."""
     state.refuse_meta(module._shards)
     call.check()
     call_form, _ = form(module._shards.bare.get_submodule(call.entry), call.whole, call.spec)
@@ -159,8 +155,8 @@ def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable 
         changes, entry: as of a program.
     """
     key = module._programs_made.key()
-    values, own = [x.node.meta.get("val") for x in captured.inputs], module._shards.bare.get_submodule(entry)
-    call_form = form(own, values, captured.in_spec)[0]
+    values = [x.node.meta.get("val") for x in captured.inputs]
+    call_form = form(module._shards.bare.get_submodule(entry), values, captured.in_spec)[0]
     if sharded.pieces:
         program = module._source.pipeline.program(module, captured, sharded, key, call_form)
     else:
@@ -206,14 +202,15 @@ def _along(module: Any) -> Iterator[str]:
     """Say of each axis how many of the plan's ranks this process runs, and what it sends in a step."""
     shards, plan = module._shards, module._plan
     for host in shards.hosts:
-        calls: list[tuple[str, float]] = []
+        calls = []
         if host.axis == "tp":
-            ways = [(each, *way) for each in plan.collectives for way in each.ways]
-            for each, at, name, own in ways:
+            ways = [(collective, *way) for collective in plan.collectives for way in collective.ways]
+            for collective, at, name, local in ways:
                 if name and (plan.objective == "training" or at == "forward"):
                     # A group of ranks sums for itself what all gather.
-                    alone = name == "reduce_scatter" and each.name in GROUPED
-                    calls.append(("all_gather", each.bytes + own * host.size) if alone else (name, each.bytes))
+                    alone = name == "reduce_scatter" and collective.name in GROUPED
+                    size = collective.bytes + local * host.size if alone else collective.bytes
+                    calls.append(("all_gather" if alone else name, size))
         else:  # gradients of the slices that there are of each weight
             trained = {name for name, piece, _ in shards.pieces() if piece.requires_grad}
             for p in plan.parameters:
@@ -223,12 +220,14 @@ def _along(module: Any) -> Iterator[str]:
         processes = host.size // host.own
         along = sum(host.traffic(name, size) for name, size in calls)
         ring = sum(collective_bytes(name, size, processes) for name, size in calls)
-        of = {"own": host.own, "size": host.size, "axis": host.axis, "processes": processes}
-        yield ALONG.format(**of, sent=amount(along), ring=amount(ring))
+        yield (
+            f"{host.own} of the plan's {host.size} {host.axis} ranks in each of {processes} processes, which sends "
+            f"{amount(along)} in a step of the example inputs, where rings send {amount(ring)}"
+        )
 
 
 def _spread(module: Any, program: Program) -> None:
-    """Hand what a program reads to torch's data parallelism, or have its gradients added up in a type by themselves."""
+    """Hand a program's weights to torch's data parallelism, or have their gradients added up in a type of their own."""
     reduces, shards = module._source.lowering.reduces, module._shards
     if shards.by_torch.size > 1 and shards.ranks.mesh is not None:
         data_parallel.spread(shards, program.reads, reduces)
@@ -238,18 +237,18 @@ def _spread(module: Any, program: Program) -> None:
 
 
 def request_of(module: Any, call: Arguments) -> CaptureRequest:
-    """Request for a capture of a call."""
+    """Return the request for a capture of a call."""
     want = module._source.want_of(call.entry, module._generation is not None)
     return replace(want, cp=1) if call.undealt else want
 
 
 def _changes(module: Any, call: Arguments) -> Hashable:
-    """Changes of the module's parts, and a word where a call is not dealt over cp: by both programs are known."""
+    """Return changes of the module's parts, with a mark where a call is not sharded over cp: a key of programs."""
     return (module._changes.key(), UNDEALT) if call.undealt else module._changes.key()
 
 
 def kind_of(module: Any, call: Arguments) -> CallKind:
-    """The kind of a call, by which its programs are known."""
+    """Return the kind of a call, by which its programs are known."""
     of = _changes(module, call), call.entry, call.wrong
     # Of a state nobody asks for a gradient.
     leaves = call.whole if call.states and torch.is_grad_enabled() else call.flat
@@ -257,7 +256,7 @@ def kind_of(module: Any, call: Arguments) -> CallKind:
 
 
 def _captured(module: Any, call: Arguments) -> Capture:
-    """The graph for a call; captured again while it shows more of what changes from call to call.
+    """Capture the graph for a call, and again while it shows more of what changes from call to call.
 
     Raises:
         InputError: it fails, and a state holds another number of sequences than the inputs.
@@ -291,7 +290,7 @@ def _foresee(module: Any, call: Arguments) -> None:
 
 
 def _copy_for(module: Any, call: Arguments) -> tuple[nn.Module, Inputs]:
-    """The original's skeleton, as the module's parts are now, and the inputs of a call as it takes them."""
+    """Return the original's skeleton, as the module's parts are now, and the inputs of a call as it takes them."""
     shards = module._shards
     bare = skeleton(shards.bare, shards.device, state.dtypes(shards))
     for original, part in zip(bare.modules(), module._order, strict=True):
@@ -306,7 +305,7 @@ def _capture(module: Any, call: Arguments, mode: Mode) -> Capture:
     source, (bare, inputs) = module._source, _copy_for(module, call)
     capture = partial(source.capture, bare, inputs, module._shards.device, mode, request_of(module, call))
     with entering(bare, call.entry), sizes_of_states(module._carriers.sizes):
-        captured: Capture = capture()
+        captured = capture()
         # Else one program is for all that is trained.
         again = captured.asks_gradients and source.pipeline is None and train_as(bare, module._order)
         return capture() if again else captured

@@ -39,15 +39,15 @@ from .weight_reads import Read
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for the tensor at this position of a call's flat inputs."""
+    """Stand-in for the tensor at this position of a call's flat inputs."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Form:
-    """Meaning of a call but for its tensors: `key` is equal for equal meanings; `order` says where the tensors, in the
-    key's order, lie in the call's flat inputs."""
+    """Meaning of a call but for its tensors: `key` is equal for equal meanings; `order` has the tensors' positions in
+    the call's flat inputs, in the key's order."""
 
     key: Hashable
     order: tuple[int, ...]
@@ -71,7 +71,7 @@ class CallKey(NamedTuple):
 
     @classmethod
     def of_call(cls, mode: Mode, of: Hashable, flat: Leaves, spec: Any) -> CallKey:
-        """The key of a call with these leaves."""
+        """Return the key of a call with these leaves."""
         grad = torch.is_grad_enabled()
         leaves = [
             (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat
@@ -80,7 +80,7 @@ class CallKey(NamedTuple):
 
 
 def form(bare: nn.Module, flat: Leaves, spec: Any) -> tuple[Form, Inputs]:
-    """The form of a call of `bare`, and its inputs with the cache switched off.
+    """Return the form of a call of `bare`, and its inputs with the cache switched off.
 
     Args:
         bare: the module; its `forward` says the names.
@@ -89,13 +89,13 @@ def form(bare: nn.Module, flat: Leaves, spec: Any) -> tuple[Form, Inputs]:
     Raises:
         InputError: the inputs do not fit `forward`.
     """
-    slots: list[Any] = []
+    slots = []
     for i, v in enumerate(flat):
         slots.append(Slot(i) if isinstance(v, Tensor) else v)
     args, kwargs = compat.tree_unflatten(slots, spec)
     inputs, _ = without_cache(bare, Inputs(*args, **kwargs), running=True)
     leaves, shape = compat.tree_flatten(_by_name(bare.forward, inputs))
-    values: list[Any] = []
+    values = []
     for x in leaves:
         values.append(None if isinstance(x, Slot) else (type(x), x))
     key = (shape, tuple(values))
@@ -105,10 +105,9 @@ def form(bare: nn.Module, flat: Leaves, spec: Any) -> tuple[Form, Inputs]:
 
 
 def _by_name(forward: Function, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments by name in the order of the signature, without those that equal their default."""
+    """Return arguments by name in the order of the signature, without those that equal their default."""
     bound = bind(forward, inputs)
-    positional: list[Any] = []
-    by_name: dict[str, Any] = {}
+    positional, by_name = [], {}
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
         default = parameter.default
@@ -131,7 +130,7 @@ MAX_PROGRAMS = 64  # of one module: attributes may be set to ever other values
 
 @dataclass(eq=False)
 class Program:
-    """One captured graph made runnable on this rank: for one mode, dtype and autocast state.
+    """Captured graph made runnable on this rank: for one mode, dtype and autocast state.
 
     Attributes:
         form: of the call that it was captured with.
@@ -195,7 +194,7 @@ class Program:
         return not any(isinstance(x, list | tuple | dict) for x in result)
 
     def order(self, call_form: Form, flat: Leaves, mode: Mode) -> list[int] | None:
-        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes.
+        """Return the order in which it takes the leaves of a call; None where it was not captured for it or its sizes.
 
         Args:
             call_form: of the call. flat: its leaves, whole. mode: that the module is called in.
@@ -211,17 +210,17 @@ class Program:
         return [at[i] for i in sorted(at)]
 
     def random(self, shards: ShardState, base: int) -> list[Tensor]:
-        """Seeds of a forward's random numbers: from one number of torch's default generator, the same on all ranks of a
-        slice of the batch."""
+        """Return seeds of a forward's random numbers, from one number of torch's default generator: the same on all
+        ranks of a slice of the batch."""
         if not self.seeds:
             return []
         if len(shards.hosts) > 1:  # of each virtual micro-batch
-            own = [seeds(self.seeds, place, base).to(shards.device) for place in shards.hosts[0].here]
-            return [Virtual(own, "dp") if len(own) > 1 else own[0]]  # type: ignore[list-item]
+            local = [seeds(self.seeds, place, base).to(shards.device) for place in shards.hosts[0].here]
+            return [Virtual(local, "dp") if len(local) > 1 else local[0]]  # type: ignore[list-item]
         return [seeds(self.seeds, shards.ranks.along("dp").rank, base).to(shards.device)]
 
     def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks) -> Any:
-        """An output of this rank as a DTensor."""
+        """Return an output of this rank as a DTensor."""
         if ranks.mesh is None or not isinstance(value, Tensor):
             return value
         layout, whole = self.sharded.result(position)
@@ -269,9 +268,9 @@ class CallKind:
 
 
 class Programs(list[Program]):
-    """A module's programs, as they were made: the `MAX_PROGRAMS` that ran last; and the kinds of calls that they run.
+    """Programs of a module, as they were made: the `MAX_PROGRAMS` that ran last; and the kinds of calls that they run.
 
-    One that was let go is captured again when a call wants it, on all ranks at the same call: they make the same calls.
+    One that was dropped is captured again when a call needs it: on all ranks at once, as they make the same calls.
     """
 
     total = runs = 0
@@ -282,7 +281,7 @@ class Programs(list[Program]):
         self._latest: dict[CallKey, tuple[Any, CallKind]] = {}
 
     def kind(self, key: CallKey) -> CallKind:
-        """The kind of call of this key.
+        """Return the kind of call of this key.
 
         Raises:
             InputError: something among the leaves has no hash.
@@ -297,15 +296,15 @@ class Programs(list[Program]):
                     self._latest.clear()
                 latest = self._latest[near] = key.spec, self.kinds.setdefault(key, CallKind(key))
         except TypeError as error:
-            odd = next((kind.__name__ for kind, *x in key.leaves if x and not isinstance(x[0], Hashable)), str(error))
+            fault = next((kind.__name__ for kind, *x in key.leaves if x and not isinstance(x[0], Hashable)), str(error))
             raise InputError(
-                f"an input is {odd}: inputs are tensors, numbers, strings, None, and tuples, lists or dicts of them. "
+                f"an input is {fault}: inputs are tensors, numbers, strings, None, and tuples, lists or dicts of them. "
                 "Turn arrays into tensors."
             ) from None
         return latest[1]
 
     def find(self, call: Form, flat: Leaves, mode: Mode, entry: str = "", changes: Hashable = ()) -> Match | None:
-        """A program that was captured for such a call and accepts its sizes, and the order of the leaves that it takes.
+        """Return a program captured for such a call that accepts its sizes, and the order of the leaves that it takes.
 
         Args:
             call: its form. flat: its leaves, whole. mode: that the module is called in.
@@ -319,13 +318,13 @@ class Programs(list[Program]):
         return None
 
     def forget(self, parts: Iterable[nn.Module]) -> None:
-        """Let all go, for what they make is on the device that the weights were on; `parts`: see `add`."""
+        """Drop all, for what they make is on the device that the weights were on; `parts`: see `add`."""
         self.kinds, self._latest = {}, {}
         while self:
             self._let_go(self[0], parts)
 
     def key(self) -> int:
-        """A name for another program."""
+        """Return a key for another program."""
         self.total += 1
         return self.total - 1
 
@@ -349,13 +348,13 @@ class Programs(list[Program]):
         self.append(program)
         self.run(program)
         while len(self) > MAX_PROGRAMS:
-            self._let_go(min(self, key=lambda each: each.last_run), parts)
+            self._let_go(min(self, key=lambda program: program.last_run), parts)
 
     def _let_go(self, program: Program, parts: Iterable[nn.Module]) -> None:
         """Take one out, of the kinds of calls that run it and of the parts that hold what it calls."""
         self.remove(program)
         for kind in self.kinds.values():
-            kind.programs = [each for each in kind.programs if each[0] is not program]
+            kind.programs = [match for match in kind.programs if match[0] is not program]
         for part, table in itertools.product(parts, TABLES):
             entries = vars(part).get(table, {})
             for name in [x for x in entries if _owner(x) == program.key]:
@@ -363,7 +362,7 @@ class Programs(list[Program]):
 
 
 def _owner(name: Any) -> int:
-    """The key of the program that a part's entry belongs to: one for the call of a module, or for a stage."""
+    """Return the key of the program that a part's entry, for the call of a module or for a stage, belongs to."""
     while isinstance(name, tuple):
         name = name[0]
     return name
@@ -433,8 +432,8 @@ def hosts_of(ranks: Ranks, virtual: Mapping[str, int], processes: Mapping[str, i
     """
     hosts = []
     for axis, size in virtual.items():
-        along, own = ranks if axis == "tp" else ranks.along(axis), size // processes[axis]
-        hosts.append(Host(along.rank * own, own, size, along.group_name, axis))
+        along, count = ranks if axis == "tp" else ranks.along(axis), size // processes[axis]
+        hosts.append(Host(along.rank * count, count, size, along.group_name, axis))
     return tuple(hosts)
 
 
@@ -442,15 +441,15 @@ def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[li
     """Return a program's inputs, what it reads off the tree, and how many operators draw by counters.
 
     Args:
-        captured: the program of all ranks. graph: of this rank's. shards: where what is read lies.
+        captured: the program of all ranks. graph: of this rank's. shards: what holds the tensors that are read.
     """
-    inputs: list[fx.Node] = []
-    reads, count = [], 0
+    inputs, reads, count = [], [], 0
     for leaf, node in zip(captured.leaves, graph.find_nodes(op="placeholder"), strict=True):
         if leaf.kind.passed:
             inputs += [node] if leaf.is_tensor else []
         elif leaf.kind is SEEDS:
-            inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
+            inputs.append(node)
+            count = leaf.node.meta["val"].shape[0]
         elif node.users:
             name = shards.aliases.get(leaf.name, leaf.name)
             reads.append(
@@ -460,7 +459,7 @@ def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[li
 
 
 def train_as(bare: nn.Module, parts: Iterable[nn.Module]) -> bool:
-    """Train the parameters of a skeleton that its parts train; whether those were others before."""
+    """Train the parameters of a skeleton that its parts train; return whether those were others before."""
     differed = False
     for module, part in zip(bare.modules(), parts, strict=True):
         for name, p in module._parameters.items():

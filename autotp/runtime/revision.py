@@ -1,4 +1,4 @@
-"""Tells before a call whether a sharded module is as it was: one number, and copies to compare with.
+"""Revision of a sharded module, by which a call knows whether it is as it was: one number, and copies to compare with.
 
 The number rises when something is set on a part, hooked to it or put in its place. What all parts are like takes a walk
 through objects that no step of decoding has in its caches; with the same number as before the answer is that of before.
@@ -52,7 +52,7 @@ def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
 
 
 class Revision:
-    """Number, of all parts of this process, that rises with every change."""
+    """Holder of a number, of all parts of this process, that rises with every change."""
 
     number = 0
 
@@ -69,7 +69,7 @@ def _counting(method: Function) -> Function:
 
 
 class CountedDict(OrderedDict[Any, Any]):
-    """Counts what is written to it."""
+    """Dictionary that counts writes to it."""
 
 
 for _name in WRITERS:
@@ -82,7 +82,7 @@ TABLES = (
 
 
 def counted(table: dict[Any, Any]) -> CountedDict:
-    """The dictionary as one that counts what is written to it."""
+    """Return the dictionary as one that counts writes to it."""
     return table if isinstance(table, CountedDict) else CountedDict(table)
 
 
@@ -107,7 +107,7 @@ class WriteCount:
         self._counted = []
 
     def number(self) -> int:
-        """The sum over all, which a write makes larger."""
+        """Return the sum over all, which a write makes larger."""
         if not self._counted:
             self._counted = [*self.tensors, *map(compat.part_of, self.tensors)]
         try:
@@ -187,7 +187,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _still(value: Any) -> Any:
-    """A copy; what is equal to itself alone, and tensors, are themselves: a copy would look changed."""
+    """Return a copy; tensors, and what is equal to itself alone, stay themselves: a copy would look changed."""
     if isinstance(value, dict):
         return {k: _still(v) for k, v in value.items()}
     if type(value) in (list, tuple):

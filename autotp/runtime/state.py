@@ -37,9 +37,9 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
     if shards.ranks.mesh is not None:
         dtensor_operators.install()
         ownership.know(shards.ranks)
-    # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and as a copy of it
-    # would train apart.
-    parts: dict[int, Any] = {id(model): root}
+    # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and a copy of it would
+    # be trained separately.
+    parts = {id(model): root}
     _place_modules(shards, root, model, parts)
     _place_parameters(shards, model, placements, parts)
     _place_buffers(shards, model, placements, parts)
@@ -89,10 +89,10 @@ def _place_buffers(shards: ShardState, model: nn.Module, placements: Layouts, pa
                 # On the meta device a rotary table has no values, and no checkpoint holds them.
                 value = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
                 parts[id(buffer)] = _own_buffer(shards, name, value, placements)
-            own = None if buffer is None else parts[id(buffer)]
             # As persistent as the original's: else the state dict has a name that the original does not load.
-            part.register_buffer(leaf, own, persistent=leaf not in module._non_persistent_buffers_set)
-            if own is not None:
+            persistent = leaf not in module._non_persistent_buffers_set
+            part.register_buffer(leaf, parts.get(id(buffer)), persistent=persistent)
+            if buffer is not None:
                 shards.holders.setdefault(shards.aliases[name], []).append((part, leaf))
 
 
@@ -111,7 +111,7 @@ def _cut(shards: ShardState, storage: Storage, full: Tensor) -> list[Tensor]:
 
 
 def dealt(shards: ShardState, inputs: Inputs) -> tuple[Inputs, bool]:
-    """The inputs that this rank computes, and whether those that it is given are whole sequences over cp."""
+    """Return the inputs that this rank computes, and whether those that it is given are whole sequences over cp."""
     parts = shards.ranks.along("cp")
     return inputs.own_part(parts.rank, parts.tp) if parts.tp > 1 else (inputs, False)
 
@@ -137,7 +137,7 @@ def whole(shards: ShardState, name: str, live: bool = False) -> Tensor:
     """
     parts = [p.detach() for p in pieces(shards, name)]
     value = shards.storage_of(name).full(parts)
-    return value if live else _apart(value, parts)
+    return value if live else _unaliased(value, parts)
 
 
 def boxes(shards: ShardState, name: str) -> list[Box]:
@@ -156,10 +156,10 @@ def full_state(shards: ShardState, live: bool) -> NamedTensors:
     return {name: wholes[first] for name, first in named_tensors(shards)}
 
 
-def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
+def _unaliased(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
     """Return the value, copied where its memory is that of a part: a later step, or clipping, would write to it."""
-    own = {compat.part_of(part).untyped_storage().data_ptr() for part in parts}
-    return value.clone() if compat.part_of(value).untyped_storage().data_ptr() in own else value
+    addresses = [compat.part_of(x).untyped_storage().data_ptr() for x in (value, *parts)]
+    return value.clone() if addresses[0] in addresses[1:] else value
 
 
 def sharded_state(shards: ShardState, prefix: str) -> NamedTensors:
@@ -174,7 +174,7 @@ def sharded_state(shards: ShardState, prefix: str) -> NamedTensors:
 
 
 def named_tensors(shards: ShardState, everywhere: bool = False) -> list[tuple[str, str]]:
-    """(name in the original's state dict, first name of the same tensor), of what this rank's stages hold, or all."""
+    """Return names in the original's state dict, with the tensor's first name: of this rank's stages, or of all."""
     state = shards.bare.state_dict()
     pairs = [(name, shards.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
     return [(name, first) for name, first in pairs if everywhere or first not in shards.elsewhere]
@@ -197,20 +197,21 @@ def write(shards: ShardState, name: str, value: Tensor) -> None:
 
 
 def full_gradients(shards: ShardState, live: bool) -> NamedTensors:
-    """Whole gradients; None gradients are left out. `live` as `full_state` has it."""
+    """Return whole gradients; None gradients are left out. `live` as `full_state` has it."""
     out = {}
     for name, storage, parts in parameters_of(shards):
         if any(p.grad is not None for p in parts):
             grads = []
             for p in parts:  # a gradient that is not there is zero beside one that is
                 grads.append(p.grad if p.grad is not None else torch.zeros_like(p))
-            out[name] = storage.full(grads) if live else _apart(storage.full(grads), grads)
+            full = storage.full(grads)
+            out[name] = full if live else _unaliased(full, grads)
     return out
 
 
 @torch.no_grad()
 def clip(shards: ShardState, max_norm: float) -> Tensor:
-    """Scale gradients to a norm of at most this; the norm before, of which each virtual rank adds up its slices.
+    """Scale gradients to a norm of at most this; return the norm before, summed by each virtual rank over its slices.
 
     Args:
         shards: of the module; without virtual ranks torch's norm is taken.
@@ -218,7 +219,7 @@ def clip(shards: ShardState, max_norm: float) -> Tensor:
     host, parameters = shards.host, list(nn.Module.parameters(shards.root))
     if host is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    squares = dict[bool, list[Any]]()
+    squares = {}
     for _, storage, parts in parameters_of(shards):
         grads = [p.grad for p in parts]
         if all(g is not None for g in grads):
@@ -227,11 +228,11 @@ def clip(shards: ShardState, max_norm: float) -> Tensor:
             squares.setdefault(split, []).append([x.float().square().sum() for x in values])
     total = torch.zeros((), device=shards.device)
     for split, rows in squares.items():
-        own = [torch.stack(each).sum() for each in zip(*rows, strict=True)]
+        sums = [torch.stack(column).sum() for column in zip(*rows, strict=True)]
         if split:
             with shards.counter.together("clip_grad_norm_"):
-                own = host.exchange("all_reduce", own, "sum")
-        total = total + own[0]
+                sums = host.exchange("all_reduce", sums, "sum")
+        total = total + sums[0]
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.sqrt())
     return total.sqrt()
 
@@ -241,12 +242,13 @@ def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:
     parameters = {
         old: nn.Parameter(t, old.requires_grad) for old, t in replacements.items() if isinstance(old, nn.Parameter)
     }
-    data_parallel.average_scalars(shards, list(parameters.values()))
+    data_parallel.average_scalars(shards, parameters.values())
+    new: Any = {**replacements, **parameters}
     for module in shards.root.modules():
-        for table, new in ((module._parameters, parameters), (module._buffers, replacements)):
+        for table in (module._parameters, module._buffers):
             for leaf, old in table.items():
-                if old is not None and old in new:
-                    table[leaf] = new[old]  # type: ignore[assignment]
+                if old in new:
+                    table[leaf] = new[old]
 
 
 def dtypes(shards: ShardState) -> dict[str, torch.dtype]:
@@ -291,7 +293,7 @@ def random_state(device: torch.device) -> str:
 
 
 def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
-    """The value of a non-persistent meta buffer (rotary frequencies, position ids), by the model's own initialiser.
+    """Compute a non-persistent meta buffer (rotary frequencies, position ids) by the model's own initialiser.
 
     That is what building with `torch.device("meta")` relies on everywhere: `_init_weights(module)` of the innermost
     transformers model around the buffer's module, or the module's `reset_parameters()`. It runs on a copy of the
@@ -307,8 +309,7 @@ def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
         The buffer on the CPU; the meta tensor itself where nothing initialises it.
     """
     module = model.get_submodule(path)
-    buffer = module._buffers[name]
-    assert buffer is not None
+    buffer: Any = module._buffers[name]
     if name not in module._non_persistent_buffers_set or buffer.dtype == torch.bool:
         return buffer
     steps = path.split(".") if path else []
@@ -317,7 +318,9 @@ def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
     alone = copy.copy(module)
     alone._modules, alone._parameters = {}, dict.fromkeys(module._parameters)
     alone._buffers = dict.fromkeys(module._buffers)  # those that are not there, and masks, are not asked for
-    alone._buffers |= {n: _marked(b) for n, b in module._buffers.items() if b is not None and b.dtype != torch.bool}
+    for leaf, b in module._buffers.items():
+        if b is not None and b.dtype != torch.bool:
+            alone._buffers[leaf] = torch.full_like(b, _mark(b), device="cpu")
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             if owner is not None:
@@ -326,19 +329,9 @@ def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
                 alone.reset_parameters()  # type: ignore[operator]
     except Exception:  # a foreign initialiser that needs more than the module's buffers
         return buffer
-    value = alone._buffers[name]
-    assert value is not None
-    return buffer if bool(_is_mark(value).any()) else value
-
-
-def _marked(buffer: Tensor) -> Tensor:
-    return torch.full_like(buffer, _mark(buffer), device="cpu")
+    value: Any = alone._buffers[name]
+    return buffer if bool((value.isnan() | (value == _mark(value))).any()) else value
 
 
 def _mark(buffer: Tensor) -> float:
     return math.nan if buffer.is_floating_point() or buffer.is_complex() else torch.iinfo(buffer.dtype).min
-
-
-def _is_mark(buffer: Tensor) -> Tensor:
-    mark = _mark(buffer)
-    return buffer.isnan() if math.isnan(mark) else buffer == mark

@@ -1,8 +1,8 @@
 """The tensors that hold a parameter: DTensors that torch's own tools understand, and back to the original's shape.
 
-Which pieces those are says `autotp.plans.pieces`, in numbers; this file alone knows the tensors. Every state dict
-speaks the original name. Outputs that are left sharded are said in the same words. `ShardState` is the record of all
-that one rank holds.
+`autotp.plans.pieces` says in numbers which pieces those are; this file alone knows the tensors. Every state dict has
+the original's names. Outputs that are left sharded are DTensors too. `ShardState` is the record of all that one rank
+holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import PLAIN_PROCESS, Ranks
 from autotp.comm.virtual import Host, Hosts
-from autotp.compat import joined_mesh, like_dtensor, local_of
+from autotp.compat import joined_mesh, like_dtensor, local_of, tree_map_only
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
 from autotp.ir.program import MeshPlace
@@ -54,13 +54,12 @@ class Box:
         return self.block.slices((0,) * len(self.offset))
 
     def within(self, block: Block) -> Box | None:
-        """Return the part of it that lies in a block, counted from where that starts; None where no element does."""
-        own = self.block
-        common = own.common(block)
+        """Return the part of it within a block, counted from the block's start; None where they do not overlap."""
+        common = self.block.common(block)
         if not common.elements:
             return None
         start = tuple(at - o for at, o in zip(common.offset, block.offset, strict=True))
-        return Box(start, self.tensor[common.slices(own.offset)])
+        return Box(start, self.tensor[common.slices(self.offset)])
 
 
 class Storage(Pieces):
@@ -80,10 +79,10 @@ class Storage(Pieces):
         return fused.reshape(*before, -1 if fused.numel() else 0, *after)
 
     def _in_one(self, pieces: Sequence[Tensor], d: int) -> Tensor | None:
-        """Return the memory that pieces of unlike shares were made in, where they still lie there one after the other.
+        """Return the memory that pieces of unlike shares were made in, where they are still adjacent there.
 
         Args:
-            pieces: the rank's slices of them. d: the dimension that is dealt.
+            pieces: the rank's slices of them. d: the sharded dimension.
         """
         parts = [t for t in pieces if t.numel()]
         if not (parts and self._adjoining) or torch.compiler.is_compiling() or {*map(type, parts)} != {Tensor}:
@@ -101,7 +100,7 @@ class Storage(Pieces):
 
     @property
     def _adjoining(self) -> bool:
-        """Return whether the pieces are of unlike shares, which lie in one memory."""
+        """Return whether the pieces are of unlike shares, which are stored in one memory."""
         return self.owners == self._run[1] == 1 < len(self.pieces) and all(x.starts for x in self.pieces)
 
     def _memory(self, like: Tensor, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
@@ -137,7 +136,7 @@ class Storage(Pieces):
         Args:
             full: the parameter. ranks: of tp. device: of the result, to which the rank's slice alone is moved.
         """
-        out = list[Tensor]()
+        out = []
         parts = self.pieces if self.split or self.owners > 1 else ()
         shapes = [self.local_shape(x, ranks) for x in parts] or [(0,)]
         for x, local in zip(self.pieces, self._memory(full, shapes, device), strict=True):
@@ -170,9 +169,7 @@ class Storage(Pieces):
 
     def full(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the whole parameter on every rank (collective), from its DTensors; tensors that are whole pass."""
-        wholes = []
-        for p in pieces:
-            wholes.append(p.full_tensor() if isinstance(p, DTensor) else p)
+        wholes = tree_map_only(DTensor, DTensor.full_tensor, pieces)
         if self._plain:
             return wholes[0]
         value = wholes[0].new_empty(self.shape)
@@ -200,7 +197,7 @@ class Storage(Pieces):
         """
         if math.prod(self.shape) == 0:
             return [Box((0,) * len(self.shape), pieces[0].new_empty(self.shape))]
-        out: list[Box] = []
+        out = []
         for t, piece in zip(pieces, self.pieces, strict=True):
             block, local = _window(t, piece)
             if local.numel():
@@ -249,13 +246,13 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def same_layout(old: Tensor, new: DTensor) -> bool:
-    """Return whether what is held is of the other's shape, and lies over the ranks as that does."""
+    """Return whether two tensors have the same shape, mesh and placements."""
     alike = isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
     return alike and old.shape == new.shape
 
 
 class Unwrap(torch.autograd.Function):
-    """All of a block's parameters to local tensors in one node; the gradients become DTensors again."""
+    """Conversion of a block's parameters to local tensors in one node; the gradients become DTensors again."""
 
     @staticmethod
     def forward(ctx, owners: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -270,7 +267,7 @@ class Unwrap(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # In the parameters' own strides, as autograd accumulates plain gradients: fused optimizers go by memory.
         wrap = as_dtensor if torch.is_grad_enabled() else like_dtensor
-        out: list[Tensor | None] = []
+        out = []
         for g, p, n in zip(grads, ctx.parameters, ctx.owners, strict=True):
             # Where the ranks of dp have a part each nothing is summed over it: of the mean only its divisor is left.
             g = g / n if n > 1 and g is not None else g
@@ -285,7 +282,7 @@ def _laid_as(grad: Tensor, part: Tensor) -> Tensor:
 
 
 class _Joined(torch.autograd.Function):
-    """Pieces that lie one after the other in one memory, as that; their gradients are its parts."""
+    """Concatenation of pieces that are adjacent in one memory, which is returned; their gradients are its parts."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, dim: int, *pieces: Tensor) -> Tensor:
@@ -300,7 +297,7 @@ class _Joined(torch.autograd.Function):
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap this rank's part as `like` lies; `compat.like_dtensor` where autograd need not see it."""
+    """Wrap this rank's part with the mesh and placements of `like`; without autograd `compat.like_dtensor` does it."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -336,7 +333,7 @@ def wrap(local: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh
 
 
 def placement(layout: Layout) -> Placement:
-    """DTensor's word for a layout."""
+    """Return DTensor's placement for a layout."""
     if layout.sharded_dim is not None:
         return Split(layout.sharded_dim)
     return Summand(layout.reduction) if layout.partial else Whole()
@@ -410,7 +407,7 @@ class ShardState:
         return ALONE if self.hosts else self.axis
 
     def places(self) -> dict[str, MeshPlace]:
-        """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
+        """Return this rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
         if self.hosts:
             return {host.axis: MeshPlace(host.first, host.size, host.group) for host in self.hosts}
         axes = {"dp": PLAIN_PROCESS, "cp": PLAIN_PROCESS, "tp": self.ranks, **self.ranks.beside}
@@ -461,8 +458,8 @@ class ShardState:
 
     def taken_away(self) -> str:
         """Return the name of a parameter that a part does not have any more; "" where all are there."""
-        there = Counter(name for name, *_ in self.pieces())
-        return next((name for name, storage in self.storages.items() if there[name] < len(storage.pieces)), "")
+        present = Counter(name for name, *_ in self.pieces())
+        return next((name for name, storage in self.storages.items() if present[name] < len(storage.pieces)), "")
 
     def show_own(self) -> None:
         """Give the modules the parameters that this rank keeps, in place of what torch gathered for a forward."""
@@ -471,7 +468,7 @@ class ShardState:
                 module.reshard()
 
     def loaded(self) -> None:
-        """Note that weights were loaded, on all ranks alike: that ends what was written apart."""
+        """Note that weights were loaded, on all ranks alike: writes that differed before no longer count."""
         if self.counter is not None:
             self.counter.settle()
 
@@ -485,6 +482,6 @@ class ShardState:
             self.counter.agree(what, {"writes to weights": self.counter.writes()})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
-        """Modules and their tensors are copied; the ranks and what is known of the original are shared."""
+        """Copy modules and their tensors; the ranks and what is known of the original are shared."""
         parts, holders, units = copy.deepcopy((self.parts, self.holders, self.units), memo)
         return replace(self, parts=parts, holders=holders, units=units, counter=None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -34,24 +34,24 @@ from autotp.runtime.lower.eager import METHODS, WRITES, worded
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, function_of, pure, renumbered, structure
 
 from .module_hooks import Boundary
-from .part import Part, standing_for
+from .part import standing_for
 from .storage import Storage
-from .weight_reads import Place, Read, Slices, places, reader
+from .weight_reads import Read, Slices, places, reader
 
-Fetch = tuple[list[fx.Node], Callable[[], Sequence[Any]]]  # what is read, and by what
+Fetch = tuple[Nodes, Function]  # what is read, and by what
 CALL = nn.Module.__call__  # a part's own asks first whether a program calls it
 
 
 @dataclass
 class Scope:
-    """One call of one module, or one checkpointed region: its nodes and the calls inside it, in order."""
+    """Call of one module, or one checkpointed region: its nodes and the calls inside it, in order."""
 
     path: str
     items: list[fx.Node | Scope] = field(default_factory=list)
 
     @property
     def place(self) -> str:
-        """The region, or the module whichever of its calls this is."""
+        """The region, or the module that is called."""
         return self.path if is_region(self.path) else module_of(self.path)
 
     def scopes(self) -> Iterator[Scope]:
@@ -65,7 +65,7 @@ class Scope:
             yield from scope.inner()
 
     def nodes(self) -> list[fx.Node]:
-        out: list[fx.Node] = []
+        out = []
         for item in self.items:
             out += item.nodes() if isinstance(item, Scope) else [item]
         return out
@@ -75,10 +75,10 @@ class Stretch(Scope):
     """Neighbours in a scope that are compiled together."""
 
 
-def apart(scope: Scope) -> bool:
+def separate(scope: Scope) -> bool:
     """Return whether it is called by itself in a compiled program: a repeated block, a region, and what holds one."""
     path = module_of(scope.path)
-    return is_region(scope.path) or block_of(path) == path or any(map(apart, scope.scopes()))
+    return is_region(scope.path) or block_of(path) == path or any(map(separate, scope.scopes()))
 
 
 def scopes(graph: fx.Graph) -> Scope:
@@ -104,7 +104,7 @@ def scopes(graph: fx.Graph) -> Scope:
 
 
 class Assembler:
-    """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
+    """Builder of one program's callables on a tree of `Part`s; `parts` are all modules of the tree by their path."""
 
     def __init__(
         self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
@@ -113,17 +113,12 @@ class Assembler:
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
         self.ranks, self.hosts = ranks, hosts
-        self.own = {r.node for r in reads}
+        self.read_nodes = {r.node for r in reads}
         self.whole = scopes(graph)
         self.calls = 0
-        self.units = self._units(reads)
-
-    def _units(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
-        """Module or region -> what it reads."""
-        units: dict[str, list[Read]] = {}
+        self.units: dict[str, list[Read]] = {}  # module or region -> what it reads
         for read in reads:
-            units.setdefault(read.scope, []).append(read)
-        return units
+            self.units.setdefault(read.scope, []).append(read)
 
     def build(self, inputs: Nodes, one: bool = False) -> None:
         """Give every part its function; the root's takes these inputs and returns the flat outputs.
@@ -133,9 +128,9 @@ class Assembler:
         """
         result = self.graph.output_node().args[0]
         results = [x for x in compat.tree_leaves(result) if isinstance(x, fx.Node)]
-        function = self._function(self.whole, list(inputs), results, result)
-        programs = self._part("")._programs
-        programs[self.key] = self._at_once(inputs, function) if one else function
+        function = self._function(self.whole, inputs, results, result)
+        root: Any = self.parts[""]
+        root._programs[self.key] = self._at_once(inputs, function) if one else function
 
     def _at_once(self, inputs: Nodes, by_parts: Function) -> Function:
         """Return the program as one function, and by parts where that would be noticed."""
@@ -144,9 +139,7 @@ class Assembler:
         watch = Watch.over(self.parts, [x.path for x in self.whole.inner() if not is_region(x.path)])
         return unless_touched(function, watch, by_parts)
 
-    def _function(
-        self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
-    ) -> Function:
+    def _function(self, scope: Scope, takes: Nodes, gives: Nodes, result: Any = None, inner: bool = False) -> Function:
         """Return a scope's program.
 
         Args:
@@ -156,30 +149,23 @@ class Assembler:
         """
         graph = fx.Graph()
         env = {node: graph.placeholder(node.name) for node in takes}
-        if not inner:
-            self._write_reads(scope, graph, env)
+        # Parameters and buffers are read by one call of each kind.
+        for nodes, fetch in self._fetches([] if inner else self.units.get(scope.place, [])):
+            env |= _items(graph, graph.call_function(fetch, ()), nodes)
         # What is compiled is compiled a stretch at a time, and then a stretch's own function is for when it cannot be.
         items = scope.items if inner or self.compiler is None else self._stretches(scope)
         for item in items:
             if isinstance(item, fx.Node):
-                self._write_operator(item, graph, env)
+                env[item] = copy_node(item, graph, env.__getitem__)
+                # Short cuts of the interpreter, which a compiler would only see through again.
+                if self.compiler is None:
+                    env[item].target = eager.quick(item)
             else:
                 self._write_call(scope, item, gives, graph, env)
         graph.output(_returned(env, gives, result))
         return function_of(graph, scope.path or "root")
 
-    def _write_reads(self, scope: Scope, graph: fx.Graph, env: Env) -> None:
-        """Write the parameters and buffers of a scope, each kind by one call."""
-        for nodes, fetch in self._fetches(self.units.get(scope.place, [])):
-            env |= _items(graph, graph.call_function(fetch, ()), nodes)
-
-    def _write_operator(self, node: fx.Node, graph: fx.Graph, env: Env) -> None:
-        env[node] = copy_node(node, graph, env.__getitem__)
-        # Short cuts of the interpreter, which a compiler would only see through again.
-        if self.compiler is None:
-            env[node].target = eager.quick(node)
-
-    def _write_call(self, scope: Scope, item: Scope, gives: list[fx.Node], graph: fx.Graph, env: Env) -> None:
+    def _write_call(self, scope: Scope, item: Scope, gives: Nodes, graph: fx.Graph, env: Env) -> None:
         """Write a call of a module or region within the scope, or of what is compiled of it."""
         operands, results = self._flows(item, gives)
         if isinstance(item, Stretch):
@@ -197,22 +183,21 @@ class Assembler:
         """Return what reads these off the tree, for the parameters and for the buffers among them."""
         parameters = [r for r in reads if r.storage is not None]
         buffers = [r for r in reads if r.storage is None]
-        out: list[Fetch] = []
+        out = []
         if parameters:
             out.append(([r.node for r in parameters], self._weights(parameters)))
         if buffers:
-            each = [self._buffer(r) for r in buffers]
+            readers = [self._buffer(r) for r in buffers]
 
             def read_buffers() -> Sequence[Any]:
-                return [read() for read in each]
+                return [read() for read in readers]
 
             out.append(([r.node for r in buffers], read_buffers))
         return out
 
-    def _weights(self, reads: Sequence[Read]) -> Callable[[], Sequence[Any]]:
+    def _weights(self, reads: Sequence[Read]) -> Function:
         """Return a function that reads parameters in one step, each as its local tensor."""
-        sources: list[Place] = []
-        parts: list[tuple[Storage, slice]] = []
+        sources, parts = [], []
         for read in reads:
             storage: Any = read.storage
             first = len(sources)
@@ -229,11 +214,11 @@ class Assembler:
 
         return read_slices
 
-    def _slices(self, storage: Storage) -> Callable[[Sequence[Tensor]], Any]:
+    def _slices(self, storage: Storage) -> Function:
         """Return what makes of the pieces of a parameter what the program takes."""
         return Slices(storage, self.hosts).read if self.hosts else partial(storage.mine, ranks=self.ranks)
 
-    def _buffer(self, buffer: Read) -> Callable[[], Any]:
+    def _buffer(self, buffer: Read) -> Function:
         name, table = buffer.name, buffer.table
         if name in self.constants:
             constant = self.constants[name]
@@ -254,9 +239,9 @@ class Assembler:
 
     def _stretches(self, scope: Scope) -> list[Scope]:
         """Return what a compiled scope consists of: calls that stand by themselves, and what is between them."""
-        out: list[Scope] = []
+        out = []
         for item in scope.items:
-            if isinstance(item, Scope) and apart(item):
+            if isinstance(item, Scope) and separate(item):
                 out.append(item)
             elif out and isinstance(out[-1], Stretch):
                 out[-1].items.append(item)
@@ -264,51 +249,43 @@ class Assembler:
                 out.append(Stretch(scope.path, [item]))
         return out
 
-    def _compiled(self, stretch: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Function:
-        assert self.compiler is not None
+    def _compiled(self, stretch: Scope, takes: Nodes, gives: Nodes) -> Function:
+        compiler: Any = self.compiler
         graph = pure(stretch.nodes(), takes, gives)
-        function = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
+        function = compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
         watch = Watch.over(self.parts, (x.path for x in stretch.inner()))
         return either(watch, function, partial(self._function, stretch, takes, gives, tuple(gives), inner=True))
 
-    def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _flows(self, child: Scope, gives: Nodes) -> tuple[Nodes, Nodes]:
         """Return what a call takes from outside, and what of its values is used after it."""
-        within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
-        own = {r.node for path in within for r in self.units.get(path, ())}
+        calls = child.inner() if isinstance(child, Stretch) else (child, *child.inner())
+        local = {r.node for call in calls for r in self.units.get(call.place, ())}
         operands, results = _crossing(child.nodes(), gives)
-        return [n for n in operands if n not in own], results
+        return [n for n in operands if n not in local], results
 
-    def _within(self, scope: Scope) -> set[str]:
-        inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
-        return {scope.place, *inner} - {""}
-
-    def _part(self, path: str) -> Part:
-        part = self.parts[path]
-        assert isinstance(part, Part)
-        return part
-
-    def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Function:
+    def _child(self, parent: str, scope: Scope, takes: Nodes, gives: Nodes) -> Function:
         """Return a call of a part through whatever stands in its place by then: a user may have wrapped it."""
         if is_region(scope.path):
             return recomputed(self._function(scope, takes, gives))
         path, above = module_of(scope.path), module_of(parent)
-        part = self._part(path)
+        part: Any = self.parts[path]
         inside = path.startswith(above + ".") or not above
         start, names = (self.parts[above], path[len(above) :]) if inside else (self.parts[""], path)
         steps = names.strip(".").split(".")
         self.calls += 1
         program = (self.key, self.calls)
         part._programs[program] = self._function(scope, takes, gives)
-        # What hooks on the part are shown: how each value that flows in or out lies over the ranks.
+        # For hooks on the part: the layout of each value that flows in or out.
         part._boundaries[program] = Boundary(
-            path, flows(takes, self.own), flows(gives, self.own), self.ranks, self.hosts
+            path, flows(takes, self.read_nodes), flows(gives, self.read_nodes), self.ranks, self.hosts
         )
-        standing: list[nn.Module] = [part]
+        standing: Any = part
 
         def call(*args: Any) -> Any:
+            nonlocal standing
             module = eager.submodule(start, steps, part)
-            if module is not standing[0]:
-                standing[0] = standing_for(part, module)
+            if module is not standing:
+                standing = standing_for(part, module)
             # The part itself, or a wrapper that is called by itself just now: torch's own call, which runs the hooks.
             if module is part or part._alone:
                 return CALL(part, *args, program=program)
@@ -342,7 +319,7 @@ TRAINED = attrgetter("requires_grad")
 
 
 def single(graph: fx.Graph, scope: Any, inputs: Nodes, fetches: Sequence[Fetch], compiler: Compiler | None) -> Function:
-    """A whole program as one function of its inputs; it gives None where a module is to read its own weights.
+    """Make a whole program one function of its inputs; it gives None where a module is to read its own weights.
 
     Args:
         graph: of one rank. scope: the calls that it is made of (`tree.Scope`). inputs: what it is called with.
@@ -362,7 +339,7 @@ def single(graph: fx.Graph, scope: Any, inputs: Nodes, fetches: Sequence[Fetch],
     reads = [read for _, read in fetches]
 
     def run(*arguments: Tensor) -> Any:
-        values: list[Any] = [*arguments]
+        values = [*arguments]
         for read in reads:
             values += read()
         return None if NOTHING in map(type, values) else function(*values)
@@ -371,7 +348,7 @@ def single(graph: fx.Graph, scope: Any, inputs: Nodes, fetches: Sequence[Fetch],
 
 
 def _write_operators(whole: fx.Graph, graph: fx.Graph, env: Env) -> None:
-    """The program's operators, as Python calls them at least cost where there are no gradients."""
+    """Write the program's operators, as Python calls them at least cost where there are no gradients."""
     for node in graph.nodes:
         if node.target in KEEPS:
             env[node] = env[node.args[0]]
@@ -384,11 +361,11 @@ def _write_operators(whole: fx.Graph, graph: fx.Graph, env: Env) -> None:
 
 
 def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: Env) -> None:
-    """The program's operators, and calls of what equal blocks share."""
+    """Write the program's operators, and calls of what equal blocks share."""
     # A block that occurs once gains nothing by a function of its own, and inlined it is fused with what is around it.
     blocks = {id(part): _block(part.nodes()) for part in parts if not isinstance(part, fx.Node)}
     counts = Counter(key for key, *_ in blocks.values())
-    shared: dict[Any, Function] = {}
+    shared = {}
     for part in parts:
         key, operands, gives = blocks.get(id(part), (None, [], []))
         if counts[key] < 2:
@@ -405,7 +382,7 @@ def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: Env) -> None:
 
 
 def _parts(scope: Any) -> Iterator[Any]:
-    """Operators and repeated blocks, in order."""
+    """Iterate over operators and repeated blocks, in order."""
     for item in scope.items:
         if isinstance(item, fx.Node) or block_of(path := module_of(item.path)) == path != "":
             yield item
@@ -413,14 +390,14 @@ def _parts(scope: Any) -> Iterator[Any]:
             yield from _parts(item)
 
 
-def _block(nodes: Nodes) -> tuple[Any, list[fx.Node], list[fx.Node]]:
+def _block(nodes: Nodes) -> tuple[Any, Nodes, Nodes]:
     """Return what equal blocks share, and what one takes and gives but for states that it writes to."""
     takes, read = _crossing(nodes)
     gives = [n for n in read if n.target not in WRITTEN]
     return (renumbered([flow(n) for n in takes]), structure(pure(nodes, takes, gives))), takes, gives
 
 
-def _crossing(nodes: Nodes, gives: Nodes = ()) -> tuple[list[fx.Node], list[fx.Node]]:
+def _crossing(nodes: Nodes, gives: Nodes = ()) -> tuple[Nodes, Nodes]:
     """Return what nodes take from outside of them, and those that are read there, by `gives` or later calls."""
     inside = dict.fromkeys(nodes)
     takes = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside)
@@ -428,7 +405,7 @@ def _crossing(nodes: Nodes, gives: Nodes = ()) -> tuple[list[fx.Node], list[fx.N
 
 
 def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Function:
-    """A program that runs as one function without gradients, and else by parts.
+    """Make a program run as one function without gradients, and else by parts.
 
     By parts it runs too where a module in it, or every module, is hooked or wrapped, and from then on where torch
     cannot compile it as one; both are the same operators and collectives in the same order.
@@ -436,11 +413,12 @@ def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Functio
     Args:
         whole: the one function. watch: over all modules of the program. by_parts: the same with a function for each.
     """
-    compiles = [True]
+    compiles = True
 
     def run(*inputs: Tensor) -> Any:
+        nonlocal compiles
         graded = torch.is_grad_enabled() or any(map(TRAINED, inputs))
-        if graded or not compiles[0] or not watch.untouched() or compat.hooks_all_modules():
+        if graded or not compiles or not watch.untouched() or compat.hooks_all_modules():
             return by_parts(*inputs)
         try:
             with compat.below_autograd():  # above it torch's wait for a collective is a Python function, at every one
@@ -449,7 +427,7 @@ def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Functio
                 return outputs
         except compat.CannotCompile as error:
             log.warning("the program is compiled by parts, since torch cannot compile it as one: %s", error)
-            compiles[0] = False
+            compiles = False
         return by_parts(*inputs)
 
     return run

@@ -35,9 +35,9 @@ SHAPE, LOCAL, TRAINED = attrgetter("shape"), attrgetter("_local_tensor"), attrge
 
 @dataclass
 class Read:
-    """A parameter or buffer that a unit reads at the start of its forward.
+    """Parameter or buffer that a unit reads at the start of its forward.
 
-    Where that is comes from all its users' places, and is asked at every call of a module: it is worked out once.
+    The unit comes from the places of all users, and is asked at every call of a module: it is worked out once.
     """
 
     node: fx.Node
@@ -70,7 +70,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the tree where a tensor of a parameter is held, and how it lies on this rank.
+    """Place in the tree that holds a tensor of a parameter, and the shape of this rank's part of it.
 
     Attributes:
         module, leaf: what has it as an attribute.
@@ -88,7 +88,7 @@ class Place:
     owners: int = 1
 
     def settle(self) -> Tensor:
-        """Return the parameter, or what was put in its place and lies as that does.
+        """Return the parameter, or a tensor in its place that is sharded alike.
 
         Raises:
             StateError: it is another tensor than that, or none.
@@ -98,10 +98,10 @@ class Place:
             raise StateError(MADE.format(name=self.name))
         if _fits(tensor, self):
             return tensor
-        lies = f" over the ranks as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        placed = f" placed on the ranks as {tensor.placements}" if isinstance(tensor, DTensor) else ""
         raise StateError(
-            f"the tensor in the place of {self.name} has the shape {tuple(tensor.shape)}{lies}, and does not lie as "
-            f"the parameter does, of which this rank holds {tuple(self.local)}. Give one that does, as one made of it "
+            f"the tensor in the place of {self.name} has the shape {tuple(tensor.shape)}{placed}, and is not sharded "
+            f"as the parameter is, of which this rank holds {tuple(self.local)}. Give one that is, as one made of it "
             "by operators, or load whole values with load_state_dict."
         )
 
@@ -128,12 +128,13 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
     owners = [place.owners for place in places]
     split = bool(places) and places[0].mesh is not None
     tensors: list[Any] = []
-    listed = [-1]  # the revision in which the tensors were these
+    revision = -1  # in which the tensors were these
 
     def read() -> Sequence[Tensor]:
-        if listed[0] != Revision.number:
-            tensors[:] = [module._parameters.get(leaf) for module, leaf in names]
-            listed[0] = Revision.number
+        nonlocal tensors, revision
+        if revision != Revision.number:
+            tensors = [module._parameters.get(leaf) for module, leaf in names]
+            revision = Revision.number
         try:
             local = list(map(LOCAL, tensors)) if split else tensors
             fit = list(map(SHAPE, local)) == shapes
@@ -149,7 +150,7 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
 
 @dataclass(frozen=True)
 class Slices:
-    """A parameter as the virtual ranks of a process have it: each its slice, laid out in memory as a rank's own.
+    """Parameter as the virtual ranks of a process have it: each its slice, laid out in memory as a rank's own.
 
     Attributes:
         storage: how it is held. hosts: the process.
@@ -159,7 +160,7 @@ class Slices:
     hosts: Hosts
 
     def read(self, pieces: Sequence[Tensor]) -> Any:
-        """Return one tensor where it is whole and the batch is not dealt, else a `Virtual`, differentiable.
+        """Return one tensor where it is whole and the batch is not sharded, else a `Virtual`, differentiable.
 
         Args:
             pieces: what this process holds of it.

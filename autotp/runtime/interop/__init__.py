@@ -1,1 +1,1 @@
-"""Means by which torch's own and other tools find what they know when they work on a sharded module and its tensors."""
+"""Interoperation with tools of torch and other libraries that work on a sharded module and its tensors."""

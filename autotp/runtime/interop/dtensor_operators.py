@@ -1,8 +1,8 @@
-"""Operators on DTensors that torch computes from a rank's own part: here of the whole tensors, or refused.
+"""Operators on DTensors that torch computes from a rank's part alone: here computed of the whole tensors, or refused.
 
-Torch looks an operator up in a table of handlers before it asks how its operands are split. What stands in that table
-holds for the whole process, so a handler refuses only what lies over the ranks of a sharded module, and is otherwise
-right for every DTensor.
+Torch looks an operator up in a table of handlers before it asks for the placements of its operands. That table is the
+whole process's, so a handler refuses only tensors over the ranks of a sharded module, and is otherwise right for every
+DTensor.
 
 Collectives that torch begins for DTensors of a sharded module (`full_tensor()`, clipping, norms as numbers) are begun
 once all ranks are at the same one, as forwards and backwards are; those of an optimizer's step too, for between them
@@ -68,7 +68,7 @@ def install() -> None:
 
 
 def _number(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """A tensor of one element as a number of Python: no collective, as it may be asked for on one rank alone.
+    """Read a tensor of one element as a Python number: no collective, as it may be asked for on one rank alone.
 
     Within an optimizer's step all ranks ask, and it is the whole tensor's.
     """
@@ -88,11 +88,11 @@ def _number(op: Any, args: Leaves, kwargs: Any) -> Any:
 def _overflow(op: Any, args: Leaves, kwargs: Any) -> None:
     """Unscale gradients in place, and note an overflow wherever any rank has one, whichever gradient it is in.
 
-    Torch's own reduces the note as the first gradient lies.
+    Torch's own reduces the note over the mesh dimensions that the first gradient is sharded on.
     """
     grads, overflow, scale = args
     op([_local(g) for g in grads], overflow, scale)
-    meshes: dict[Any, set[int]] = {}
+    meshes = {}
     for g in grads:
         if isinstance(g, DTensor):
             split = {i for i, p in enumerate(g.placements) if not isinstance(p, Replicate)}
@@ -107,10 +107,10 @@ def _overflow(op: Any, args: Leaves, kwargs: Any) -> None:
 
 
 def _by_element(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """An operator over lists that computes element by element what is at one place: on each rank's own part.
+    """Compute an operator over lists, which works element by element on what is at one place, on each rank's part.
 
     Raises:
-        StateError: two tensors at one place lie in different ways.
+        StateError: two tensors at one place differ in mesh or placements.
     """
     lists = [x for x in args if _is_list(x)]
     for at_one_place in zip(*(x for x in lists if len(x) == len(lists[0])), strict=True):
@@ -119,7 +119,7 @@ def _by_element(op: Any, args: Leaves, kwargs: Any) -> Any:
 
 
 def _mixed(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """Lists moved towards others by a number each: of its own parts on each rank, for torch 2.11 has no rule for it."""
+    """Interpolate lists by a number each: of its own parts on each rank, for torch 2.11 has no rule for it."""
     into, ends, *rest = args
     ends = [
         end.redistribute(to.device_mesh, to.placements) if isinstance(end, DTensor) and isinstance(to, DTensor) else end
@@ -129,7 +129,7 @@ def _mixed(op: Any, args: Leaves, kwargs: Any) -> Any:
 
 
 def _lists(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """An operator over lists of tensors that stand beside each other: those that are no DTensors are whole.
+    """Compute an operator over lists of tensors, of which those that are no DTensors are whole.
 
     What is made of whole tensors alone is given back as it came, and is no DTensor.
     """
@@ -151,7 +151,7 @@ def _is_whole(column: Sequence[Any]) -> bool:
 
 
 def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:
-    """A list of tensors with what a function makes of those at these places; anything else as it is."""
+    """Map the tensors of a list at these places; return anything else as it is."""
     if not _is_list(value):
         return value
     tensors = []
@@ -161,16 +161,12 @@ def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _stack(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
+    """Stack DTensors with whole tensors as whole ones: so is the norm over both kinds of gradients."""
     tensors, *rest = args
     refuse_clipping(tensors)
     if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled() or not any(map(ours, tensors)):
         return compat.by_default(op, args, kwargs)
-    return op(list(map(_full, tensors)), *rest, **kwargs)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return op(compat.tree_map_only(DTensor, DTensor.full_tensor, tensors), *rest, **kwargs)
 
 
 def _put(op: Any, args: Leaves, kwargs: Any) -> Any:
@@ -186,7 +182,7 @@ def _put(op: Any, args: Leaves, kwargs: Any) -> Any:
 
 
 def _norms(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """Norms along dimensions, of which a rank may have summands: in an optimizer's step they are made whole at once.
+    """Compute norms along dimensions, of which a rank may have summands: in an optimizer's step made whole at once.
 
     They are then squared in place and the like, which torch refuses for summands.
     """
@@ -201,16 +197,15 @@ def _whole_if_partial(placement: Placement) -> Placement:
 
 
 def _refuse_unlike(op: Any, tensors: Sequence[Any]) -> None:
-    """Refuse tensors that do not lie in one way, or in summands."""
+    """Refuse tensors whose meshes or placements differ, or are partial."""
     ways = {_way(t) for t in tensors}
-    placements = [p for _, own in ways for p in own]
-    if len(ways) > 1 or any(p.is_partial() for p in placements):
-        layouts = " and ".join(str(own or "whole") for _, own in ways)
-        raise StateError(f"{op} computes element by element, and its tensors lie over the ranks as {layouts}.")
+    if len(ways) > 1 or any(p.is_partial() for _, placements in ways for p in placements):
+        layouts = " and ".join(str(placements or "whole") for _, placements in ways)
+        raise StateError(f"{op} computes element by element, and its tensors are placed on the ranks as {layouts}.")
 
 
 def _way(tensor: Any) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
-    """Return how a tensor lies over the ranks: its mesh and placements; none of what is whole."""
+    """Return the mesh and placements of a tensor; none of one that is whole."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
 
 
@@ -234,13 +229,13 @@ def _local(value: Any) -> Any:
 
 
 def _broadcast(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """A broadcast of parameters, with which `DistributedDataParallel` begins: refused for those of a sharded module."""
+    """Refuse a broadcast of a sharded module's parameters, with which `DistributedDataParallel` begins."""
     if any(isinstance(x, DTensor) and ours(x) for x in args[0]):
         raise StateError(f"one rank's part of a sharded module's parameters would be broadcast to all. {DDP}")
     return compat.by_default(op, args, kwargs)
 
 
-# ---- what is drawn of, and refused of, a tensor that lies over ranks -------------------------------------------------
+# ---- operators that draw, and that are refused, of a tensor that is distributed over ranks ---------------------------
 
 
 def _draw(op: Any, args: Leaves, kwargs: Any) -> Any:
@@ -265,15 +260,15 @@ def _empty(like: DTensor) -> Tensor:
 
 
 def _on_parts(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """An operator that each rank would do for its part alone."""
+    """Refuse an operator that each rank would compute of its part alone."""
     tensor = kwargs.get("out", args[0])
     if ours(tensor) and not tensor.is_meta:
-        raise StateError(f"{op} of a tensor that lies over ranks: a rank has its part alone. {WHOLE_INSTEAD}")
+        raise StateError(f"{op} of a tensor that is distributed over ranks: a rank has its part alone. {WHOLE_INSTEAD}")
     return compat.by_default(op, args, kwargs)
 
 
 def _write(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """Write to a tensor that lies over ranks what every rank has whole: each takes its part of that."""
+    """Write what every rank has whole to a tensor that is distributed over ranks: each takes its part."""
     into, *others = args
     if ours(into):
         others = [_whole(x, into.device_mesh) for x in others]
@@ -281,7 +276,7 @@ def _write(op: Any, args: Leaves, kwargs: Any) -> Any:
 
 
 def _view(op: Any, args: Leaves, kwargs: Any) -> Any:
-    """A row, slice or view: where it is a copy on a rank, a write to it would be lost, so it is refused.
+    """Take a row, slice or view; refuse one that is a copy on a rank, where a write to it would be lost.
 
     An optimizer's step may read it, and autograd lets nobody write to a view of what it records.
     """
@@ -314,7 +309,7 @@ def _data(torchs: Any) -> property:
             return
         if not isinstance(value, DTensor) or _kind(value) != _kind(self):
             raise StateError(
-                f".data = a tensor of shape {tuple(value.shape)} that does not lie over the ranks as this one does, of "
+                f".data = a tensor of shape {tuple(value.shape)} that is not placed on the ranks as this one is, of "
                 f"shape {tuple(self.shape)} over {self.device_mesh}. {WHOLE_INSTEAD}"
             )
         with torch.no_grad():
@@ -356,8 +351,8 @@ def _compared_first(run: Callable[[], Tensor], local: Any, source: Any, target: 
     )
     if not group:
         return run()
-    lies = [", ".join(map(str, spec.placements)) for spec in (source, target)]
-    what = f"collective of torch, {tuple(source.shape)} from {lies[0]} to {lies[1]}"
+    before, after = (", ".join(map(str, spec.placements)) for spec in (source, target))
+    what = f"collective of torch, {tuple(source.shape)} from {before} to {after}"
     with meeting_in(group, what):
         return run()
 

@@ -1,4 +1,4 @@
-"""Methods of the original's class that a sharded module and its parts have in another way; all others they inherit.
+"""Methods of the original's class that a sharded module and its parts replace; all others they inherit.
 
 Some work on whole weights in the place of what a part holds. `nn.Module.load_state_dict` of a larger module, or of a
 single part, copies by the names and shapes of what a module holds; here those are the original's. PEFT merges an
@@ -55,11 +55,11 @@ ON_ORIGINAL = ("_enable_peft_forward_hooks",)
 
 
 class AbsentError(StateError, AttributeError):
-    """An attribute that the original has and the sharded module has not: says what to take in its place."""
+    """Error for an attribute that the original has and the sharded module has not; it says what to take instead."""
 
 
 class Absent:
-    """In place of a method: it is not there, and `Part.__getattr__` says why."""
+    """Descriptor in place of a method that is absent, of which `Part.__getattr__` says why."""
 
     def __get__(self, part: Any, owner: Any = None) -> Any:
         raise AttributeError
@@ -112,7 +112,7 @@ def _translate(
     """
     for leaf, storage in storages.items():
         key, names = prefix + leaf, storage.names(leaf)
-        own = [prefix + n for n in names]
+        keys = [prefix + n for n in names]
         pieces = [p for p in map(module._parameters.get, names) if p is not None]
         if len(pieces) < len(names):
             continue  # it was replaced by something of the user's
@@ -125,12 +125,12 @@ def _translate(
             else:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 errors.append(f"size mismatch for {key}: it is {storage.shape}, and {shape} was given.")
-            states.update(zip(own, storage.laid(value, pieces) if fits else pieces, strict=True))
-        elif len(names) > 1 and not any(n in states for n in own):
+            states.update(zip(keys, storage.laid(value, pieces) if fits else pieces, strict=True))
+        elif len(names) > 1 and not any(n in states for n in keys):
             # A state dict of this module itself has the pieces by name, and torch loads those as they are. Without
             # either torch would call each piece missing: the user knows the whole.
             missing.append(key)
-            states.update(zip(own, pieces, strict=True))  # it stays as it is
+            states.update(zip(keys, pieces, strict=True))  # it stays as it is
 
 
 def on_whole_weights(original: type[nn.Module]) -> dict[str, Function]:
@@ -138,8 +138,7 @@ def on_whole_weights(original: type[nn.Module]) -> dict[str, Function]:
 
     What was merged is an attribute of the layer, which ranks compare at their next call; the gathers are turns.
     """
-    methods = {name: getattr(original, name, None) for name in WRITERS}
-    return {name: _run(method) for name, method in methods.items() if callable(method)}
+    return {name: _run(getattr(original, name)) for name in WRITERS if callable(getattr(original, name, None))}
 
 
 def _run(method: Function) -> Function:
@@ -155,9 +154,8 @@ def _run(method: Function) -> Function:
 @torch.no_grad()
 def whole_weights(part: nn.Module) -> Iterator[None]:
     """Give a part and those in it whole parameters within this context; what these are then is kept. Collective."""
-    owners: list[Any] = [m for m in part.modules() if getattr(m, "_storages", None)]
-    tables = [(owner, owner._parameters) for owner in owners]
-    wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
+    tables = [(owner, owner._parameters) for owner in part.modules() if getattr(owner, "_storages", None)]
+    wholes = {}  # by identity of a first piece, so that what is tied stays tied
     for owner, table in tables:
         owner._parameters = dict(table)
         for leaf, storage, pieces in _holdings(owner, table):

@@ -1,6 +1,6 @@
-"""Tensors of a sharded module told from other DTensors, steps of optimizers that are under way, and refusals.
+"""Ownership of DTensors by sharded modules, steps of optimizers that are under way, and refusals.
 
-What others may not do with a sharded module is refused with a sentence of its own as they try.
+Each use of a sharded module that cannot work is refused with a sentence of its own when it is tried.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ INSTEAD = (
     "Save it with sharded.save_checkpoint(folder, optimizer=optimizer), or with torch.distributed.checkpoint, and load "
     "it likewise; both are for any number of ranks."
 )
-_groups: dict[str, str] = {}  # groups over which sharded modules lie, and those of all axes with them, by name
-_wide: dict[frozenset[int], str] = {}  # the latter by their ranks: modules of other axes may lie over one of the former
+_groups: dict[str, str] = {}  # groups of sharded modules' tp ranks -> those of all axes, by name
+_wide: dict[frozenset[int], str] = {}  # the latter by their ranks: modules of other axes may share one of the former
 _steps: list[int] = []  # of each step of an optimizer that is under way, one within another, the thread
 _between: dict[Any, Any] = {}  # handlers that operators have between steps, which would slow down every update
 
@@ -41,10 +41,10 @@ def know(ranks: Ranks) -> None:
 def wide_group(mesh: DeviceMesh, which: Sequence[int]) -> str:
     """Return the group whose ranks communicate over these dimensions of a mesh; "" where none is ours."""
     groups = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
-    own = next((g for g in reversed(groups) if g in _groups), "")  # the last dimension is tp, where it is ours
-    if not own or all(groups[i] == own for i in which):
-        return own
-    return _wide.get(frozenset(mesh.mesh.flatten().tolist()), _groups[own])
+    tp = next((g for g in reversed(groups) if g in _groups), "")  # the last dimension is tp, where it is ours
+    if not tp or all(groups[i] == tp for i in which):
+        return tp
+    return _wide.get(frozenset(mesh.mesh.flatten().tolist()), _groups[tp])
 
 
 def ours(value: Any) -> bool:
@@ -164,7 +164,7 @@ DRAWING = (
     "pipe.module.apply(fn) draws as on the whole model, or initialise the model before autotp.stages."
 )
 TRAINER = (
-    "transformers' Trainer would deal each rank a batch of its own, and save on its first rank alone. Say which ranks "
+    "transformers' Trainer would give each rank a batch of its own, and save on its first rank alone. Say which ranks "
     "share a batch: TrainingArguments(..., parallelism_config=ShardedParallelism(sharded), save_only_model=True). With "
     "optimizer states in checkpoints, or dp, take ShardedTrainer in its place. Both are of autotp.integrations."
 )
@@ -174,7 +174,7 @@ SET = {"qconfig": QUANTISE}  # an attribute that says what somebody is about to 
 
 
 class Refused:
-    """An attribute that one part of torch asks for before all else, and nobody else knows: asked, it is this error.
+    """Attribute that one part of torch reads before all else, and nobody else knows: reading it raises this error.
 
     A part's `dir` leaves it out, so that a debugger that reads all reads the rest.
     """
@@ -192,7 +192,7 @@ class Refused:
 
 
 def refuse_transforms(values: Leaves) -> None:
-    """Before a forward or a backward: raise where torch transforms it, or traces it with stand-ins for tensors.
+    """Refuse a forward or a backward that torch transforms, or traces with stand-ins for tensors.
 
     Args:
         values: inputs of the forward, or gradients that the backward begins with.
@@ -208,24 +208,24 @@ def refuse_transforms(values: Leaves) -> None:
         raise StateError(TRACE)
 
 
-_unclipped: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # module -> why
+_unclipped: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # module -> the reason
 _drawing: list[bool] = []  # draws under way for all stages together
 
 
 def know_virtual(module: nn.Module) -> None:
-    """From now on torch's `clip_grad_norm_` is refused for this module, whose ranks run several virtual ones."""
+    """Refuse torch's `clip_grad_norm_` from now on for this module, whose ranks run several virtual ones."""
     _unclipped[module] = NORMS
 
 
 def know_stages(module: nn.Module) -> None:
-    """From now on torch's `clip_grad_norm_`, and draws of single weights, are refused for this module, a stage's of
+    """Refuse torch's `clip_grad_norm_`, and draws of single weights, from now on for this module, a stage's of
     several."""
     _unclipped[module] = CLIPPING
 
 
 @contextlib.contextmanager
 def drawing_all() -> Iterator[None]:
-    """Context in which every rank draws for the weights of all stages."""
+    """Let every rank draw for the weights of all stages in this context."""
     _drawing.append(True)
     try:
         yield
@@ -239,7 +239,7 @@ def refuse_drawing(tensor: DTensor) -> None:
     Raises:
         StateError: it says how to draw those of all stages.
     """
-    of_stages = [module for module, why in _unclipped.items() if why == CLIPPING and not _drawing]
+    of_stages = [module for module, reason in _unclipped.items() if reason == CLIPPING and not _drawing]
     for p in (p for module in of_stages for p in nn.Module.parameters(module)):
         if compat.part_of(p).untyped_storage()._cdata == compat.local_of(tensor).untyped_storage()._cdata:
             raise StateError(DRAWING)
@@ -253,7 +253,7 @@ def refuse_clipping(norms: Sequence[Any]) -> None:
     """
     if stepping() or not all(ours(norm) and not norm.ndim for norm in norms):
         return
-    for module, why in _unclipped.items():
+    for module, reason in _unclipped.items():
         for p in nn.Module.parameters(module):
             if isinstance(p, DTensor) and p.device_mesh == norms[0].device_mesh:
-                raise StateError(why)
+                raise StateError(reason)

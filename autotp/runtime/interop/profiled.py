@@ -1,4 +1,4 @@
-"""A step on all ranks by torch's profiler, read by the names of blocks and collectives: `ShardedModule.profile`."""
+"""Profile of a step on all ranks by torch's profiler, by blocks and collectives: `ShardedModule.profile`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROW = "{:40}{:>12}{:>12}{:>12} (rank {})"
 
 @dataclass(frozen=True)
 class Profile:
-    """A step as measured on every rank. `print` shows it as a table.
+    """Measurement of a step on every rank. `print` shows it as a table.
 
     Attributes:
         plan: of the module; its figures are of `plan.cluster`.
@@ -56,8 +56,8 @@ class Profile:
         """Rows of the rank that gets most for its experts, over the mean of ranks: `imbalance=` of `autotp.plan`."""
         ratios = []
         for rows in self.loads:
-            own = torch.tensor(rows, dtype=torch.float64).view(self.plan.batch.ep, -1).sum(1)
-            ratios.append(float(own.max() / own.mean()))
+            sums = torch.tensor(rows, dtype=torch.float64).view(self.plan.batch.ep, -1).sum(1)
+            ratios.append(float(sums.max() / sums.mean()))
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ def profile(self: Any, batch: Any) -> Profile:
         RankError: the ranks' batches differ.
     """
     inputs, plan, layer, marks = normalise(batch), self._plan, layer_of(self._plan), Marks()
-    trace, counts = torch_profile(acc_events=True), list[Tensor]()
+    trace, counts = torch_profile(acc_events=True), []
     with ExitStack() as undo:
         MEASURED.append(counts)
         undo.callback(MEASURED.pop)
@@ -136,7 +136,7 @@ def profile(self: Any, batch: Any) -> Profile:
     rows = {}
     for name in dict.fromkeys(chain.from_iterable(ranks)):  # stages have blocks and collectives of their own
         rows[name] = tuple(other.get(name, 0.0) for other in ranks)
-    loads = tuple(tuple(each.sum(0).tolist()) for each in counts)
+    loads = tuple(tuple(rows.sum(0).tolist()) for rows in counts)
     # The plan's figures are of one block, the rows of all equal ones together.
     predicted = {"step": plan.totals.passes}
     for direction in ("forward", "backward"):
@@ -146,13 +146,13 @@ def profile(self: Any, batch: Any) -> Profile:
 
 
 def _graded(values: Any) -> list[Tensor]:
-    """Tensors that have a gradient; in transformers' outputs the loss is the first."""
+    """Return tensors that have a gradient; in transformers' outputs the loss is the first."""
     return [x for x in compat.tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _seconds(events: Sequence[Any]) -> dict[str, float]:
     """Add up what the events of a step took, by row; on a GPU that is the kernels that they started."""
-    rows: dict[str, float] = defaultdict(float)
+    rows = defaultdict(float)
     kind = ""
     for e in sorted(events, key=lambda e: e.time_range.start):
         name = generic(e.name.removeprefix(OURS))

@@ -13,8 +13,8 @@ from torch.export import Dim, ExportedProgram
 from autotp import compat
 from autotp.comm.ranks import together
 from autotp.errors import CaptureError, InputError, StateError
-from autotp.inputs import Inputs, Leaves, normalise
-from autotp.ir.graph import CONSTANT, SEEDS, Env, Leaf, NamedTensors, Nodes, copy_node
+from autotp.inputs import Leaves, normalise
+from autotp.ir.graph import CONSTANT, SEEDS, Leaf, NamedTensors, Nodes, copy_node
 from autotp.ir.op import aten
 from autotp.kernels import operators
 from autotp.passes.decompose.counter_random import base_seed, seeds
@@ -49,10 +49,10 @@ TORCHS: dict[Any, Any] = {
 
 
 class Reader(fx.Tracer):
-    """Reads a training program from its file, where it lies as Python code: what that calls are its operators."""
+    """Tracer of a training program's file, which stores Python code: the functions called there are its operators."""
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """The graph of a module that torch.fx wrote."""
+        """Trace a module that torch.fx wrote."""
         functions = tuple(f for f in type(root).forward.__globals__.values() if inspect.isfunction(f))
         super().__init__(autowrap_functions=functions)
         return super().trace(root, concrete_args)
@@ -61,7 +61,7 @@ class Reader(fx.Tracer):
 def program(
     self: Any, example_inputs: Any, *, training: bool = False, group: str = WORLD
 ) -> ExportedProgram | fx.GraphModule:
-    """This rank's program for a call, with this rank's weights, for a process without the model. A collective call.
+    """Write this rank's program for a call, with its weights, for a process without the model. A collective call.
 
     For inference it is an `ExportedProgram` of torch's operators and functional collectives alone:
     `torch.export.save` and `torch.export.load` need no autotp, and `.module()` runs it. For training it is a
@@ -69,8 +69,8 @@ def program(
     `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
     generator, which must be in the same state on every tp rank.
 
-    A program takes the tensors of the call, whole and the same on every rank: those that were given by position by
-    position, by name by name, in a container apart (`name_0`, ...); what is no tensor is as in the example. Outputs
+    A program takes the tensors of the call, whole and the same on every rank: positional arguments by position,
+    keywords by name, those of a container one by one (`name_0`, ...); what is no tensor is as in the example. Outputs
     are full: tensors, and tuples, lists and dicts of them. Weights have the original's names and the rank's shapes.
 
     Args:
@@ -98,7 +98,7 @@ def program(
 
 
 def _call_of(module: Any, example: Any, training: bool, group: str) -> Arguments:
-    """The call, where there can be a program for it."""
+    """Read the call, and refuse it where there can be no program for it."""
     batch = module._plan.batch
     if not isinstance(group, str):
         raise InputError(f"group={group!r} is no name. Give the group's group_name in the process that loads it.")
@@ -112,7 +112,7 @@ def _call_of(module: Any, example: Any, training: bool, group: str) -> Arguments
             f"program() of a module with {batch.name}: its program is for one tp group among several. "
             f"Compile without {batch.name}; data-parallel processes each load the tp ranks' programs."
         )
-    inputs: Inputs = normalise(example)
+    inputs = normalise(example)
     call = Arguments(module._carriers, inputs.args, inputs.kwargs)
     if call.state_objects or module._carriers.named_places(call.spec):
         raise InputError("program() of a call with a cache or a named state, which no file can hold. Leave it out.")
@@ -141,9 +141,9 @@ def _write(module: Any, match: Match, call: Arguments, training: bool, group: st
 def _names(spec: Any, positional: Sequence[str]) -> list[tuple[str, bool]]:
     """Return the name of every leaf of a call's arguments, in order, and whether it was given by position."""
     args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
-    more = [f"argument_{i}" for i in range(len(positional), len(args))]
+    unnamed = [f"argument_{i}" for i in range(len(positional), len(args))]
     out = []
-    for i, (name, value) in enumerate([*zip([*positional, *more], args, strict=False), *kwargs.items()]):
+    for i, (name, value) in enumerate([*zip([*positional, *unnamed], args, strict=False), *kwargs.items()]):
         leaves, by_place = compat.tree_leaves(value), i < len(args)
         if leaves == [value]:
             out.append((name, by_place))
@@ -155,7 +155,7 @@ def _names(spec: Any, positional: Sequence[str]) -> list[tuple[str, bool]]:
 def _exported(
     module: nn.Module, args: tuple[Tensor, ...], kwargs: NamedTensors, shapes: dict[str, dict[int, Any]]
 ) -> ExportedProgram:
-    """The module as torch exports it, for sizes that are free where a mapping says so."""
+    """Export the module by torch, for sizes that are free where a mapping says so."""
     try:
         with compat.quiet_export():
             return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -167,15 +167,14 @@ def _exported(
 
 
 class _Writer:
-    """Writes a rank's flat program as a module of its own."""
+    """Writer of a rank's flat program as a module of its own."""
 
     def __init__(self, source: Any, shards: ShardState, program: Program, training: bool) -> None:
         self.source, self.shards, self.program, self.training = source, shards, program, training
-        self.tensors, self.graph = dict[str, Tensor](), fx.Graph(tracer_cls=Reader)
-        self.env: Env = {}
+        self.tensors, self.env, self.graph = {}, {}, fx.Graph(tracer_cls=Reader)
 
     def module(self, names: Sequence[str], group: str, rank_bytes: float) -> fx.GraphModule:
-        """The module; it takes tensors by these names, in the order of the program's."""
+        """Write the module; it takes tensors by these names, in the order of the program's."""
         places = self.shards.places()
         places["tp"] = places["tp"]._replace(group=group)
         flat, _ = self.source.lowering.program(self.program.sharded, places, self.shards.device, rank_bytes)
@@ -205,7 +204,7 @@ class _Writer:
                 self.env.setdefault(node, node)  # nothing reads it
 
     def _weight(self, leaf: Leaf) -> fx.Node:
-        """An attribute of the original's name, which holds this rank's part."""
+        """Write an attribute of the original's name, which holds this rank's part."""
         first = self.shards.aliases.get(leaf.name, leaf.name)
         if leaf.kind is CONSTANT:
             tensor = self.program.capture.constants[leaf.name]
@@ -232,16 +231,16 @@ class _Writer:
                 continue
             into = buffers[taker] if isinstance(taker, str) else tensors[taker]
             self.graph.call_function(aten.copy_.default, (into, self.graph.call_function(aten.detach.default, (node,))))
-        stands: list[Any] = []  # a class may look at what it is given
+        stands, nodes = [], {}  # tensors in the place of nodes, for a class may look at what it is given
         for x in results:
             stands.append(torch.empty(0) if isinstance(x, fx.Node) else x)
-        nodes = {id(s): x for s, x in zip(stands, results, strict=True) if isinstance(x, fx.Node)}
+            nodes[id(stands[-1])] = x
         whole = compat.tree_unflatten(stands, captured.out_spec)
         self.graph.output(_plain(whole, nodes))
 
 
-def _plain(value: Any, nodes: Mapping[int, fx.Node]) -> Any:
-    """Return the same in tuples, lists and dicts, with nodes for what stands for them."""
+def _plain(value: Any, nodes: Mapping[int, Any]) -> Any:
+    """Return the same in tuples, lists and dicts, with nodes in place of their stand-ins, by identity of these."""
     if isinstance(value, Mapping):
         return {k: _plain(v, nodes) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -51,7 +51,7 @@ def summed(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
 
 
 def submodule(module: nn.Module, steps: Iterable[str], otherwise: nn.Module) -> nn.Module:
-    """The module under these names, through whatever was put there; `otherwise` where a name is missing."""
+    """Return the module under these names, through whatever was put there; `otherwise` where a name is missing."""
     for step in steps:
         child = module._modules.get(step)
         module = getattr(module, step, otherwise) if child is None else child
@@ -86,7 +86,7 @@ def _writing(name: str, twin: str) -> Writes:
 
 
 def worded(function: Writes) -> Writes:
-    """A function that writes, with our words where an index is out of bounds.
+    """Wrap a function that writes, with an error of ours where an index is out of bounds.
 
     Args:
         function: Inductor's kernels raise a RuntimeError, torch's operators an IndexError.

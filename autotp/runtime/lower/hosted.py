@@ -1,4 +1,4 @@
-"""A rank's program as that of all virtual ranks of one process (`autotp.comm.virtual`).
+"""The program of a rank made that of all virtual ranks of one process (`autotp.comm.virtual`).
 
 Nodes, modules and what flows between them stay as they are: a value that virtual ranks have each for itself flows as a
 `Virtual`, and every call runs for all of them. So each virtual rank starts the kernels of a rank by itself, on the same
@@ -57,17 +57,25 @@ def host_program(graph: fx.Graph, hosts: Hosts) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        own, name = mark(node), short_name(node.target)
+        marks, name = mark(node), short_name(node.target)
         if node.target is scale_gradient:  # gradients of weights are summed over the batch, not averaged
             node.args = node.args[0], 1
         if node.target in conversions:
-            call = _conversion(hosts, "tp" if own.batch is None or own.conversion is not None else own.batch.axis)
+            call = _conversion(hosts, "tp" if marks.batch is None or marks.conversion is not None else marks.batch.axis)
         else:
-            call = _operator(node, hosts, own.axis)
+            call = _operator(node, hosts, marks.axis)
         call.__name__ = call.__qualname__ = name
         node.target = call
-        if own.axis is not None:
+        if marks.axis is not None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACE}
+
+
+def _inserted(graph: fx.Graph, before: Any, function: Function, value: fx.Node, *options: Any) -> fx.Node:
+    """Write a call of a function of a value and options before a node, outside of all modules."""
+    with graph.inserting_before(before):
+        node = graph.call_function(function, (value, *options))
+    node.meta = {**value.meta, "nn_module_stack": {}}
+    return node
 
 
 def host_batch(graph: fx.Graph, captured: Capture, host: Host) -> None:
@@ -83,10 +91,8 @@ def host_batch(graph: fx.Graph, captured: Capture, host: Host) -> None:
     first: Any = next(n for n in graph.nodes if n.op != "placeholder")
     for leaf, node in zip(captured.leaves, nodes, strict=True):
         if leaf.kind.passed and shape_of(leaf.node)[:1] == (batch,):
-            with graph.inserting_before(first):
-                dealt = graph.call_function(micro_batches, (node, host.own))
-            node.replace_all_uses_with(dealt, lambda user, dealt=dealt: user is not dealt)
-            dealt.meta = {**node.meta, "nn_module_stack": {}}
+            parts = _inserted(graph, first, micro_batches, node, host.own)
+            node.replace_all_uses_with(parts, lambda user, parts=parts: user is not parts)
     output = graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for position, whole in enumerate(compat.tree_leaves(captured.graph.output_node().args)):
@@ -95,10 +101,7 @@ def host_batch(graph: fx.Graph, captured: Capture, host: Host) -> None:
             raise StateError(COUNT)
         if isinstance(whole, fx.Node) and isinstance(val, Tensor):
             dim = next((d for d, n in enumerate(sizes(val)) if has([n], batch)), None)
-            with graph.inserting_before(output):
-                joined = graph.call_function(_of_slice, (values[position], dim))
-            joined.meta = {**values[position].meta, "nn_module_stack": {}}
-            values[position] = joined
+            values[position] = _inserted(graph, output, _of_slice, values[position], dim)
     output.args = (tuple(values),)
 
 
@@ -111,8 +114,7 @@ def micro_batches(x: Tensor, count: int) -> Any:
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dim: int, *parts: Tensor) -> Tensor:
-        first, *more = parts
-        return torch.cat(parts, dim) if more else first.detach()
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:  # type: ignore[override]
@@ -120,8 +122,8 @@ class _Joined(torch.autograd.Function):
 
 
 def _of_slice(value: Any, dim: int | None) -> Tensor:
-    """Return an output of all micro-batches of a process, one after another along the dimension; None: it has none."""
-    parts: Sequence[Any] = value.values if isinstance(value, Virtual) else [value]
+    """Concatenate an output of all micro-batches of a process along its batch dimension, None where it has none."""
+    parts = value.values if isinstance(value, Virtual) else [value]
     if dim is None:
         if len(parts) > 1 and parts[0].requires_grad:
             raise StateError(LOST)
@@ -132,7 +134,7 @@ def _of_slice(value: Any, dim: int | None) -> Tensor:
 
 
 def mean_loss(self: Any, loss: Callable[..., Tensor], *values: Any) -> Tensor:
-    """Mean of a loss of one's own over the batch: with `dp_invariant` the same bits on any mesh. A collective call.
+    """Average a loss of the user's over the batch: with `dp_invariant` the same bits on any mesh. A collective call.
 
     Args:
         loss: gives a number for a micro-batch, from the values cut along their first dimension: with `dp_invariant` it
@@ -142,7 +144,7 @@ def mean_loss(self: Any, loss: Callable[..., Tensor], *values: Any) -> Tensor:
     Returns: with `dp_invariant` the loss of the whole batch, the same on all ranks; else `loss(*values)`.
 
     Raises:
-        InputError: the slice is not dealt, or the function gives no number.
+        InputError: the slice does not divide into micro-batches, or the function gives no number.
     """
     for host in self._shards.hosts[:-1]:
         with self._calls.turn("mean_loss"):
@@ -154,17 +156,17 @@ def mean_loss(self: Any, loss: Callable[..., Tensor], *values: Any) -> Tensor:
 def _mean_loss(loss: Callable[..., Tensor], values: tuple[Any, ...], host: Host) -> Tensor:
     leaves, spec = compat.tree_flatten(values)
     micro_batch(leaves, host.own)  # which is refused where they are not of one size
-    examples, own = examples_of(leaves), []
+    examples, columns = examples_of(leaves), []
     for x in leaves:
         parts = getattr(x, "micro_batches", None)
         if parts is None:
             batched = isinstance(x, Tensor) and x.ndim and len(x) == examples
             parts = values_of(micro_batches(x, host.own) if batched else x, host.own, "dp")
-        own.append(parts)
-    losses = [loss(*compat.tree_unflatten(part, spec)) for part in zip(*own, strict=True)]
-    odd = next((x for x in losses if not isinstance(x, Tensor) or x.ndim), None)
-    if odd is not None:
-        what = f"a tensor of shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else type(odd).__name__
+        columns.append(parts)
+    losses = [loss(*compat.tree_unflatten(row, spec)) for row in zip(*columns, strict=True)]
+    fault = next((x for x in losses if not isinstance(x, Tensor) or x.ndim), None)
+    if fault is not None:
+        what = f"a tensor of shape {tuple(fault.shape)}" if isinstance(fault, Tensor) else type(fault).__name__
         raise InputError(
             f"mean_loss: the function gave {what}, and the loss of a micro-batch is a tensor without shape."
         )
@@ -181,16 +183,14 @@ def host_states(graph: fx.Graph, captured: Capture, layouts: Layouts, host: Host
     """
     inputs = graph.find_nodes(op="placeholder")
     first: Any = next(n for n in graph.nodes if n.op != "placeholder")
-    states: dict[str, tuple[fx.Node, fx.Node]] = {}
+    states = {}
     for leaf, node in zip(captured.leaves, inputs, strict=True):
         layout = layouts.get(leaf.name)
         if leaf.kind.carried and leaf.is_tensor and layout is not None and layout.sharded_dim is not None:
             sizes = [int(layout.distribution.local(rank, host.size)) for rank in host.here]  # type: ignore[union-attr]
-            with graph.inserting_before(first):
-                dealt = graph.call_function(_dealt, (node, sizes, layout.sharded_dim))
-            node.replace_all_uses_with(dealt, lambda user, dealt=dealt: user is not dealt)
-            dealt.meta = {**node.meta, "nn_module_stack": {}}
-            states[leaf.name] = node, dealt
+            parts = _inserted(graph, first, _split, node, sizes, layout.sharded_dim)
+            node.replace_all_uses_with(parts, lambda user, parts=parts: user is not parts)
+            states[leaf.name] = node, parts
     output = graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(values):
@@ -198,33 +198,31 @@ def host_states(graph: fx.Graph, captured: Capture, layouts: Layouts, host: Host
         if name is not None and isinstance(value, fx.Node):
             layout = layouts.get(name)
             dim = None if layout is None else layout.sharded_dim
-            with graph.inserting_before(output):
-                values[position] = graph.call_function(_joined, (value, dim, *states.get(name, ())))
-            values[position].meta = {**value.meta, "nn_module_stack": {}}
+            values[position] = _inserted(graph, output, _joined, value, dim, *states.get(name, ()))
     output.args = (tuple(values),)
 
 
-def _dealt(state: Tensor, sizes: Sequence[int], dim: int) -> Any:
+def _split(state: Tensor, sizes: Sequence[int], dim: int) -> Any:
     """Return what each virtual rank has of a state, laid out in memory as a rank's own."""
     if len(sizes) == 1:
         return state
     return Virtual([aligned(x.contiguous()) for x in state.split(list(sizes), dim)])
 
 
-def _joined(value: Any, dim: int | None, state: Any = None, dealt: Any = None) -> Tensor:
-    """Return a state of all virtual ranks here.
+def _joined(value: Any, dim: int | None, state: Any = None, parts: Any = None) -> Tensor:
+    """Concatenate a state of all virtual ranks here.
 
     Args:
-        value: what these have. dim: that is split; None where each has all. state, dealt: what came in, and how it was
-            dealt to them: it is the state still where each has written to its part of its memory.
+        value: what these have. dim: that is split; None where each has all. state, parts: what came in, and the virtual
+            ranks' parts of it: the result is the state itself where each has written to its part in place.
     """
     if not isinstance(value, Virtual):
         return value
     if dim is None:
         return value.values[0]
-    if isinstance(dealt, Virtual) and all(x is y for x, y in zip(value.values, dealt.values, strict=True)):
+    if isinstance(parts, Virtual) and all(x is y for x, y in zip(value.values, parts.values, strict=True)):
         memory = state.untyped_storage().data_ptr()
-        if all(x.untyped_storage().data_ptr() == memory for x in dealt.values):
+        if all(x.untyped_storage().data_ptr() == memory for x in parts.values):
             return state
     return torch.cat(list(value.values), dim)
 
@@ -236,7 +234,7 @@ def _operator(node: fx.Node, hosts: Hosts, axis: str | None) -> Function:
 
 
 def _steady(call: Function) -> Function:
-    """An operator that runs in torch's deterministic mode, with its backward."""
+    """Make an operator run in torch's deterministic mode, with its backward."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         mode = Deterministic()
@@ -271,11 +269,11 @@ def convert(x: Any, src: Spec, dst: Spec, hosts: Hosts, axis: str = "tp", **opti
     values = values_of(x, host.own, axis)
     across = next((value for value in values if isinstance(value, Virtual)), None)
     if across is not None:  # what each rank of an inner axis has by itself
-        rows: list[Any] = []
+        rows = []
         for at in range(len(across.values)):
             row = Virtual([at_rank((value,), at, across.axis)[0] for value in values], axis)
-            own, other = at_rank((src, dst), at, across.axis)
-            rows.append(convert(row, own, other, (host,), axis, **options))
+            source, target = at_rank((src, dst), at, across.axis)
+            rows.append(convert(row, source, target, (host,), axis, **options))
         if not any(isinstance(row, Virtual) for row in rows):
             return Virtual(rows, across.axis)
         columns = zip(*[values_of(row, host.own, axis) for row in rows], strict=True)

@@ -66,9 +66,7 @@ class Lowering:
 
     def compiler(self) -> Compiler | None:
         """Make what compiles one program; None where it runs as it is."""
-        if self.backend == EAGER:
-            return None
-        return Compiler(self._compiled)
+        return None if self.backend == EAGER else Compiler(self._compiled)
 
     def _compiled(self, function: Function, whole: bool = False) -> Any:
         """Compile a function; one that is a whole program is called at every token, and checks less."""
@@ -79,7 +77,7 @@ class Lowering:
 
     @property
     def name(self) -> str:
-        """The backend's."""
+        """Name of the backend."""
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "backend")
 
     def priced(self, cluster: Cluster, objective: Objective, passes: Sequence[Pass[RankProgram]]) -> Lowering:
@@ -114,7 +112,7 @@ class Lowering:
         rank_bytes: float,
         judges: Mapping[str, Judge] | None = None,
     ) -> tuple[fx.Graph, Fired]:
-        """The program of one rank, optimised, and what became of each optimisation.
+        """Make the program of one rank, optimised; return it, and what became of each optimisation.
 
         Args:
             sharded: the program of all ranks.
@@ -135,7 +133,7 @@ class Lowering:
 
 
 def read_reduce_dtype(request: Any) -> torch.dtype | None:
-    """The type that a public function's argument asks for, checked.
+    """Read and check the type that a public function's argument asks for.
 
     Raises:
         InputError: it is none that gradients are added up in.
@@ -154,7 +152,7 @@ def narrower(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def reduce_in(graph: fx.Graph, dtype: torch.dtype) -> None:
-    """Have the conversions of parameters in one rank's graph add up gradients in this type."""
+    """Let the conversions of parameters in one rank's graph add up gradients in this type."""
     for node in graph.nodes:
         source: Any = node.args[0] if mark(node).conversion is not None else None
         val = source.meta.get("val") if isinstance(source, fx.Node) and source.op == "placeholder" else None
@@ -163,6 +161,6 @@ def reduce_in(graph: fx.Graph, dtype: torch.dtype) -> None:
 
 
 def accumulate_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Have a parameter's gradient be of this type, so that those of several backwards are added up in it."""
+    """Give a parameter's gradient this type, so that those of several backwards are added up in it."""
     if parameter.requires_grad and narrower(parameter, dtype):
         parameter.grad_dtype = dtype

@@ -34,6 +34,7 @@ from autotp.passes.optimise import Alternative, Value, Verdict
 from autotp.proof.differences import relative
 
 Outputs = tuple[Tensor, ...]
+Way = Callable[[], Outputs]  # a call without a rewrite, or with it
 Clock = Callable[[Callable[[], object]], float]
 GAIN = 1.02  # how much faster it must be: a lead of less may be noise
 TIMED_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 0.2, 5, 50  # of both ways together
@@ -42,6 +43,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  #
 OTHER_TOLERANCE = 1e-10  # in float64
 FORMAT = 2  # of the file
 MAX_BYTES = 1 << 22  # of the file
+OFF = ("0", "off", "false", "no")
 FOLDER = "AUTOTP_CACHE"  # names the folder of the file; "0" keeps none
 
 
@@ -54,7 +56,7 @@ class Line(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """The answer to whether it is used."""
+        """Verdict whether it is used."""
         ratio = self.without / max(self.with_it, 1e-12)
         return Verdict(not self.fault and ratio >= GAIN, self.fault or f"{ratio:.2f} of torch's speed")
 
@@ -106,7 +108,7 @@ class Measures:
 
     @property
     def _link(self) -> str:
-        """The way the ranks send, which times of conversions depend on beside the device."""
+        """Link by which the ranks send, which times of conversions depend on beside the device."""
         if self.ranks.group is None:
             return "sent nowhere"
         here = os.environ.get("LOCAL_WORLD_SIZE", "all")
@@ -125,8 +127,8 @@ class Measures:
                 return Line(fault=fault or "failed on another rank")
             return self._timed(*ways, sends=alternative.sends)
 
-    def _prepared(self, alternative: Alternative) -> tuple[list[Callable[[], Outputs]], str]:
-        """Calls of both ways, which ran once; and what is wrong with them."""
+    def _prepared(self, alternative: Alternative) -> tuple[list[Way], str]:
+        """Make calls of both ways, and run each once; return these, and what is wrong with them."""
         try:
             torch.manual_seed(0)
             operands = [self._draw(x, alternative.operands) for x in alternative.operands]
@@ -139,11 +141,11 @@ class Measures:
             log.warning("%s cannot be used on %s", alternative.name, self.device, exc_info=True)
             return [], f"failed: {type(error).__name__}"
 
-    def _way(self, function: fx.GraphModule, operands: list[Any]) -> Callable[[], Outputs]:
-        """A call: results, and in training the gradients of operands from random gradients of the results."""
+    def _way(self, function: fx.GraphModule, operands: list[Any]) -> Way:
+        """Make a call that returns results, and in training the operands' gradients from random ones of the results."""
         run = function if self.compile is None else self.compile(function)
         graded = [x for x in operands if isinstance(x, Tensor) and x.requires_grad]
-        grads: list[Tensor] = []
+        grads = []
 
         def call() -> Outputs:
             with torch.set_grad_enabled(bool(graded)):
@@ -159,8 +161,8 @@ class Measures:
 
         return call
 
-    def _timed(self, plain: Callable[[], Outputs], ours: Callable[[], Outputs], *, sends: bool) -> Line:
-        """Medians of rounds in which both run, without the rewrite and with it."""
+    def _timed(self, plain: Way, ours: Way, *, sends: bool) -> Line:
+        """Return medians of rounds in which both run, without the rewrite and with it."""
         clock = clock_of(self.device)
         once = clock(plain) + clock(ours)
         if sends:  # as many rounds on every rank
@@ -170,7 +172,7 @@ class Measures:
         return Line(*map(statistics.median, zip(*times, strict=True)))
 
     def _draw(self, value: Value, among: tuple[Value, ...]) -> Any:
-        """A random operand. Whole numbers are below every length of the others, so that they may be indices."""
+        """Draw a random operand. Integers are below every length of the others, so that they may be indices."""
         if value.shape is None:
             return value.number
         if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -201,7 +203,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def differs(results: Outputs, expected: Outputs) -> str:
-    """Say how far results are apart, where that is more than rounding; "" where it is not."""
+    """Say how far results differ, where that is more than rounding; "" where it is not."""
     if list(map(_form, results)) != list(map(_form, expected)):
         return "differs in shape or type"
     for a, b in zip(results, expected, strict=True):
@@ -225,7 +227,7 @@ def _detached(x: Tensor | None) -> Tensor:
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """A device with all that its timings depend on: its name, driver, torch, Triton, and the kernels' sources."""
+    """Describe a device by all that its timings depend on: name, driver, torch, Triton, and the kernels' sources."""
     name = device.type
     if device.type == "cuda":
         driver = Path("/sys/module/nvidia/version")  # where Linux shows it
@@ -238,9 +240,9 @@ def device_key(device: torch.device) -> str:
 
 
 def path_of() -> Path | None:
-    """The table's file in the folder that `AUTOTP_CACHE` names, by default the user's own; None where that is off."""
+    """Return the table's file in the folder that `AUTOTP_CACHE` names, by default the user's; None where it is off."""
     folder = os.environ.get(FOLDER, "").strip()
-    if folder.lower() in ("0", "off", "false", "no"):
+    if folder.lower() in OFF:
         return None
     if folder.lower() in ("", "1", "on", "true", "yes"):
         folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autotp")
@@ -250,7 +252,7 @@ def path_of() -> Path | None:
 @functools.cache
 def warn_of_cache(folder: str) -> None:
     """Log once that the variable which named a cache of captures and plans is not followed for them."""
-    if folder.strip().lower() not in ("", "0", "off", "false", "no"):
+    if folder.strip().lower() not in ("", *OFF):
         log.warning(
             "AUTOTP_CACHE=%s keeps no captures and plans, only what kernels measured. For a start without planning "
             "save the plan, plan.save(path), and give it again: autotp.compile(model, plan=autotp.Plan.load(path)).",
@@ -259,7 +261,7 @@ def warn_of_cache(folder: str) -> None:
 
 
 def read_table(path: Path | None) -> dict[str, Line]:
-    """Read a file; no line of it, but one in the log, where it is broken."""
+    """Read the lines of a file; none, with a warning in the log, where it is broken."""
     if path is None or not path.exists():
         return {}
     try:
@@ -272,7 +274,7 @@ def read_table(path: Path | None) -> dict[str, Line]:
 
 
 def write_line(path: Path, key: str, line: Line) -> None:
-    """Keep a line for later processes; a file that cannot be written is a line in the log.
+    """Keep a line for later processes; a file that cannot be written is a warning in the log.
 
     Args:
         path: of the table. key, line: what was measured.

@@ -30,7 +30,7 @@ HOOKS_OF = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
 
 @dataclass
 class Compiler:
-    """Compiles stretches of programs, equal ones once.
+    """Compiler of stretches of programs, equal ones once.
 
     Attributes:
         compile: what compiles one function; told whether that is a whole program.
@@ -45,7 +45,7 @@ class Compiler:
     one: bool = False
 
     def function(self, graph: fx.Graph, name: str, shapes: Sequence[Any]) -> Function:
-        """The compiled function of a graph.
+        """Compile a graph, or return the function of an equal one.
 
         Args:
             graph: of one stretch: placeholders, calls, output.
@@ -61,7 +61,7 @@ class Compiler:
         return self.functions[key]
 
     def _by_mode(self, graph: fx.Graph, name: str) -> Function:
-        """Compiled apart with and without gradients: torch keeps a few variants of one function only."""
+        """Compile separately with and without gradients: torch keeps a few variants of one function only."""
         writes = any(node.target in WRITES.values() for node in graph.nodes)
 
         @cache
@@ -72,20 +72,20 @@ class Compiler:
         return lambda *args: of_mode(torch.is_grad_enabled())(*args)
 
     def whole(self, graph: fx.Graph) -> Function:
-        """The compiled function of a program that runs without gradients as one (`tree.single`)."""
+        """Compile a program that runs without gradients as one function (`tree.single`)."""
         self.one = True
         return worded(self.compile(function_of(graph, "program"), True))
 
     @property
     def summary(self) -> str:
-        """Words for what became of it until now."""
+        """Summary in words of what was compiled until now."""
         one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
         parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.functions)} functions"
         return parts + one
 
 
 def function_of(graph: fx.Graph, name: str) -> Function:
-    """The function that a graph is."""
+    """Make a graph a function."""
     return fx.GraphModule(nn.Module(), graph, name).forward
 
 
@@ -112,12 +112,12 @@ def flow(node: fx.Node) -> Any:
 def renumbered(shapes: Sequence[Any]) -> str:
     """Describe what flows into a stretch, with size symbols named in the order of their use: a cache of a block has its
     own, and blocks that differ in nothing else share what is compiled."""
-    numbers: dict[str, int] = {}
+    numbers = {}
     return re.sub(r"\b[su]\d+\b", lambda x: f"s{numbers.setdefault(x[0], len(numbers))}", repr(tuple(shapes)))
 
 
 def pure(nodes: Iterable[fx.Node], takes: Nodes, gives: Nodes) -> fx.Graph:
-    """The graph of these nodes alone, as a function from `takes` to the tuple of `gives`."""
+    """Copy these nodes to a graph of their own, a function from `takes` to the tuple of `gives`."""
     graph = fx.Graph()
     env = {node: graph.placeholder(node.name) for node in takes}
     copy_graph(nodes, env, graph)
@@ -125,7 +125,7 @@ def pure(nodes: Iterable[fx.Node], takes: Nodes, gives: Nodes) -> fx.Graph:
     return graph
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watch:
     """Modules whose calls a compiled function leaves out: owner, name there, and the module.
 
@@ -133,11 +133,11 @@ class Watch:
     """
 
     places: Sequence[tuple[nn.Module, str, nn.Module]]
-    revision: list[int] = field(default_factory=list, compare=False)  # in which they were untouched
+    revision: int = -1  # in which they were untouched
 
     @staticmethod
     def over(parts: Mapping[str, nn.Module], paths: Iterable[str]) -> Watch:
-        """The modules with these paths of calls, among all by their path."""
+        """Watch the modules with these paths of calls, among all by their path."""
         places = []
         for path in dict.fromkeys(map(module_of, paths)):
             owner, _, leaf = path.rpartition(".")
@@ -146,9 +146,9 @@ class Watch:
 
     def untouched(self) -> bool:
         """Return whether nobody would notice that the modules are not called; looked for again after any change."""
-        if self.revision != [Revision.number]:
-            self.revision[:] = [Revision.number] if all(starmap(_is_own, self.places)) else []
-        return bool(self.revision)
+        if self.revision != Revision.number and all(starmap(_is_own, self.places)):
+            self.revision = Revision.number
+        return self.revision == Revision.number
 
 
 def _is_own(owner: nn.Module, leaf: str, module: nn.Module) -> bool:
@@ -158,7 +158,7 @@ def _is_own(owner: nn.Module, leaf: str, module: nn.Module) -> bool:
 
 
 def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:
-    """A function that runs the compiled one, and where a module in it is hooked or wrapped another.
+    """Make a function that runs the compiled one, and where a module in it is hooked or wrapped another.
 
     Args:
         watch: sees hooks and wrappers. compiled: of the stretch. through: makes the other, at its first call.

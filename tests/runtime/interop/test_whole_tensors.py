@@ -101,7 +101,7 @@ def assigned(model: Any, sharded: Any) -> dict[str, Any]:
         sharded[0].weight.detach().float(),
         sharded[0].weight.redistribute(placements=[Replicate()]),
     ):
-        with pytest.raises(StateError, match=r"\.data = a tensor of shape \(.*does not lie over the ranks as this one"):
+        with pytest.raises(StateError, match=r"\.data = a tensor of shape \(.*is not placed on the ranks as this one"):
             sharded[0].weight.data = value
     found["not as it lies"] = apart(model, sharded) < 1e-12
     with pytest.raises(StateError, match="not split as the parameter"):

@@ -86,7 +86,7 @@ def test_a_call_and_its_gradients_are_those_of_one_device(pool: Pool, case: Case
         assert_right(found, cell)
     for i in range(case.layers):
         assert_right(found, f"block {i}")
-    around = "that deals out the batch over dp already" if case.dp > 1 else "in stages"
+    around = "that divides the batch over dp already" if case.dp > 1 else "in stages"
     assert_refused(found, "own", f"StateError: fully_shard or replicate around a module {around}")
     assert_refused(found, "no_sync", r"StateError: no_sync\(\) with stages")
 
