@@ -227,7 +227,8 @@ class Calls:
         # Virtual micro-batches draw from one number on all ranks.
         beside = everyone
         if not self.shards.hosts:
-            beside = [everyone[r] for r in next(lane for lane in self.groups.lanes if channel.rank in lane)]
+            lane = next(lane for lane in self.groups.lanes if channel.rank in lane)
+            beside = [everyone[r] for r in lane]
         new = any(message.new for message in beside)
         return new, beside[0].seed if program is not None else None
 
@@ -384,8 +385,7 @@ class Calls:
         if sizes not in kind.slices:
             if len(kind.slices) >= MAX_KINDS:
                 kind.slices.clear()
-            key = kind.key
-            kind.slices[sizes] = short((key.mode, key.of, key.grad, key.spec, kind_of(call.whole)))
+            kind.slices[sizes] = short((*kind.key[:-1], kind_of(call.whole)))  # in place of the leaves
         return kind.digest, sizes, kind.slices[sizes]
 
     def _differ(self, kind: CallKind, call: Arguments, how: str) -> None:

@@ -450,17 +450,17 @@ class LazyModule(ShardedModule):
     @Turn("the first call of a module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Capture and shard for these inputs, then call that sharded module, which this is then."""
-        self._begin(Inputs(*args, **kwargs))
+        self._begin(args, kwargs)
         return self(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do so without hooks."""
-        self._begin(Inputs(*args, **kwargs))
+        """Capture and shard likewise, then call without hooks."""
+        self._begin(args, kwargs)
         return self.forward(*args, **kwargs)
 
-    def _begin(self, inputs: Inputs) -> None:
+    def _begin(self, args: Args, kwargs: Kwargs) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            parts, mode = self._build(inputs), self.training
+            parts, mode = self._build(Inputs(*args, **kwargs)), self.training
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
             kind = self._kind
             self.__class__ = whole_class(parts[0], kind)

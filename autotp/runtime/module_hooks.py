@@ -173,15 +173,12 @@ def _at(module: Any, kwargs: Kwargs) -> tuple[Boundary | None, Kwargs, Kwargs]:
     return boundary if boundary is not None and boundary.split else None, others, ours
 
 
-def _name(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", None) or type(hook).__module__)
-
-
 def is_own(hook: Any) -> bool:
     """Return whether a hook is one of torch's own, or of autotp's."""
-    return f"{_name(hook)}.".startswith(OWN)
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name = getattr(hook, "__module__", None) or type(hook).__module__
+    return f"{name}.".startswith(OWN)
 
 
 def _shows_whole(run: Any) -> Any:

@@ -147,7 +147,7 @@ def match_of(module: Any, call: Arguments) -> Match | None:
     return module._programs_made.find(call_form, call.whole, module._mode(), call.entry, _changes(module, call))
 
 
-def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> Program:
+def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
     """Make a program runnable on this rank.
 
     Args:
@@ -165,7 +165,6 @@ def install(module: Any, captured: Capture, sharded: Sharded, changes: Hashable 
     program.changes, program.entry = changes, entry
     module._carriers.learn_layouts(sharded.states)
     module._programs_made.add(program, module._order)
-    return program
 
 
 def built(module: Any, captured: Capture, sharded: Sharded, key: Any, call_form: Form) -> Program:

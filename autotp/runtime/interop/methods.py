@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,15 +69,8 @@ class Absent:
 def in_place_of(original: type[nn.Module]) -> dict[str, Any]:
     """Return what parts have in place of methods of a class: these refuse, or put hooks where a trace runs them."""
     absent = {n: Absent() for n in ABSENT if hasattr(original, n)}
-    hooking = {n: _on_original(n) for n in ON_ORIGINAL if hasattr(original, n)}
+    hooking = {n: property(attrgetter(f"_watched.module.{n}")) for n in ON_ORIGINAL if hasattr(original, n)}
     return absent | hooking | {n: _refuser(n) for n in REFUSED if callable(getattr(original, n, None))}
-
-
-def _on_original(name: str) -> Function:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._watched.module, name)(*args, **kwargs)
-
-    return run
 
 
 def _refuser(name: str) -> Function:
@@ -154,7 +148,7 @@ def _run(method: Function) -> Function:
 @torch.no_grad()
 def whole_weights(part: nn.Module) -> Iterator[None]:
     """Give a part and those in it whole parameters within this context; what these are then is kept. Collective."""
-    tables = [(owner, owner._parameters) for owner in part.modules() if getattr(owner, "_storages", None)]
+    tables: list[Any] = [(m, m._parameters) for m in part.modules() if getattr(m, "_storages", None)]
     wholes = {}  # by identity of a first piece, so that what is tied stays tied
     for owner, table in tables:
         owner._parameters = dict(table)
