@@ -1,4 +1,4 @@
-"""`autotp doctor`: what this machine has, what autotp would use of it, and what is missing."""
+"""`autotp doctor`: facts of this machine, the parts that autotp would use, and those that are missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def doctor(screen: Screen) -> int:
 
 
 def uses(facts: dict[str, Any]) -> dict[str, Any]:
-    """The devices and ranks that `autotp.compile` and the commands would take on this machine.
+    """Return the devices and ranks that `autotp.compile` and the commands would take on this machine.
 
     Args:
         facts: as `gather` gives them.
@@ -53,14 +53,14 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what is not there, and what it would be good for; `required` where autotp does not work without it.
+    """Yield each missing part, and its use; `required` where autotp does not work without it.
 
     Args:
         facts: as `gather` gives them, with `uses`.
     """
 
-    def lack(what: str, why: str, required: bool = False) -> dict[str, Any]:
-        return {"what": what, "why": why, "required": required}
+    def lack(what: str, use: str, required: bool = False) -> dict[str, Any]:
+        return {"what": what, "why": use, "required": required}
 
     # Only what `gather` looks up: of jinja2 and safetensors it asks no version, and they would be said to be missing.
     versions, links = facts["versions"], facts["links"]
@@ -103,7 +103,7 @@ def _older(have: str, least: str) -> bool:
 
 
 def _page(facts: dict[str, Any]) -> Sheet:
-    """The facts for people, a table for each question."""
+    """Return the facts for people, a table for each question."""
     lacking = []
     for m in facts["missing"]:
         lacking.append((f"required: {m['what']}" if m["required"] else m["what"], m["why"]))

@@ -79,7 +79,7 @@ class ShardedTrainer(Trainer):
     # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """A rank's share, for they are summed over all."""
+        """Return a rank's share, for they are summed over all."""
         return super().floating_point_ops(inputs) // self._tp
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

@@ -149,8 +149,7 @@ class Pending:
         # Of the plans of all ranks each makes the same whole: what several have is written by one of them.
         plans = from_all(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
         plans, self.metadata = self.planner.create_global_plan(plans)
-        own = self.writer.prepare_global_plan(plans)[ranks.rank]
-        self.mine = self.planner.finish_plan(own)
+        self.mine = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[ranks.rank])
 
     def _plan(self) -> SavePlan:
         self.writer.set_up_storage_writer(self.first)

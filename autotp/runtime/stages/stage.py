@@ -1,8 +1,8 @@
 """A call of the whole model through its stages, and one stage as a module, as torch's `PipelineStage` takes it.
 
-In a call of the whole each rank runs its own stages, receives what flows in and sends what flows out; the last one
-gives the results to all. Backward, gradients go the other way. A token orders the sends and receives of a rank in
-autograd's graph. Of all stages of a module: the ranks that run them, what they share, and how a program is installed.
+In a call of the whole each rank runs its own stages, receives their inputs and sends their outputs; the last one gives
+the results to all. Backward, gradients go the other way. A token orders the sends and receives of a rank in autograd's
+graph. `Pipeline` and `Grid` hold the ranks of all stages of a module and their shared weights, and install a program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BASE = "random_base"  # the argument with the number that random numbers of a mi
 
 
 class Stage(nn.Module):
-    """A stage of the pipeline: what the stage before gives goes in by position, the model's own inputs by name.
+    """A stage of the pipeline: values of the stage before are passed by position, the model's own inputs by name.
 
     Attributes:
         module: the sharded module that holds its parameters, with those of the rank's other stages.
@@ -62,7 +62,7 @@ class Stage(nn.Module):
         self.names = {first.get(n, n) for n in piece.names}
 
     def forward(self, *values_in: Tensor, **inputs: Any) -> Any:
-        """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
+        """Return the values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
         # A schedule that a user has made passes what he gave it: it is checked before the program reads it by position.
         names = [n for n in self.piece.inputs if n not in inputs]
         if names or len(values_in) != len(self.piece.wires_in):
@@ -89,13 +89,13 @@ class Stage(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def run(self, values_in: Iterable[Tensor], inputs: NamedTensors, seeds: Sequence[Tensor]) -> list[Any]:
-        """Run its program: what flows to the next stage comes after the model's results.
+        """Run its program: values for the next stage come after the model's results.
 
         Args:
             values_in: of the stage before. inputs: of the model. seeds: of random numbers, where it draws any.
         """
-        own = map(inputs.__getitem__, self.piece.inputs)
-        return list(self.function(*values_in, *own, *(seeds if self.draws else ())))
+        tensors = map(inputs.__getitem__, self.piece.inputs)
+        return list(self.function(*values_in, *tensors, *(seeds if self.draws else ())))
 
     def check_mode(self) -> None:
         """Refuse a mode that the program was not captured in."""
@@ -120,7 +120,7 @@ class Stage(nn.Module):
 
 
 def _contiguous_gradient(value: Tensor) -> Tensor:
-    """A value of the stage before, whose gradient can be sent back as it lies in memory."""
+    """Return a value of the stage before, whose gradient is contiguous, so that it can be sent back."""
     if not value.requires_grad:
         return value
     value = value.view_as(value)  # the schedule's own tensor is there for all steps, and would keep a hook of each
@@ -153,7 +153,7 @@ class Pipeline:
             key: of the program. call_form: that it is called in.
         """
         last, stages, parts = len(sharded.pieces) - 1, dict[int, Stage](), []
-        for index in self.grid.own():
+        for index in (i for i, place in enumerate(self.grid.places) if place == self.grid.rank):
             piece = sharded.pieces[index]
             parts.append(built(module, piece.capture, piece.sharded, (key, index), Form((), ())))
             function = module._programs[key, index]
@@ -199,10 +199,6 @@ class Grid:
         """The place in the pipeline of the rank that has the last stage."""
         return self.places[-1]
 
-    def own(self) -> list[int]:
-        """The stages of this rank."""
-        return [i for i, place in enumerate(self.places) if place == self.rank]
-
     def send(self, values: Sequence[Tensor], place: int) -> None:
         """Send values to the rank at a place."""
         for value in values:
@@ -222,10 +218,10 @@ class Grid:
 
 @lru_cache(1024)  # in one call there are a few, of many values
 def local_shape(shape: tuple[Any, ...], layout: Layout, sizes: Sizes, rank: int, tp: int) -> tuple[int, ...]:
-    """The shape of what a tp rank holds of a value of the program.
+    """Return the local shape of a value of the program on a tp rank.
 
     Args:
-        shape: of the whole, in symbols. layout: how it lies. sizes: of the symbols. rank, tp: this rank and how many.
+        shape: of the whole, in symbols. layout: of the value. sizes: of the symbols. rank, tp: this rank and how many.
     """
 
     def number(size: Any) -> int:
@@ -245,7 +241,7 @@ class Relay:
     Attributes:
         captured, sharded: the program of one process, and that of the ranks with its pieces.
         stages: of this rank by their index. grid: the ranks; `tp` those of this stage.
-        tied: what several stages hold.
+        tied: weights that several stages hold.
     """
 
     captured: Capture
@@ -310,14 +306,14 @@ class Relay:
         # Of the last stage's outputs their number counts.
         return inputs, outputs or (torch.empty(1, device="meta"),) * len(piece.shared)
 
-    def _results(self, own: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
-        """All results: of other stages' states the shapes alone, and nothing of what these write to buffers."""
+    def _results(self, local: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
+        """Return all results: of other stages' states the shapes alone, and None for their writes to buffers."""
         shared = self.shared
         out: list[Any] = []
         for i, node in enumerate(self.results):
             taker = self.captured.mutations.get(i)
-            if i in own or not isinstance(node, fx.Node):
-                out.append(own.get(i, node))
+            if i in local or not isinstance(node, fx.Node):
+                out.append(local.get(i, node))
             elif isinstance(taker, int) and i not in shared:
                 out.append(inputs[taker])
             else:
@@ -329,7 +325,7 @@ class Relay:
         return out
 
     def _empty(self, wire: Wire, sizes: Sizes, device: Any = None) -> Tensor:
-        """A tensor that a value of another stage comes into."""
+        """Return an empty tensor for a value of another stage."""
         shape = local_shape(wire.shape, wire.layout, sizes, self.tp.rank, self.tp.tp)
         return torch.empty(shape, dtype=wire.value.dtype, device=device or self.tp.device)
 
@@ -375,7 +371,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Give the last stage's results to all ranks; backward, begin there, for every rank has the same gradients."""
+    """Broadcast the last stage's results; backward begins there, for every rank has the same gradients."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -393,5 +389,5 @@ class _Share(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         ctx.relay.tied.begin()
         compat.after_backward(ctx.relay.tied.end)
-        own = grads if ctx.last else [None] * len(grads)
-        return None, torch.zeros((), device=ctx.relay.tp.device), *own
+        local = grads if ctx.last else [None] * len(grads)
+        return None, torch.zeros((), device=ctx.relay.tp.device), *local
