@@ -35,14 +35,14 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
     Args:
         facts: as `gather` gives them.
     """
-    cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
-    ranks = len(cuda) or max(1, facts["devices"][-1]["cores"] or 1)
+    *cuda, processor = facts["devices"]
+    devices, ranks = cuda or [processor], len(cuda) or max(1, processor["cores"] or 1)
     backend = "nccl" if cuda else "gloo"
-    presets = [d["preset"] or "" for d in cuda or facts["devices"][-1:]]
+    presets = [d["preset"] or "" for d in devices]
     names = presets if len({*presets}) > 1 else presets[:1]
     here = ",".join(names) if all(names) else None
     return {
-        "device": cuda[0]["name"] if cuda else facts["devices"][-1]["name"],
+        "device": devices[0]["name"],
         "backend": backend if backend in facts["links"]["backends"] else None,
         "ranks": ranks,
         "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
@@ -73,7 +73,7 @@ def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield lack("transformers", "a config.json is no model without it; package.module:factory works")
     # Each kind of ranks has its own collectives. A build for processors has no NCCL, and where there are no CUDA
     # devices nothing asks for it; nor does a machine with devices ask for gloo.
-    cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
+    *cuda, _ = facts["devices"]
     if not cuda:
         yield lack("a CUDA device", "ranks run as gloo processes on the processor: right, but slow")
     elif "nccl" not in links["backends"]:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import socket
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def needs() -> dict[str, str]:
 def devices() -> list[dict[str, Any]]:
     """Return the accelerators, and the processor."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda_devices = [_cuda(i) for i in range(count)]
-    return [*cuda_devices, _processor()]
+    return [*map(_cuda, range(count)), _processor()]
 
 
 def _cuda(index: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def preset(device: str) -> str | None:
 def links() -> dict[str, Any]:
     """Return the ways in which ranks on this machine, and on others, could communicate."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    pairs = [*permutations(range(count), 2)]
     infiniband = Path("/sys/class/infiniband")
     return {
         "backends": [name for name in BACKENDS if dist.is_available() and dist.is_backend_available(name)],

@@ -43,7 +43,7 @@ class ModelOptions:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that are set, by name; values are JSON where they can be read so, otherwise text."""
-        values: dict[str, Any] = {}
+        values = {}
         for text in self.set or []:
             name, equals, value = text.partition("=")
             if not name or not equals:
@@ -166,9 +166,10 @@ def read_ratio(text: str | None) -> tuple[int, ...] | str | None:
 
 def read_mesh(text: str) -> dict[str, int]:
     """Read `2x4` as degrees of dp and tp, `2x2x4` of dp, cp and tp."""
-    if MESH.fullmatch(text.strip().lower()) is None:
+    match = MESH.fullmatch(text.strip().lower())
+    if match is None:
         raise InputError(f"--mesh {text}: give dp x tp, such as 2x4 for two groups of four ranks, or dp x cp x tp.")
-    degrees = [int(n) for n in re.split("[x*]", text.strip().lower())]
+    degrees = [*map(int, re.split("[x*]", match[0]))]
     return dict(zip(("dp", "tp") if len(degrees) == 2 else ("dp", "cp", "tp"), degrees, strict=True))
 
 
@@ -180,26 +181,26 @@ def read_pins(texts: list[str]) -> dict[str, Any]:
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415  only where there are pins
 
-    pins: dict[str, Any] = {}
+    pins = {}
     for text in texts:
-        name, _, placement = text.rpartition("=")
-        match = PLACEMENT.fullmatch(placement.strip())
-        if not name.strip() or match is None:
+        name, _, placement = map(str.strip, text.rpartition("="))
+        match = PLACEMENT.fullmatch(placement)
+        if not name or match is None:
             raise InputError(
                 f"--pin {text}: give NAME=PLACEMENT, such as '*.up_proj.weight=shard:0' or 'lm_head.weight=replicate'."
             )
-        if name.strip() in pins:
-            raise InputError(f"--pin {name.strip()} is given twice. Leave one out.")
-        pins[name.strip()] = Shard(int(match[1])) if match[1] is not None else Replicate()
+        if name in pins:
+            raise InputError(f"--pin {name} is given twice. Leave one out.")
+        pins[name] = Shard(int(match[1])) if match[1] is not None else Replicate()
     return pins
 
 
 def writable(*paths: Path | None) -> None:
     """Refuse paths that cannot be written, before the work."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.absolute().parent}. Make it first.")
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise InputError(f"{path} cannot be written: it is a folder. Name a file in it.")
 
 

@@ -73,8 +73,7 @@ class ShardedTrainer(Trainer):
         outside = self.compute_loss_func is not None or self.label_smoother is not None
         if self._dp == 1 or outside or not self.model_accepts_loss_kwargs or num_items_in_batch is None:
             return result
-        loss, outputs = result if return_outputs else (result, None)
-        return (loss / self._dp, outputs) if return_outputs else loss / self._dp
+        return (result[0] / self._dp, result[1]) if return_outputs else result / self._dp
 
     # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------
 

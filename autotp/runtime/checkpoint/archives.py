@@ -177,10 +177,7 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
     # Prefixes of the stored names and of the model's; the pair that matches most tensors is taken.
     ways = [("", ""), (base, ""), *((prefix, "") for prefix in outer), ("", base)]
-    counts = []
-    for way in ways:
-        counts.append(len({first for n, first in names.items() if key_of(n, *way) in archive.entries}))
-    way = ways[counts.index(max(counts))]
+    way = max(ways, key=lambda way: len({first for n, first in names.items() if key_of(n, *way) in archive.entries}))
     every = (*_names(shards), *shards.elsewhere)
     stored = {n: key for n in every if (key := key_of(n, *way)) in archive.entries}
     # The rest is unexpected, except beside a model that is stored among other things.

@@ -184,12 +184,9 @@ def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list
 
 def _finite(x: Tensor) -> bool:
     eight_bits = x.is_floating_point() and x.element_size() == 1  # torch has no isfinite for those
-    parts = x.reshape(-1).split(1 << 18)  # what is compared takes memory too
-    for part in parts:
-        part = part.float() if eight_bits else part
-        if not bool(part.isfinite().all()):
-            return False
-    return True
+    dtype = torch.float32 if eight_bits else x.dtype
+    parts = x.reshape(-1).split(1 << 18)  # the result of the test takes memory too
+    return all(bool(part.to(dtype).isfinite().all()) for part in parts)
 
 
 def _read(shards: ShardState, archive: Archive, matches: NameMatch, tensors: Mapping[str, Any]) -> Memory:
@@ -198,7 +195,7 @@ def _read(shards: ShardState, archive: Archive, matches: NameMatch, tensors: Map
     Args:
         shards: of the module. archive, matches: what is stored. tensors: of a state dict, by name.
     """
-    replacements: Memory = {}
+    replacements = {}
     in_place = any(not old.is_meta for first in matches.stored for old in state.pieces(shards, first))
     need = boxes_of(shards, matches, replacements)
     for first, (key, *_) in matches.stored.items():

@@ -33,7 +33,7 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
     Returns: stored name -> (the whole's shape, this rank's boxes), for what has a value for each element of its
         parameter; and the rest, numbers and options, as data for JSON.
     """
-    tensors: Tensors = {}
+    tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
     for name, storage, parameters in state.parameters_of(shards):
@@ -150,7 +150,7 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
 
     Returns: stored name -> the boxes to fill, and what gives all to the optimizer once they are.
     """
-    boxes: dict[str, list[Box]] = {}
+    boxes = {}
     filled: dict[Tensor, dict[str, Any]] = {}
     for name, storage, parameters in state.parameters_of(shards):
         if name not in saved["numbers"]:
@@ -165,14 +165,12 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
             for p, t in zip(parameters, new, strict=True):
                 filled[p][key] = t
     # torch's state dict names parameters by their place in the optimizer's own order, which is not that of the file.
-    order = updated_by(optimizer)
-    groups, at = [], 0
+    places = {p: i for i, p in enumerate(updated_by(optimizer))}
+    groups = []
     for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
-        n = len(group["params"])
         options = {k: _like(group.get(k), v) for k, v in other.items() if k != "params"}
-        groups.append({**options, "params": list(range(at, at + n))})
-        at += n
-    states = {i: filled[p] for i, p in enumerate(order) if p in filled}
+        groups.append({**options, "params": [places[p] for p in group["params"]]})
+    states = {i: filled[p] for p, i in places.items() if p in filled}
     return boxes, lambda: optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

@@ -102,7 +102,7 @@ def collect(
     Args:
         shards: of the module. optimizer, extra: of the notes; None for none. names: of the weights.
     """
-    tensors: Tensors = {}
+    tensors = {}
     for first in names:
         tensors["model." + first] = shards.storage_of(first).shape, state.boxes(shards, first)
     notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
@@ -114,7 +114,7 @@ def collect(
 
 def _copies(tensors: Tensors) -> Tensors:
     """Copy tensors to the CPU: steps beside a save in the background do not change the copies."""
-    out: Tensors = {}
+    out = {}
     for name, (shape, boxes) in tensors.items():
         out[name] = shape, [Box(box.offset, box.tensor.to("cpu", copy=True)) for box in boxes]
     return out

@@ -339,7 +339,7 @@ class KeptStep(Peers):
 
 def _places(records: Iterable[Record]) -> dict[str, Any]:
     """Return of each tensor in files the whole's shape, its type, and of each block the record and first byte."""
-    out: dict[str, Any] = {}
+    out = {}
     for record in records:
         for name, (shape, dtype, _) in record.table.items():
             for block, start in record.blocks(name).items():

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -99,7 +100,7 @@ def resume(shards: ShardState) -> KeptStep | None:
         shared_memory.drop(folder, lambda name: name not in names)
     if not records:
         return None
-    on_node: dict[Hashable, list[Record]] = {place: [] for place in places}
+    on_node = defaultdict[Hashable, list[Record]](list)
     for place, local_records in zip(places, kept, strict=True):
         on_node[place] += [record for record, holds in local_records if holds and record.file.name in names]
     archive = together(

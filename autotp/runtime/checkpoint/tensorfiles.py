@@ -112,7 +112,7 @@ def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
             ]
         else:
             headers[file] = _header(index.parent / file, faults)
-    entries: dict[str, Entry] = {}
+    entries = {}
     for name, file in file_of.items():
         if name in headers.get(file, {}):
             entries[name] = headers[file][name]

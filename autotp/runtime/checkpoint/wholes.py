@@ -54,7 +54,7 @@ class Wholes:
 
     def gather(self, firsts: Iterable[str], here: bool = True) -> NamedTensors:
         """Return tensors whole, in new memory; none where this rank does not want them. A collective call."""
-        wholes: NamedTensors = {}
+        wholes = {}
         for first in firsts if here else ():
             wholes[first] = self.peers.entries[first].empty(self.shards.device)
         self.peers.fill({first: [Box((0,) * x.ndim, x)] for first, x in wholes.items()})

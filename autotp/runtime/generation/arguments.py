@@ -217,9 +217,8 @@ class Returns:
 
     def __init__(self, spec: compat.TreeSpec) -> None:
         outputs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
-        after = outputs.after if isinstance(outputs, Returned) else []
-        self.after = [(x.shape, x.tensors) for x in after]
-        self.plain, self.leaves = not isinstance(outputs, Returned), []
+        self.plain, self.after, self.leaves = True, [], []
         if isinstance(outputs, Returned):
+            self.plain, self.after = False, [(x.shape, x.tensors) for x in outputs.after]
             self.leaves, spec = compat.tree_flatten(outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
         self.outputs = spec

@@ -205,7 +205,7 @@ class Carriers:
 
         Returns: the sizes of all, by name.
         """
-        state_sizes: dict[str, Sequence[Any]] = {}
+        state_sizes = {}
         for position, node in placed_outputs(captured):
             name = captured.becomes(position)
             if name is None:

@@ -181,7 +181,7 @@ def _pieces(shards: ShardState) -> Pieces:
 
 def _identities(before: Pieces, after: Pieces) -> dict[Any, Any]:
     """Return new parameter -> the old one, which holds its values from here on; itself where the pieces differ."""
-    stand: dict[Any, Any] = {}
+    stand = {}
     for name, pieces in after.items():
         olds = before[name]
         same = list(map(SHAPE, olds)) == list(map(SHAPE, pieces))

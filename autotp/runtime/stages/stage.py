@@ -309,7 +309,7 @@ class Relay:
     def _results(self, local: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
         """Return all results: of other stages' states the shapes alone, and None for their writes to buffers."""
         shared = self.shared
-        out: list[Any] = []
+        out = []
         for i, node in enumerate(self.results):
             taker = self.captured.mutations.get(i)
             if i in local or not isinstance(node, fx.Node):
