@@ -36,7 +36,7 @@ class Screen:
     out: TextIO = field(default_factory=lambda: sys.stdout, init=False, repr=False)
 
     def result(self, renderable: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:
-        """Print the result: `renderable` for people, or what `data` gives as JSON: the text, or plain data.
+        """Print the result: `renderable` for people, or as JSON the text or plain data of `data`.
 
         Args:
             renderable: for people. data: for --json; computed only then.

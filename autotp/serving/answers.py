@@ -203,7 +203,7 @@ class Exchange:
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens of all answers."""
+        """Number of tokens of all answers."""
         return sum(stream.total_tokens for stream in self.streams)
 
     def cancel(self) -> None:

@@ -124,7 +124,7 @@ def model_name(folder: Path) -> str:
 
 
 async def _serve(options: Options, answers: Answers, replica: int) -> None:
-    """Serve HTTP until a signal, or the end of the manager; say when all replicas are ready, and what is done."""
+    """Serve HTTP until a signal, or the end of the manager; report when all replicas are ready, and the speed."""
     sockets, name = options.sockets, f"replica {replica}: " if options.sockets else ""
     server = uvicorn.Server(
         uvicorn.Config(

@@ -168,7 +168,7 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     archive = _converted(shards, archive)
 
     def key_of(name: str, prefix: str, stripped: str) -> str:
-        """The stored name; a layer's weight may be stored without the adapter of PEFT which is around it."""
+        """Return the stored name; a layer's weight may be stored without the adapter of PEFT around it."""
         full, bare = (prefix + n.removeprefix(stripped) for n in (name, name.replace(AROUND, ".")))
         return full if full in archive.entries else bare
 
@@ -231,7 +231,7 @@ def reverted(bare: Any, tensors: NamedTensors) -> NamedTensors:
 
 
 def _mapped(bare: Any) -> bool:
-    """Return whether this is a transformers model, and that library has what is needed here."""
+    """Return whether this is a transformers model, and that library has the functions used here."""
     loading = sys.modules.get("transformers.core_model_loading")
     members = ("rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming", "dot_natural_key")
     return hasattr(bare, "base_model_prefix") and all(hasattr(loading, name) for name in members)
@@ -334,7 +334,7 @@ class Peers(Archive):
 
     @staticmethod
     def of(ranks: Ranks, tensors: Tensors, extra: dict[str, Any], bucket: int = BUCKET) -> Peers:
-        """Make the archive of what all ranks hold. A collective call.
+        """Make the archive of the tensors of all ranks. A collective call.
 
         Args:
             ranks, extra, bucket: see the class. tensors: this rank's.
@@ -346,11 +346,11 @@ class Peers(Archive):
         return Peers(ranks, have, from_all(ranks, local, "which rank has which blocks"), extra, bucket)
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
-        """Refuse: what other ranks hold comes for all ranks together."""
+        """Refuse: tensors of other ranks are read by all ranks together."""
         raise StateError(f"{name} is held by other ranks, and cannot be read by this one alone.")
 
     def fill(self, need: Boxes) -> None:
-        """Fill this rank's boxes from what all ranks hold. A collective call.
+        """Fill this rank's boxes from the tensors of all ranks. A collective call.
 
         Raises:
             RankError: a rank has ended, or left.

@@ -39,7 +39,7 @@ MAX_TABLE_BYTES, MAX_NOTES_BYTES = 1 << 30, 100_000_000  # of .metadata, and of 
 
 
 class Planner(DefaultSavePlanner):
-    """Writes the boxes of each tensor; those that several ranks have are written once.
+    """Planner of a save by boxes; boxes that several ranks have are written once.
 
     Args:
         tensors: stored name -> (the whole's shape, this rank's boxes).
@@ -83,7 +83,7 @@ class Planner(DefaultSavePlanner):
 
 
 class Writer(FileSystemWriter):
-    """Writes into a draft of the folder, and puts it in its place once every rank has written."""
+    """Writer into a draft of the folder, which is put in its place once every rank has written."""
 
     def __init__(self, path: Path, notes: str) -> None:
         super().__init__(folders.draft_of(path))
@@ -130,7 +130,7 @@ class Files(Archive):
             raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{indented(faults)}")
 
     def _add(self, name: str) -> Iterator[str]:
-        """Add the entry of a tensor of the table, and give what is wrong with the places of its chunks.
+        """Add the entry of a tensor of the table, and yield the faults of its chunks' places.
 
         Raises:
             AttributeError, TypeError, ValueError: its records are of anything else than names, sizes and places.
@@ -207,7 +207,7 @@ class Reader(FileSystemReader):
         return records
 
     def part(self, record: Any) -> Tensor:
-        """Return what is stored of a tensor by a record, whole."""
+        """Return the whole stored tensor of a record."""
         unread: Any = None  # which box it is for: no transform asks
         with self.fs.create_stream(self.fs.concat_path(self.path, record.relative_path), "rb") as file:
             view: Any = self._slice_file(file, record)
@@ -250,7 +250,7 @@ def _numbers(name: str, *sizes: Any) -> None:
 
 
 class _StorageInfo:
-    """Stands for DCP's private record of where a chunk is stored."""
+    """Stand-in for DCP's private record of a chunk's place."""
 
     relative_path: str
     offset: int

@@ -1,4 +1,4 @@
-"""Digests of the bytes of tensors, by which a load notices those that are not what was saved.
+"""Digests of the bytes of tensors, by which a load notices damage.
 
 A tensor's bytes are cut into blocks of 4 MiB, in order. A block's digest is of its words of 8 bytes: the sum of each
 page of 4 KiB, times an odd number that no other page has, all added modulo 2**64. That takes as long as memory takes to
@@ -59,14 +59,14 @@ class Entry:
 
 
 def digest(block: Tensor) -> int:
-    """Return the digest of the bytes of one block; what its last page lacks is zeros."""
+    """Return the digest of the bytes of one block; its last page is padded with zeros."""
     if len(block) % PAGE or block.storage_offset() % WORD:  # words must begin where torch can read them
         block = pad(block, (0, -len(block) % PAGE))
     return int(of_pages(words(block).sum(1)))
 
 
 def words(data: Tensor) -> Tensor:
-    """Return the words of whole pages, `[pages, words]`; their sums are what digests are made of."""
+    """Return the words of whole pages, `[pages, words]`; digests are made of their sums."""
     return data.view(torch.int64).view(-1, PAGE // WORD)
 
 

@@ -84,7 +84,7 @@ def matching(folder: Path, pattern: str) -> list[Path]:
 
 @contextlib.contextmanager
 def dropped_on_failure(path: Path, drafted: bool) -> Iterator[None]:
-    """Clear the draft of a save that fails: of a full disk it would keep what is left.
+    """Clear the draft of a save that fails: it would keep a full disk full.
 
     Args:
         path: of the save. drafted: whether this rank made the draft; by the time it fails no other one writes to it.

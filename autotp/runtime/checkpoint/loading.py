@@ -240,7 +240,7 @@ def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: Memor
 
 
 def _leaving(state_after: str, read: Callable[[], None]) -> None:
-    """Read, and add to an error what state it leaves."""
+    """Read, and add the resulting state to an error."""
     try:
         read()
     except StateError as error:
@@ -261,7 +261,7 @@ BEGUN = (
 
 
 def add_adapters(model: Any, folders: Mapping[str, Path]) -> None:
-    """Put adapters into a model, and make all of them active: what is planned is then of all.
+    """Put adapters into a model, and make all of them active: a plan is then of all.
 
     Args:
         model: of transformers, without weights. folders: by the adapters' names.

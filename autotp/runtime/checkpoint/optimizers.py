@@ -175,7 +175,7 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
 
 
 def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
-    """Return what an archive's notes say of this optimizer; nothing of its states is read yet.
+    """Return an archive's notes of this optimizer; none of its states is read yet.
 
     Args:
         shards: of the module whose parameters it steps. optimizer: that takes the states. archive: the checkpoint.

@@ -97,7 +97,7 @@ def _refuse(shards: ShardState, place: Path, format: str, alone: Mapping[str, An
 def collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, names: Iterable[str]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes.
+    """Return this rank's tensors to write: stored name -> (the whole's shape, its boxes), and our own notes.
 
     Args:
         shards: of the module. optimizer, extra: of the notes; None for none. names: of the weights.
@@ -121,7 +121,7 @@ def _copies(tensors: Tensors) -> Tensors:
 
 
 def as_json(notes: Mapping[str, Any]) -> str:
-    """Return notes as text; what is None is left out."""
+    """Return notes as text, without those that are None."""
     try:
         return json.dumps({k: v for k, v in notes.items() if v is not None})
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Memory of a node that outlives its processes: what ranks hold after a step, in files of shared memory.
+"""Memory of a node that outlives its processes: the tensors of ranks after a step, in files of shared memory.
 
 Each rank has two files, which it fills in turn, and beside each a record that is written last: the step, the place in
 the file of each tensor's boxes, and digests of all of it. A file without its record is one whose copy was cut off.
@@ -107,7 +107,7 @@ def _digest(text: str) -> str:
 
 
 def _launcher(pid: int) -> str:
-    """Name a process: its namespace, number, and when it began; numbers come again."""
+    """Return a process's name: its namespace, number, and start time, for numbers are reused."""
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -134,7 +134,7 @@ def drop(folder: Path, unwanted: Callable[[str], bool]) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """Record of what a file of the folder holds.
+    """Record of the contents of a file of the folder.
 
     Attributes:
         file: without its ending. run, model, epoch, step: of what it holds. place: of the rank, among `world` of them.
@@ -168,7 +168,7 @@ class Record:
 
     @property
     def entry(self) -> Entry:
-        """The file as one tensor of bytes."""
+        """File as one tensor of bytes."""
         return Entry((self.size,), torch.uint8, self.file.with_suffix(".data"), 0, self.size)
 
     def holds(self) -> bool:
@@ -239,7 +239,7 @@ class Layout:
         return self.size, *((x.data_ptr(), x.shape, x.stride()) for x in self.sources)
 
     def copies_to(self, slot: Slot) -> Copies:
-        """Prepare the copies to a file: of each chunk what is copied, and then the pages to sum."""
+        """Prepare the copies to a file: of each chunk its copies, and then the pages to sum."""
         pieces: list[list[Any]] = [[] for _ in range(0, self.size, CHUNK)]
         for at, source in zip(self.starts, self.sources, strict=True):
             target = slot.data[at : at + source.nbytes]

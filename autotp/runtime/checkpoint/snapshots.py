@@ -111,7 +111,7 @@ def resume(shards: ShardState) -> KeptStep | None:
 
 
 class Snapshots:
-    """Steps of a run in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says what that takes.
+    """Steps of a run in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says how much memory.
 
     As a context it closes at the end, but where an error leaves it: then others may go on from what is kept.
 
@@ -166,7 +166,7 @@ class Snapshots:
             log.warning("redundancy=1: there is one rank, and no other to hold a second copy of what it keeps")
 
     def _prepare(self) -> str:
-        """Take the memory that copies need, as far as that is known; say how much it is, and what a copy costs."""
+        """Take the memory that copies need, as far as that is known; return a text of it and of a copy's cost."""
         layout = Layout(_expected(self._shards, self._optimizer))
         sizes = from_all(self._ranks, layout.size, "bytes to keep")
         last = sum(file.stat().st_size for file in self._folder.glob("*.data")) / 1e6
@@ -194,7 +194,7 @@ class Snapshots:
         return self._text
 
     def _slot(self, rank: int, number: int, size: int) -> Slot:
-        """Return one of the files of what a rank keeps on this node, made where it has another size."""
+        """Return one of a rank's files on this node, made again where its size differs."""
         file = self._folder / f"{self._epoch}-{rank}-{number}{'' if rank == self._rank else '-copy'}"
         slot = self._slots.get(file)
         if slot is None or len(slot.data) != size:
@@ -283,7 +283,7 @@ class Snapshots:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self) -> None:
-        """Keep no further steps; what is kept stays."""
+        """Keep no further steps; those that are kept stay."""
         for hook in self._hooks:
             hook.remove()
         for peer in self._peers.values():
@@ -417,7 +417,7 @@ def send_file(peer: socket, record: str, slot: memoryview) -> None:
 
 
 def receive_file(peer: socket, open_slot: Callable[[int], Slot]) -> None:
-    """Take a file and its record, which is written last, into what `open_slot` gives for so many bytes."""
+    """Receive a file and its record, which is written last, into the slot of its size that `open_slot` gives."""
     with peer.makefile("rb") as stream:
         size, _, record = stream.readline().decode().partition(" ")
         if record.endswith("\n"):  # else it came to its end

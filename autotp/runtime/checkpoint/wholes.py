@@ -206,7 +206,7 @@ def _adapters(bare: Any, every: dict[str, str]) -> dict[str, str]:
 
 
 def _files(wholes: Wholes, max_file: int) -> dict[str, dict[str, str]]:
-    """Return file -> what is stored in it, as transformers and PEFT name and fill them."""
+    """Return file -> its tensors (name -> first name), as transformers and PEFT name and fill the files."""
     shards = wholes.shards
     bare: Any = shards.bare
     if getattr(bare, "peft_config", None) and hasattr(bare, "save_pretrained"):

@@ -125,7 +125,7 @@ class Arguments:
 
     @cached_property
     def whole(self) -> list[Any]:
-        """Return the leaves, each state as a tensor without memory of the whole's shape.
+        """Leaves, each state as a tensor without memory of the whole's shape.
 
         A number (how many tokens a static cache holds) is whole anywhere, and stands for itself.
         """
@@ -137,12 +137,12 @@ class Arguments:
 
     @property
     def inputs(self) -> list[Any]:
-        """The leaves that are no states."""
+        """Leaves that are no states."""
         return [x for at, x in enumerate(self.flat) if at not in self.states]
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Shapes of all leaves, states whole; None of what is no tensor."""
+        """Shapes of all leaves, states whole; None for a leaf that is no tensor."""
         if self._shapes is None:
             leaves = self.flat if self.carriers.micro_batches == 1 else self.whole
             shapes: list[Any] = [getattr(x, "shape", None) for x in leaves]

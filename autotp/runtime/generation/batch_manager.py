@@ -404,7 +404,7 @@ class Repetition(NamedTuple):
 
 
 class Repeated:
-    """Forwards of one module whose sizes follow from what ranks have agreed on before them.
+    """Forwards of one module whose sizes follow from an agreement of the ranks before them.
 
     The first of a kind is a call like any other. In those that follow nothing is read again but the tensors that are
     new, and nothing is compared but `words`, which the engine's turn takes along. Where these differ on a rank, or a

@@ -187,7 +187,7 @@ class Carriers:
         return self._note(pairs, self._measure(captured))
 
     def _note(self, pairs: Sequence[tuple[Shape, Shape]], state_sizes: Mapping[str, Sequence[Any]]) -> bool:
-        """Take note of numbers that objects have otherwise after a call, or that say how long a state is to be."""
+        """Take note of numbers that a call changes in objects, or that are the lengths of states."""
         counters = set().union(*(changed_numbers(x.tree, y.tree) for x, y in pairs))
         # The length of a static cache is a number of the caller's, and another in the next call.
         counters |= {(*counter, True) for x, y in pairs for counter in asked_sizes(x, y, state_sizes)}

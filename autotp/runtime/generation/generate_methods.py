@@ -26,7 +26,7 @@ def while_generating(original: type[nn.Module]) -> dict[str, Function]:
     extract: Any = getattr(original, "_extract_generation_mode_kwargs", None)
 
     def options_of(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note what `generate` takes for itself, such as a tokenizer: its loop passes that to the forward too."""
+        """Note arguments of `generate` itself, such as a tokenizer: its loop passes them to the forward too."""
         options = extract(self, *args, **kwargs)
         generation = _whole(self)._generation
         if generation is not None:

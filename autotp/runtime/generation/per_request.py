@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def plain(self) -> bool:
-        """Return whether the likeliest token is all that is asked for."""
+        """True where only the likeliest token is asked for."""
         penalties = self.presence or self.frequency or self.repetition != 1
         return not (self.temperature or penalties) and self.top is None
 

@@ -60,7 +60,7 @@ class Pipe:
 
     @property
     def stages(self) -> dict[int, Stage]:
-        """The modules of this rank's stages in the present mode, for `PipelineStage`, by their index.
+        """Modules of this rank's stages in the present mode, for `PipelineStage`, by their index.
 
         Raises:
             StateError: a step of a schedule over them would not end with sums of gradients that are needed.
@@ -166,7 +166,7 @@ class Pipe:
         return {name: flat[at[i]] for i, name in names.items()}
 
     def feed(self, inputs: Inputs, microbatches: int) -> NamedTensors:
-        """Read what the schedules' `step` takes on this rank for a batch, by name. A collective call.
+        """Return the inputs that schedules' `step` takes on this rank for a batch, by name. A collective call.
 
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.

@@ -112,7 +112,7 @@ class Stage(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this stage reads, under the original's names."""
+        """Yield the parameters that this stage reads, under the original's names."""
         outer, shards = f"{prefix}." if prefix else "", self.module._shards
         for name in shards.storages:
             if name in self.names:
@@ -142,7 +142,7 @@ class Pipeline:
     loss: bool
 
     def tied(self, shards: ShardState) -> Tied:
-        """The parameters that several ranks hold."""
+        """Return the parameters that several ranks hold."""
         return Tied(shards, self.holders, self.grid.pipeline, self.grid.world.tp // self.grid.size)
 
     def program(self, module: Any, captured: Capture, sharded: Sharded, key: int, call_form: Form) -> Program:
@@ -196,7 +196,7 @@ class Grid:
 
     @property
     def last(self) -> int:
-        """The place in the pipeline of the rank that has the last stage."""
+        """Place in the pipeline of the rank that has the last stage."""
         return self.places[-1]
 
     def send(self, values: Sequence[Tensor], place: int) -> None:
@@ -273,12 +273,12 @@ class Relay:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the tensors among the program's inputs."""
+        """Names of the tensors among the program's inputs."""
         return [x.name for x in self.captured.tensor_inputs]
 
     @cached_property
     def results(self) -> Any:
-        """The results of the program of one process: nodes and constants."""
+        """Results of the program of one process: nodes and constants."""
         return self.captured.graph.output_node().args[0]
 
     @cached_property
@@ -288,18 +288,18 @@ class Relay:
 
     @cached_property
     def absent(self) -> dict[int, Wire]:
-        """Results of other stages by position, but for what they write, as they would be sent."""
+        """Results of other stages by position, without their writes, as they would be sent."""
         elsewhere = {*range(len(self.results))} - {i for s in self.stages.values() for i in s.piece.positions}
         elsewhere -= self.captured.mutations.keys() - {*self.shared}
         places = sorted(i for i in elsewhere if isinstance(self.results[i], fx.Node))
         return {i: Wire("", whole, layout, False) for i in places for layout, whole in [self.sharded.result(i)]}
 
     def _sizes(self, tensors: Sequence[Tensor]) -> Sizes:
-        """The sizes of the program's symbols with these tensors."""
+        """Return the sizes of the program's symbols with these tensors."""
         return tuple(self.captured.sizes_of(tensors).items())
 
     def examples(self, piece: Piece, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Examples of what flows into a stage and out of it, for the tensors of a call: on the meta device."""
+        """Make examples of a stage's inputs and outputs for the tensors of a call, on the meta device."""
         sizes = self._sizes(tensors)
         inputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_in)
         outputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_out)
@@ -331,7 +331,7 @@ class Relay:
 
 
 class _Receive(torch.autograd.Function):
-    """Receive from the stage before; backward, send it the gradients."""
+    """A receive from the stage before; backward, a send of the gradients to it."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, index: int, token: Tensor, *empty: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -350,7 +350,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Send to the stage after; backward, receive the gradients."""
+    """A send to the stage after; backward, a receive of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, index: int, token: Tensor, *values: Tensor) -> Tensor:  # type: ignore[override]
@@ -371,7 +371,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Broadcast the last stage's results; backward begins there, for every rank has the same gradients."""
+    """A broadcast of the last stage's results; backward begins there, for every rank has the same gradients."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
