@@ -86,8 +86,9 @@ class Body(Strict):
         """Return the choice of tokens: as the body says, else as the folder's generation config does."""
         request = self.model_dump(include={*SAMPLING}, exclude_none=True)
         defaults = {name: getattr(generation, name) for name in SAMPLING if generation.do_sample}
-        sampling: Any = {"temperature": float(bool(defaults or request))}
-        sampling |= {n: x for n, x in defaults.items() if x} | request
+        sampling: Any = (
+            {"temperature": float(bool(defaults or request))} | {n: x for n, x in defaults.items() if x} | request
+        )
         return Choice(
             **sampling, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS, top=self.top,
             repetition=generation.repetition_penalty or 1.0, presence=self.presence_penalty or 0.0,

@@ -271,7 +271,8 @@ def serve(options: Options) -> None:
             rank, failure = error.get_first_failure()
             reason = failure.message if isinstance(failure.message, str) else failure.message["message"]
             where = f"rank {rank % tp} of {tp}" + (f" of replica {rank // tp}" if options.sockets else "")
-            ended = f"{where} ended with code {failure.exitcode}"
-            raise RankError(f"serving has ended: {ended}. {reason}".strip()) from None
+            raise RankError(
+                f"serving has ended: {where} ended with code {failure.exitcode}. {reason}".strip()
+            ) from None
         finally:
             front.end()

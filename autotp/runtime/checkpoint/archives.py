@@ -76,8 +76,9 @@ class TensorArchive(Archive):
             raise StateError(f"{foreign[0]} is another rank's part: one rank had pickled it for all. {INSTEAD}")
         self.tensors = tensors
         for name, value in tensors.items():
-            kind = type(value).__name__ if not isinstance(value, Tensor) else value.dtype
-            kind = "on the meta device" if isinstance(value, Tensor) and value.is_meta else kind
+            kind: Any = type(value).__name__
+            if isinstance(value, Tensor):
+                kind = "on the meta device" if value.is_meta else value.dtype
             self.entries[name] = Entry(tuple(getattr(value, "shape", ())), kind, Path(self.path))
 
     def whole(self, name: str) -> Tensor:

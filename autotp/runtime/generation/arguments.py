@@ -194,8 +194,7 @@ class Arguments:
         """Return the caller's object of this number, as it is after the call."""
         (obj, was), holders = self.state_objects[number], self.holders[number]
         carried = Carried(shape, self._of_caller(shape, places, results))
-        writes = self.carriers.writes(was.shape, shape) if holders is not None else None
-        if writes is None or holders is None:
+        if holders is None or (writes := self.carriers.writes(was.shape, shape)) is None:
             return assign(obj, carried, was.tensors)
         write(writes, holders, carried, was.tensors)
         return obj

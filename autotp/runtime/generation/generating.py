@@ -207,7 +207,7 @@ class Batching:
     """Transformers' continuous batching over the ranks: its engine schedules on rank 0, and the others follow."""
 
     def init_continuous_batching(
-        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         """Return a manager of requests, as the original's own. A collective call: each rank starts and stops its own.
 
@@ -220,14 +220,13 @@ class Batching:
         """
         if (before := vars(self).get(CACHED)) is not None:
             return before
-        module: Any = self
-        _check(module, "init_continuous_batching")
+        _check(self, "init_continuous_batching")
         from .batch_manager import manager_of  # noqa: PLC0415  transformers' engine, only where it is asked for
 
-        with module._calls.turn("init_continuous_batching()"), torch.no_grad():
-            return manager_of(module, generation_config, continuous_batching_config, workload_hints)
+        with self._calls.turn("init_continuous_batching()"), torch.no_grad():
+            return manager_of(self, generation_config, continuous_batching_config, workload_hints)
 
-    def generate_batch(self, inputs: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, Any]:
+    def generate_batch(self: Any, inputs: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, Any]:
         """Return what is generated from each prompt by its request's name, as the original's own. A collective call.
 
         Args:
@@ -236,14 +235,13 @@ class Batching:
         Raises:
             InputError: an argument that would be ignored. StateError: a request failed, or as of a manager.
         """
-        module: Any = self
-        _check(module, "generate_batch")
+        _check(self, "generate_batch")
         from .batch_manager import results_of  # noqa: PLC0415  transformers' engine, only where it is asked for
 
         prompts = [list(map(int, x)) for x in inputs]
         texts = {"prompts": prompts} | {f"argument {n}": x for n, x in kwargs.items()}
-        module._calls.agree("generate_batch()", texts)
-        return results_of(module, prompts, kwargs)
+        self._calls.agree("generate_batch()", texts)
+        return results_of(self, prompts, kwargs)
 
     def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Return a context with a manager that runs, as the original's own. Collective as it is entered and left."""

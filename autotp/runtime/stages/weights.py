@@ -182,8 +182,9 @@ class Tied:
         counted = self.shards.storages.keys() - {name for name, places in self.holders.items() if places[0] != me}
         grads = [p.grad for p in self._parameters(counted) if p.grad is not None]
         begin_step()  # all ranks are at it, and the norms of a stage are no mistake here
-        zero = torch.zeros((), device=self.shards.device)
-        norm: Any = torch.nn.utils.get_total_norm(grads, norm_type) if grads else zero
+        norm: Any = (
+            torch.nn.utils.get_total_norm(grads, norm_type) if grads else torch.zeros((), device=self.shards.device)
+        )
         end_step()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # In one type on all stages, which may have gradients of different types, or none: collectives of two abort.
