@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -210,7 +211,9 @@ class Snapshots:
         if self.step % self._every:
             return
         try:  # an error here is one on all ranks, before the next step
-            self._pending = [_beside(self._copying()), *(_beside(self._taking(rank)) for rank in self._from)]
+            number = self._number
+            takes = [partial(receive_file, self._peers[r], partial(self._slot, r, number)) for r in self._from]
+            self._pending = [*map(_beside, (self._copying(), *takes))]
         except Exception as error:
             self._pending = [Future()]
             self._pending[0].set_exception(error)
@@ -253,11 +256,6 @@ class Snapshots:
                 send_file(self._peers[self._to], record, memoryview(slot.map))
 
         return copying
-
-    def _taking(self, rank: int) -> Callable[[], None]:
-        """Return a function that takes the second copy of another rank's step."""
-        number, peer = self._number, self._peers[rank]
-        return lambda: receive_file(peer, lambda size: self._slot(rank, number, size))
 
     def wait(self) -> None:
         """Wait until all ranks have kept the step that is being copied, as each step of the optimizer does first.
