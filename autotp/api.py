@@ -237,8 +237,8 @@ def _captured(
     model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any], cluster: Cluster, tp: int, axes: Axes,
     check: bool = True, dealt: bool = True,
 ) -> tuple[Capture, list[str]]:  # fmt: skip
-    """The program of a rank of the axes beside tp, and its notes; compared with the model as `check_capture` says, and
-    of as many tokens as a rank of cp has, but not dealt over it, without `dealt`."""
+    """Capture the program of a rank of the axes beside tp, with its notes; compared with the model as `check_capture`
+    says. Without `dealt` it has as many tokens as a rank of cp, but is not sharded over cp."""
     request = _request(keywords, refuse_travel(axes, keywords))
     inputs = required_inputs(model, example_inputs, "autotp.plan", replace(axes, cp=request.cp))
     compared = keywords.get("check_capture") if check else False
@@ -247,32 +247,32 @@ def _captured(
 
 
 def _fixed(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords without an ep that is to be chosen."""
+    """Return the keywords without an ep that is to be chosen."""
     return {name: value for name, value in keywords.items() if (name, value) != ("ep", "auto")}
 
 
 def _experts(
     model: nn.Module, example_inputs: Any, options: Options, keywords: Mapping[str, Any], ranks: Ranks = PLAIN_PROCESS
 ) -> Plan:
-    """The plan with the best ep, made on one rank. A collective call."""
+    """Make the plan with the best ep, on one rank. A collective call."""
     capture = partial(_captured, model, example_inputs, keywords, options.cluster)
     solve = partial(solve_plan, name=type(model).__name__)
     return of_first(ranks.planners, "planning", partial(choose_experts, capture, solve, options, keywords))
 
 
 def _request(keywords: Mapping[str, Any], axes: Axes) -> CaptureRequest:
-    """Read the keywords that say what captures are to be."""
+    """Read the keywords of captures."""
     return CaptureRequest.read(axes, **pick(keywords, CaptureKeywords))
 
 
 def _examples(model: nn.Module, example_inputs: Any, axes: Axes, ranks: Ranks) -> Inputs | None:
-    """The example inputs, read alike on the ranks of all axes. A collective call."""
+    """Read the example inputs, on the ranks of all axes together. A collective call."""
     read = partial(example, model, example_inputs, axes, ranks)
     return together(ranks.planners, "reading the example inputs", read)
 
 
 def _refuse_other(plan: Any) -> None:
-    """Refuse what is no plan."""
+    """Refuse an object that is no plan."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
 
@@ -291,7 +291,7 @@ def _refuse(plan: Any, keywords: Mapping[str, Any], tp: Any, mesh: DeviceMesh | 
 def _automatic(
     model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any], request: CaptureRequest, lowering: Lowering
 ) -> tuple[Plan, tuple[Capture, list[str]]]:
-    """The plan of the best degree that the world can have, made on one rank, and the capture it was made from."""
+    """Make the plan of the best degree that the world can have, on one rank; return it with its capture."""
     options, world = Options.read(1, keywords), Ranks.find().holding(model)
     inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
     if inputs is None:
@@ -310,8 +310,8 @@ def _ranks(
     plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axes: Axes, keywords: Mapping[str, Any],
     model: nn.Module,
 ) -> tuple[Ranks, Options, dict[str, int]]:  # fmt: skip
-    """The ranks that are there, what planning for them is to do, or did where a plan is given, and among how many
-    processes on each axis the plan's ranks are shared; none where each is one."""
+    """Return the ranks, the options of planning for them (those of a given plan), and the number of processes on each
+    axis that share virtual ranks; none where each rank is a process."""
     virtual = {axis: n for axis in ("dp", "tp") if (n := read_invariant(keywords, axis)) is not None}
     if virtual:
         refuse_unlike({**keywords, **axes.degrees})

@@ -18,7 +18,7 @@ class PlanError(AutoTPError):
 
 
 class SchemaError(AutoTPError):
-    """A rewrite of a program left out, or left over, what the next one reads: a fault of autotp."""
+    """A rewrite of a program does not give the fields that the next one reads: a fault of autotp."""
 
 
 class RankError(AutoTPError):

@@ -1,4 +1,4 @@
-"""Inputs that a model is called with: normalising it, making it for a transformers model, fitting it to `forward`."""
+"""Inputs of a model's call: normalised, made for a transformers model, fitted to `forward`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .errors import InputError
 
 Args = tuple[Any, ...]  # of a call, by position
 Kwargs = dict[str, Any]  # by name
-Leaves = Sequence[Any]  # of a call's arguments or results: tensors, and what is none
+Leaves = Sequence[Any]  # of a call's arguments or results: tensors and other objects
 BATCH, LENGTH, DECODER_LENGTH, FRAMES, SAMPLES = 2, 16, 12, 32, 16000
 CACHES = ("past_key_values", "past_key_value", "cache_params", "past_buckets_states")
 MARK = "autotp_part"  # attribute of a tensor that is a context-parallel rank's part: its place, and how many there are
@@ -38,16 +39,16 @@ class Inputs:
 
     @property
     def leaves(self) -> list[Any]:
-        """The arguments, those in containers one by one."""
+        """Arguments, those in containers one by one."""
         return compat.tree_leaves((self.args, self.kwargs))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among these."""
+        """Tensors among these."""
         return [x for x in self.leaves if isinstance(x, Tensor)]
 
     def part(self, rank: int, ranks: int, device: torch.device | str | None = None) -> Inputs:
-        """The part of every sequence that one context-parallel rank computes: a chunk from the front, one from the end.
+        """Return the part of every sequence of one context-parallel rank: a chunk from the front, one from the end.
 
         Sequences are the second dimension of the first tensor that has two, and of all of the same length. Tensors that
         are cut are marked, so that a sharded module that gets them knows that they are no whole sequences.
@@ -63,11 +64,11 @@ class Inputs:
         length = leaves[0].shape[1] if leaves else 0
         if not leaves or length % (2 * ranks):
             raise InputError(
-                f"a sequence of {length} is not dealt to {ranks} ranks in two chunks each: its length must be a "
+                f"a sequence of {length} is not divided over {ranks} ranks in two chunks each: its length must be a "
                 f"multiple of {2 * ranks}. Pad sequences, and mask what is padding."
             )
 
-        def own(x: Tensor) -> Tensor:
+        def local(x: Tensor) -> Tensor:
             if x.ndim < 2 or x.shape[1] != length:
                 return x.to(device)
             pieces = x.chunk(2 * ranks, 1)
@@ -75,14 +76,14 @@ class Inputs:
             setattr(part, MARK, (rank, ranks))
             return part
 
-        return mapped(self, own)
+        return mapped(self, local)
 
     def _rows(self) -> list[Tensor]:
-        """All tensors of two or more dimensions."""
+        """Return all tensors of two or more dimensions."""
         return [x for x in self.tensors if x.ndim > 1]
 
     def own_part(self, rank: int, ranks: int) -> tuple[Inputs, bool]:
-        """The part of a call that a context-parallel rank computes, and whether it was given whole sequences.
+        """Return a context-parallel rank's part of a call, and whether whole sequences were given.
 
         Args:
             rank, ranks: see `part`.
@@ -110,25 +111,25 @@ class Inputs:
 
 
 def mapped(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return the inputs with what this makes of each tensor among them."""
+    """Return the inputs with each tensor changed."""
     args, kwargs = compat.tree_map_only(Tensor, change, (inputs.args, inputs.kwargs))
     return Inputs(*args, **kwargs)
 
 
 def examples_of(tree: Any) -> int:
-    """Number of examples of a call: the first dimension of the first tensor among its arguments that has one."""
+    """Return the number of examples of a call: the first dimension of the first tensor argument that has one."""
     leaves = compat.tree_leaves(tree)
     return next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim and len(x)), 1)
 
 
 def over_batch(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return arguments with what this makes of each tensor whose first dimension is the batch."""
+    """Return arguments with each tensor changed whose first dimension is the batch."""
     examples = examples_of(tree)
 
-    def own(x: Any) -> Any:
+    def changed(x: Any) -> Any:
         return change(x) if isinstance(x, Tensor) and x.ndim and len(x) == examples else x
 
-    return compat.tree_map(own, tree)
+    return compat.tree_map(changed, tree)
 
 
 def micro_batch(tree: Any, parts: int) -> Any:
@@ -139,8 +140,8 @@ def micro_batch(tree: Any, parts: int) -> Any:
     """
     if (examples := examples_of(tree)) % parts:
         raise InputError(
-            f"a batch of {examples} is not dealt to {parts} virtual micro-batches of one size, which this process has "
-            "of dp_invariant: the first dimension of the first input must be a multiple of that."
+            f"a batch of {examples} is not divided into {parts} virtual micro-batches of one size, which this process "
+            "has of dp_invariant: the first dimension of the first input must be a multiple of that."
         )
     return tree if parts == 1 else over_batch(tree, lambda x: x[: len(x) // parts])
 
@@ -152,7 +153,7 @@ def first_part(inputs: Inputs, parts: int) -> Inputs:
 
 
 def normalise(example: object) -> Inputs:
-    """`example_inputs`, in any form that is accepted, as `Inputs`; plain dataclasses among them are containers then.
+    """Return `example_inputs`, in any accepted form, as `Inputs`; plain dataclasses among them are containers then.
 
     Args:
         example: a tensor (one argument), a tuple or list (positional arguments), a mapping (keyword arguments; a
@@ -171,10 +172,10 @@ def normalise(example: object) -> Inputs:
         return Inputs(*example)
     if not isinstance(example, Mapping):
         raise InputError(f"example_inputs is {type(example).__name__}, which says no arguments. Give {ACCEPTED}.")
-    odd = [key for key in example if not isinstance(key, str)]
-    if odd:
+    unnamed = [key for key in example if not isinstance(key, str)]
+    if unnamed:
         raise InputError(
-            f"example_inputs has the key {odd[0]!r}: the keys of a mapping are names of arguments of forward, "
+            f"example_inputs has the key {unnamed[0]!r}: the keys of a mapping are names of arguments of forward, "
             f"so they must be strings. Give {ACCEPTED}."
         )
     return Inputs(**dict(example))
@@ -205,18 +206,18 @@ def bind(forward: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
 
 
 def _further(forward: Callable[..., Any]) -> set[str]:
-    """The names that `**kwargs: Unpack[SomeTypedDict]` says."""
+    """Return the names that `**kwargs: Unpack[SomeTypedDict]` says."""
     try:
         signature = inspect.signature(forward, eval_str=True)
     except Exception:  # annotations may name what is imported for type checkers alone
         return set()
     rest = next((p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
     annotation = typing.get_args(rest.annotation) if rest is not None else ()
-    return set().union(*(getattr(each, "__annotations__", {}) for each in annotation))
+    return set().union(*(getattr(kind, "__annotations__", {}) for kind in annotation))
 
 
 def signature_text(signature: inspect.Signature) -> str:
-    """The names in a signature, `=` after those that may be left out: `(input_ids, mask=, **kwargs)`."""
+    """Return the names in a signature, `=` after those that may be left out: `(input_ids, mask=, **kwargs)`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     names = (
         stars.get(p.kind, "") + name + ("" if p.default is inspect.Parameter.empty else "=")
@@ -251,19 +252,19 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if parameter is None and not takes_any:
         return inputs, None
-    use_cache, why = arguments.get("use_cache"), "use_cache=True was given"
+    use_cache, reason = arguments.get("use_cache"), "use_cache=True was given"
     if use_cache and running:
         return inputs, None
     # Asked in the order in which a forward of transformers decides: the argument, its default, the config, where True
     # is the default (Llama). So use_cache=False in the call wins over all.
     if use_cache is None and parameter is not None and parameter.default is True:
-        use_cache, why = True, "the default of use_cache is True"
+        use_cache, reason = True, "the default of use_cache is True"
     if use_cache is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):
-        use_cache, why = True, "config.use_cache=True"
+        use_cache, reason = True, "config.use_cache=True"
     if not use_cache:
         return inputs, None
     # A forward that returns its cache would have the keys and values of every layer as outputs of the plan.
-    return _replace(signature, inputs, "use_cache", False), f"captured without the key/value cache ({why})"
+    return _replace(signature, inputs, "use_cache", False), f"captured without the key/value cache ({reason})"
 
 
 def with_cache(model: nn.Module, inputs: Inputs) -> Inputs | None:
@@ -281,7 +282,7 @@ def with_cache(model: nn.Module, inputs: Inputs) -> Inputs | None:
 
 
 def _replace(signature: inspect.Signature, inputs: Inputs, name: str, value: object) -> Inputs:
-    """`inputs` with one argument set; it stays positional where it was given so."""
+    """Return inputs with one argument set; it stays positional where it was given so."""
     names = list(signature.parameters)
     at = names.index(name) if name in names else len(inputs.args)
     if at < len(inputs.args):
@@ -290,7 +291,7 @@ def _replace(signature: inspect.Signature, inputs: Inputs, name: str, value: obj
 
 
 def for_model(model: nn.Module) -> Inputs | None:
-    """Small example inputs for a transformers model, from its `main_input_name`, its config and `forward`'s signature.
+    """Make small example inputs for a transformers model, from its config, `main_input_name` and `forward`'s signature.
 
     Text is (2, 16) token ids, images (2, channels, height, width), videos (2, frames, channels, height, width), audio
     (2, samples) or features as the config says. Two towers (text beside images or audio) are both fed, except where
@@ -321,7 +322,7 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def _input_names(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """The inputs to make: the main one, those that `forward` requires, other towers', the decoder's."""
+    """Return the inputs to make: the main one, those that `forward` requires, other towers', the decoder's."""
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
     empty = inspect.Parameter.empty
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -336,7 +337,7 @@ def _input_names(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) 
 
 
 def _configs(config: object, kinds: tuple[str, ...]) -> list[object]:
-    """List where a field may stand: sub-configs whose name holds one of `kinds`, in that order, the config, others."""
+    """List the configs that may hold a field: sub-configs whose name holds one of `kinds`, the config, others."""
     if config is None:
         return []
     subs = {name: sub for name, sub in vars(config).items() if hasattr(sub, "model_type")}
@@ -345,7 +346,7 @@ def _configs(config: object, kinds: tuple[str, ...]) -> list[object]:
 
 
 def _field(config: object, kinds: tuple[str, ...], *names: str) -> Any:
-    """The first of the fields `names` that a config sets, or None. See `_configs` for the order."""
+    """Return the first of the fields `names` that a config sets, or None. See `_configs` for the order."""
     values = (getattr(c, name, None) for c in _configs(config, kinds) for name in names)
     return next((value for value in values if value is not None), None)
 
@@ -355,7 +356,7 @@ VISION, AUDIO = ("vision", "image", "encoder"), ("audio", "speech", "encoder")
 
 
 def _ids(config: object, generator: torch.Generator, kinds: tuple[str, ...] = TEXT, length: int = LENGTH) -> Tensor:
-    """Token ids over the whole vocabulary, without those that mean something (padding, end, mask...)."""
+    """Draw token ids over the whole vocabulary, without special ones (padding, end, mask...)."""
     vocabulary = _field(config, kinds, "vocab_size", "src_vocab_size") or 256
     longest = _field(config, kinds, "max_position_embeddings", "max_target_positions") or length
     length = min(length, longest) if longest > 0 else length  # XLNet says -1: no limit
@@ -369,10 +370,6 @@ def _ids(config: object, generator: torch.Generator, kinds: tuple[str, ...] = TE
     return choice[torch.randint(len(choice), (BATCH, length), generator=generator)]
 
 
-def _decoder_ids(config: object, generator: torch.Generator) -> Tensor:
-    return _ids(config, generator, DECODER, DECODER_LENGTH)  # another length, so that the two sizes are two symbols
-
-
 def _pixels(config: object, generator: torch.Generator) -> Tensor:
     size = _field(config, VISION, "image_size", "crop_size") or 224
     size = size.values() if isinstance(size, Mapping) else size
@@ -383,7 +380,7 @@ def _pixels(config: object, generator: torch.Generator) -> Tensor:
 
 
 def _wave(config: object, generator: torch.Generator) -> Tensor:
-    """Sound: samples, as many as the convolutional front end turns into `FRAMES`, or a spectrogram (time, mel bins)."""
+    """Draw sound: samples that the convolutional front end turns into `FRAMES`, or a spectrogram (time, mel bins)."""
     kernels, strides = _field(config, AUDIO, "conv_kernel"), _field(config, AUDIO, "conv_stride")
     bins, channels = _field(config, AUDIO, "num_mel_bins"), _field(config, AUDIO, "audio_channels")
     shape: tuple[int, ...] = (SAMPLES,) if channels is None else (channels, SAMPLES)
@@ -417,7 +414,8 @@ def _features(config: object, generator: torch.Generator) -> Tensor:
 
 MAKERS: dict[str, Callable[[object, torch.Generator], Tensor]] = {
     "input_ids": _ids,
-    "decoder_input_ids": _decoder_ids,
+    # Of another length, so that the two sizes are two symbols.
+    "decoder_input_ids": partial(_ids, kinds=DECODER, length=DECODER_LENGTH),
     "pixel_values": _pixels,
     "pixel_values_videos": _pixels,
     "input_values": _wave,

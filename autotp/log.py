@@ -64,10 +64,10 @@ def stage(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: object, say: Callable[[str], None]) -> Iterator[None]:
-    """Say of what takes longer than two seconds that it goes on, ever less often.
+    """Tell that work which takes longer than two seconds goes on, ever less often.
 
     Args:
-        what: prints as what goes on. say: is called with a line, from another thread.
+        what: prints as the work's name. say: is called with a line, from another thread.
     """
 
     def tell() -> None:

@@ -90,7 +90,7 @@ def from_pretrained(
 
 
 def _empty(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    """The folder's model on the meta device, with its generation config."""
+    """Build the folder's model on the meta device, with its generation config."""
     if not folder.is_dir():
         raise InputError(
             f"{folder} is no folder. Give one that save_pretrained wrote; nothing is downloaded, so of a name on a hub "
@@ -120,14 +120,14 @@ def from_config(
     path: Path | str, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False,
     shape: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """A model of the transformers library from its config, of the class that the config names.
+    """Build a model of the transformers library from its config, of the class that the config names.
 
     Args:
         path: of config.json; nothing that it names is fetched, and no code of its own is run.
         dtype: of the weights; None takes the config's.
         fields: other values for fields of the config.
         real: with random weights where they take less than 1 GB, and not on the meta device.
-        shape: the config itself, where it stands in no file: `path` is then its name.
+        shape: the config itself, where it is in no file: `path` is then its name.
 
     Raises:
         InputError: the config cannot be read, or transformers cannot build it.
@@ -157,17 +157,17 @@ def from_config(
             torch.manual_seed(0)
             model = build()
     except Exception as error:  # whatever a config of another version, or of code of its own, lacks
-        own = " It names code of its own (auto_map), which is not run: build the model in a factory."
+        remark = " It names code of its own (auto_map), which is not run: build the model in a factory."
         raise InputError(
             f"{path}: transformers {transformers.__version__} cannot build it: "
             f"{first_line(error, type(error).__name__)}"
-            f"{own if 'auto_map' in data else ''}"
+            f"{remark if 'auto_map' in data else ''}"
         ) from error
     return model
 
 
 def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
-    """Find what makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
+    """Return a constructor: of the class that the config names, else of the first of `TABLES` that knows it."""
     options = {} if dtype is None else {"dtype": dtype}
     classes = [getattr(transformers, str(n), None) for n in config.architectures or ()]
     models = (c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel))
@@ -196,7 +196,7 @@ def _refuse_fetched(path: Path | str, data: Mapping[str, Any]) -> None:
 
 
 def _fields(path: Path) -> Mapping[str, Any]:
-    """The fields in a config's file."""
+    """Return the fields in a config's file."""
     data = files.read_json(path, MAX_CONFIG_BYTES, error=InputError)
     if not isinstance(data, dict):
         raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config.")

@@ -1,4 +1,4 @@
-"""Numbers and names in words: bytes, seconds, lists, near misses."""
+"""Text of numbers and names: bytes, seconds, lists, near misses."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def divisors(n: int) -> list[int]:
 
 
 def counts(number: Any) -> bool:
-    """Say whether it is a whole number of at least 1, as of ranks or calls; a flag is no number."""
+    """Return whether it is a whole number of at least 1, as of ranks or calls; a flag is no number."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def axis_text(degrees: Mapping[str, Any], between: str = " x ") -> str:
-    """Degrees in words, such as "dp=2 x cp=2"."""
+    """Return degrees as text, such as "dp=2 x cp=2"."""
     return between.join(f"{name}={n}" for name, n in degrees.items())
 
 
 def message_of(error: BaseException) -> str:
-    """An error in words: its class, and what it says."""
+    """Return an error as text: its class and its message."""
     return f"{type(error).__name__}: {error}"
 
 
 def amount(nbytes: float) -> str:
-    """Bytes with a binary unit."""
+    """Format bytes with a binary unit."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= step:
             return f"{nbytes / step:.1f} {unit}"
@@ -50,7 +50,7 @@ UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**1
 
 
 def read_bytes(size: float | str, name: str = "memory", of: str = "bytes per rank") -> float:
-    """A number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
+    """Read a number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
 
     Args:
         size: as the user gives it. name: of the argument. of: what is counted.
@@ -70,7 +70,7 @@ def read_bytes(size: float | str, name: str = "memory", of: str = "bytes per ran
 
 
 def number(x: float) -> str:
-    """A count with a decimal unit."""
+    """Format a count with a decimal unit."""
     for unit, step in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if x >= step:
             return f"{x / step:.2f}{unit}"
@@ -78,48 +78,48 @@ def number(x: float) -> str:
 
 
 def first_line(text: object, default: str = "") -> str:
-    """The first line of a text, as of an error's message; `default` where there is none."""
+    """Return the first line of a text, such as an error's message; `default` where there is none."""
     return next(iter(str(text).strip().splitlines()), default)
 
 
 def failure(error: BaseException) -> str:
-    """The class of an error, and the first line of its message."""
+    """Return the class of an error, and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def indented(lines: Iterable[str]) -> str:
-    """Lines of a message below its first, each indented."""
+    """Indent lines of a message below its first."""
     return "".join(f"  {line}\n" for line in lines)
 
 
 def counted(count: object, noun: str) -> str:
-    """`1 head`, `8 heads`."""
+    """Return `1 head`, `8 heads`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def seconds(x: float) -> str:
-    """A time in milliseconds or microseconds."""
+    """Format a time in milliseconds or microseconds."""
     return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"
 
 
 def round_seconds(x: float, most: float) -> str:
-    """A round time, in a unit that suits all up to `most`."""
+    """Format a round time, in a unit that suits all up to `most`."""
     unit, factor = next((u, f) for u, f, least in (("s", 1, 1.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0)) if most >= least)
     return f"{factor * x:g} {unit}" if x else "0"
 
 
 def listed(items: Iterable[Any]) -> str:
-    """The items as text, each once."""
+    """Join the items as text, each once."""
     return ", ".join(dict.fromkeys(map(str, items)))
 
 
 def near(key: str, names: Iterable[str]) -> str:
-    """The names that are most like a key."""
+    """Return the names that are most like a key."""
     names = list(names)
     return ", ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.3) or names[:5])
 
 
 def processor() -> str:
-    """The name of this machine's CPU."""
+    """Return the name of this machine's CPU."""
     names = re.findall(r"model name\s*: (.*)", CPU_INFO.read_text()) if CPU_INFO.exists() else []
     return names[0] if names else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""`--objective serve` of `autotp plan` and `autotp sweep`: what ranks of each degree would serve, by the cost model."""
+"""`--objective serve` of `autotp plan` and `autotp sweep`: the serving capacity of each degree, by the cost model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def capacity(
 
 
 def _row(limit: float, decode: autotp.Plan, prefill: autotp.Plan, serving: ServingOptions) -> dict[str, Any]:
-    """Figures of one degree: the pool is what a device has beside weights and the larger working set."""
+    """Return the figures of one degree: the pool is the memory beside weights and the larger working set."""
     m = decode.memory
     pool = limit - m.parameters - m.buffers - max(m.working, prefill.memory.working)
     pool -= serving.concurrent * m.cache_sequence

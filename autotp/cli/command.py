@@ -37,7 +37,7 @@ class QuickHelp:
     """A command's help, which is off unless asked for, which typer otherwise loads pydantic to find."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option --help, with a default."""
+        """Return the option --help, with a default."""
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None:
             option.default = False
@@ -76,7 +76,7 @@ def _usage(error: Exception, as_json: bool) -> int:
 
 
 def command(fn: Callable[..., int], everywhere: bool = False, drains: bool = False) -> Callable[..., int]:
-    """A function as a command for typer: its parameters are arguments and options, as its docstring says them.
+    """Make a function a command for typer: its parameters are arguments and options, as its docstring says them.
 
     Args:
         fn: gives the exit code. A parameter without a default is an argument; one that is annotated with a dataclass
@@ -111,7 +111,7 @@ def command(fn: Callable[..., int], everywhere: bool = False, drains: bool = Fal
 
 
 def _parameters(fn: Callable[..., Any], name: str, hint: Any) -> Iterator[inspect.Parameter]:
-    """A parameter for typer, or those that a dataclass stands for."""
+    """Yield a parameter for typer, or those that a dataclass stands for."""
     if not is_dataclass(hint):
         default, words = inspect.signature(fn).parameters[name].default, described(fn)[1]
         yield _parameter(name, hint, default, words.get(name, ""), None)
@@ -123,7 +123,7 @@ def _parameters(fn: Callable[..., Any], name: str, hint: Any) -> Iterator[inspec
 
 
 def described(x: Any) -> tuple[str, dict[str, str]]:
-    """The first part of a docstring, and what its Args or Attributes say, by name."""
+    """Return the first part of a docstring, and the text of its Args or Attributes, by name."""
     text, *listed = re.split(r"\n\n(?:Args|Attributes):\n", inspect.getdoc(x) or "")
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", "".join(listed), re.MULTILINE)
     return text, {name: " ".join(words.split()) for name, words in entries}
@@ -137,7 +137,7 @@ KINDS: dict[Any, dict[str, Any]] = {
 
 
 def _parameter(name: str, hint: Any, default: Any, words: str, panel: str | None) -> inspect.Parameter:
-    """A parameter for typer: an argument where it has no default, otherwise an option."""
+    """Make a parameter for typer: an argument where it has no default, otherwise an option."""
     kinds = {x: None for part in (hint, *get_args(hint)) for x in (part, *get_args(part)) if x in KINDS}
     kind, flag = next(iter(kinds)), name.replace("_", "-")
     declared = f"--{flag}/--no-{flag}" if kind is bool and default is None else f"--{flag}"
@@ -169,10 +169,10 @@ def _quiet(screen: Screen) -> Iterator[None]:
 
 @contextmanager
 def _stoppable(screen: Screen) -> Iterator[None]:
-    """Within this context Ctrl-C ends the process within two seconds, also amid a solver that does not hear of it.
+    """Let Ctrl-C end the process within two seconds in this context, also amid a solver that ignores it.
 
-    Python raises a KeyboardInterrupt between two of its own steps, and loses one in what nobody waits for. What it
-    writes to the socket comes at once, and wakes a thread.
+    Python raises a KeyboardInterrupt between two of its own steps, and loses one in a call that nobody waits for. Its
+    byte on the socket comes at once, and wakes a thread.
     """
     if threading.current_thread() is not threading.main_thread():  # as in another program's tests: signals are its own
         yield
@@ -198,12 +198,12 @@ def _stoppable(screen: Screen) -> Iterator[None]:
 
 
 def _printed() -> TextIO:
-    """The stream that the shell reads, also where `sys.stdout` is redirected."""
+    """Return the stream that the shell reads, also where `sys.stdout` is redirected."""
     return sys.__stdout__ or sys.stdout
 
 
 def _failed(screen: Screen, error: BaseException) -> int:
-    """Report an error of a command; its exit code."""
+    """Report an error of a command, and return its exit code."""
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, BrokenPipeError):  # such as `autotp plan ... | head`: nothing is wrong

@@ -1,4 +1,4 @@
-"""`autotp doctor`: what this machine has, what autotp would use of it, and what is missing."""
+"""`autotp doctor`: facts of this machine, the parts that autotp would use, and those that are missing."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def doctor(screen: Screen) -> int:
 
 
 def uses(facts: dict[str, Any]) -> dict[str, Any]:
-    """The devices and ranks that `autotp.compile` and the commands would take on this machine.
+    """Return the devices and ranks that `autotp.compile` and the commands would take on this machine.
 
     Args:
         facts: as `gather` gives them.
     """
-    cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
-    ranks = len(cuda) or max(1, facts["devices"][-1]["cores"] or 1)
+    *cuda, processor = facts["devices"]
+    devices, ranks = cuda or [processor], len(cuda) or max(1, processor["cores"] or 1)
     backend = "nccl" if cuda else "gloo"
-    presets = [d["preset"] or "" for d in cuda or facts["devices"][-1:]]
+    presets = [d["preset"] or "" for d in devices]
     names = presets if len({*presets}) > 1 else presets[:1]
     here = ",".join(names) if all(names) else None
     return {
-        "device": cuda[0]["name"] if cuda else facts["devices"][-1]["name"],
+        "device": devices[0]["name"],
         "backend": backend if backend in facts["links"]["backends"] else None,
         "ranks": ranks,
         "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
@@ -53,14 +53,14 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what is not there, and what it would be good for; `required` where autotp does not work without it.
+    """Yield each missing part, and its use; `required` where autotp does not work without it.
 
     Args:
         facts: as `gather` gives them, with `uses`.
     """
 
-    def lack(what: str, why: str, required: bool = False) -> dict[str, Any]:
-        return {"what": what, "why": why, "required": required}
+    def lack(what: str, use: str, required: bool = False) -> dict[str, Any]:
+        return {"what": what, "why": use, "required": required}
 
     # Only what `gather` looks up: of jinja2 and safetensors it asks no version, and they would be said to be missing.
     versions, links = facts["versions"], facts["links"]
@@ -73,7 +73,7 @@ def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield lack("transformers", "a config.json is no model without it; package.module:factory works")
     # Each kind of ranks has its own collectives. A build for processors has no NCCL, and where there are no CUDA
     # devices nothing asks for it; nor does a machine with devices ask for gloo.
-    cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
+    *cuda, _ = facts["devices"]
     if not cuda:
         yield lack("a CUDA device", "ranks run as gloo processes on the processor: right, but slow")
     elif "nccl" not in links["backends"]:
@@ -103,7 +103,7 @@ def _older(have: str, least: str) -> bool:
 
 
 def _page(facts: dict[str, Any]) -> Sheet:
-    """The facts for people, a table for each question."""
+    """Return the facts for people, a table for each question."""
     lacking = []
     for m in facts["missing"]:
         lacking.append((f"required: {m['what']}" if m["required"] else m["what"], m["why"]))

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import socket
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def gather() -> dict[str, Any]:
-    """Everything, as plain data."""
+    """Return all facts, as plain data."""
     return {
         "versions": versions(), "needs": needs(), "devices": devices(), "links": links(),
         "torchrun": {k: os.environ[k] for k in TORCHRUN if k in os.environ},
@@ -33,7 +34,7 @@ def gather() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what autotp stands on; None for what is not installed."""
+    """Return the versions of autotp and its dependencies; None for one that is not installed."""
     packages: dict[str, str | None] = {"autotp": __version__, "python": platform.python_version()}
     packages |= {name: _version(name) for name in PACKAGES}
     packages["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
@@ -53,7 +54,7 @@ def _version(package: str) -> str | None:
 
 
 def needs() -> dict[str, str]:
-    """Package -> the least version that autotp runs with, from its own metadata; empty where it is not installed."""
+    """Return package -> least version that autotp runs with, from its metadata; empty where it is not installed."""
     try:
         required = importlib.metadata.requires("autotp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -63,10 +64,9 @@ def needs() -> dict[str, str]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The accelerators, and the processor."""
+    """Return the accelerators, and the processor."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda_devices = [_cuda(i) for i in range(count)]
-    return [*cuda_devices, _processor()]
+    return [*map(_cuda, range(count)), _processor()]
 
 
 def _cuda(index: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _processor() -> dict[str, Any]:
 
 
 def preset(device: str) -> str | None:
-    """The preset of a device with this name: the one with the most words of its own in the name, all of them there."""
+    """Return the preset of a device: all words of the preset's name are in the device's; of several the longest."""
     words = device.lower()
     fitting = []
     for name in PRESETS:
@@ -97,9 +97,9 @@ def preset(device: str) -> str | None:
 
 
 def links() -> dict[str, Any]:
-    """The ways in which ranks on this machine, and on others, could talk."""
+    """Return the ways in which ranks on this machine, and on others, could communicate."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    pairs = [*permutations(range(count), 2)]
     infiniband = Path("/sys/class/infiniband")
     return {
         "backends": [name for name in BACKENDS if dist.is_available() and dist.is_backend_available(name)],

@@ -1,4 +1,4 @@
-"""Options that commands share, each declared once, what their text says, and what the word for a model names.
+"""Options that commands share, each declared once, the reading of their text, and the kinds of models.
 
 Needs no torch: help, and a saved plan, are there at once.
 """
@@ -42,8 +42,8 @@ class ModelOptions:
     set: list[str] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields that are set, by name; values are JSON where they can be read so, otherwise text."""
-        values: dict[str, Any] = {}
+        """Return the fields that are set, by name; values are JSON where they can be read so, otherwise text."""
+        values = {}
         for text in self.set or []:
             name, equals, value = text.partition("=")
             if not name or not equals:
@@ -84,7 +84,7 @@ class SteeringOptions:
     shares: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `autotp.plan` that say the same."""
+        """Return the equal arguments of `autotp.plan`."""
         same = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pin", "precision", "shares")}
         precise = {} if self.precision is None else {"precision": self.precision}
         return {**same, "pins": read_pins(self.pin or []) or None, "shares": read_ratio(self.shares), **precise}
@@ -97,8 +97,8 @@ class DegreeOptions:
     Attributes:
         tp: Ranks that share the model, or a product such as 8x2, or auto. Default: auto; verify: 2.
         mesh: DPxTP or DPxCPxTP, the axes at once, such as 2x4.
-        cp: Ranks that deal out each sequence, beside tp.
-        ep: A divisor of dp, to deal out experts over its ranks too, or auto.
+        cp: Ranks that each sequence is sharded over, beside tp.
+        ep: A divisor of dp, to shard experts over its ranks too, or auto.
         imbalance: Rows of the rank that gets most for its experts, over the mean.
         pp: Pipeline stages (verify alone; plan --devices chooses them).
         fully_shard: Split weights over dp or cp too.
@@ -115,7 +115,7 @@ class DegreeOptions:
     within_node: bool = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
-        """`tp`, `within_node`, and where they are asked for `dp`, `cp`, `ep`, `imbalance`, `pp` and `fully_shard`."""
+        """Return `tp`, `within_node`, and where asked for `dp`, `cp`, `ep`, `imbalance`, `pp` and `fully_shard`."""
         alone = {"tp": read_degree(self.tp) if self.tp is not None else None, "cp": self.cp}
         degrees = {name: n for name, n in alone.items() if n is not None}
         mesh = read_mesh(self.mesh) if self.mesh is not None else {}
@@ -124,16 +124,16 @@ class DegreeOptions:
                 raise InputError(
                     f"--mesh {self.mesh} says {name}={mesh[name]}, and --{name} says {degrees[name]}. Leave one out."
                 )
-        axes = {name: n for name, n in {"dp": 1, "cp": 1, **mesh, **degrees}.items() if name == "tp" or n != 1}
-        split = {"fully_shard": True} if self.fully_shard else {}
-        split |= {"ep": read_degree(self.ep, "ep")} if self.ep is not None else {}
-        split |= {"imbalance": self.imbalance} if self.imbalance != 1 else {}
-        stages = {"pp": self.pp} if self.pp != 1 else {}
-        return {"tp": default, "within_node": self.within_node, **axes, **split, **stages}
+        axes: dict[str, Any] = {name: n for name, n in {**mesh, **degrees}.items() if name == "tp" or n != 1}
+        axes |= {"fully_shard": True} if self.fully_shard else {}
+        axes |= {"ep": read_degree(self.ep, "ep")} if self.ep is not None else {}
+        axes |= {"imbalance": self.imbalance} if self.imbalance != 1 else {}
+        axes |= {"pp": self.pp} if self.pp != 1 else {}
+        return {"tp": default, "within_node": self.within_node, **axes}
 
 
 def read_degree(text: str, option: str = "tp") -> int | str | tuple[int, ...]:
-    """`auto`, a number of ranks, or a product of them.
+    """Read `auto`, a number of ranks, or a product of them.
 
     Args:
         text: of the option.
@@ -147,7 +147,7 @@ def read_degree(text: str, option: str = "tp") -> int | str | tuple[int, ...]:
 
 
 def read_degrees(text: str) -> list[Any]:
-    """`1,2,4,8x2` as numbers and products."""
+    """Read `1,2,4,8x2` as numbers and products."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or "auto" in parts:
         raise InputError(f"--tp {text}: give numbers of ranks, such as 1,2,4,8.")
@@ -155,7 +155,7 @@ def read_degrees(text: str) -> list[Any]:
 
 
 def read_ratio(text: str | None) -> tuple[int, ...] | str | None:
-    """`2:1` as numbers; auto as it is."""
+    """Read `2:1` as numbers; auto as it is."""
     if text is None or text == "auto":
         return text
     parts = text.split(":")
@@ -165,49 +165,50 @@ def read_ratio(text: str | None) -> tuple[int, ...] | str | None:
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """`2x4` as degrees of dp and tp, `2x2x4` of dp, cp and tp."""
-    if MESH.fullmatch(text.strip().lower()) is None:
+    """Read `2x4` as degrees of dp and tp, `2x2x4` of dp, cp and tp."""
+    match = MESH.fullmatch(text.strip().lower())
+    if match is None:
         raise InputError(f"--mesh {text}: give dp x tp, such as 2x4 for two groups of four ranks, or dp x cp x tp.")
-    degrees = [int(n) for n in re.split("[x*]", text.strip().lower())]
+    degrees = [*map(int, re.split("[x*]", match[0]))]
     return dict(zip(("dp", "tp") if len(degrees) == 2 else ("dp", "cp", "tp"), degrees, strict=True))
 
 
 def read_pins(texts: list[str]) -> dict[str, Any]:
-    """`NAME=shard:0` and `NAME=replicate` as pins with torch's placements.
+    """Read `NAME=shard:0` and `NAME=replicate` as pins with torch's placements.
 
     Args:
         texts: each `name=placement`.
     """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415  only where there are pins
 
-    pins: dict[str, Any] = {}
+    pins = {}
     for text in texts:
-        name, _, placement = text.rpartition("=")
-        match = PLACEMENT.fullmatch(placement.strip())
-        if not name.strip() or match is None:
+        name, _, placement = map(str.strip, text.rpartition("="))
+        match = PLACEMENT.fullmatch(placement)
+        if not name or match is None:
             raise InputError(
                 f"--pin {text}: give NAME=PLACEMENT, such as '*.up_proj.weight=shard:0' or 'lm_head.weight=replicate'."
             )
-        if name.strip() in pins:
-            raise InputError(f"--pin {name.strip()} is given twice. Leave one out.")
-        pins[name.strip()] = Shard(int(match[1])) if match[1] is not None else Replicate()
+        if name in pins:
+            raise InputError(f"--pin {name} is given twice. Leave one out.")
+        pins[name] = Shard(int(match[1])) if match[1] is not None else Replicate()
     return pins
 
 
 def writable(*paths: Path | None) -> None:
-    """Refuse before the work what could not be written after it."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
+    """Refuse paths that cannot be written, before the work."""
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.absolute().parent}. Make it first.")
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise InputError(f"{path} cannot be written: it is a folder. Name a file in it.")
 
 
-# the word for a model
+# ---- models by name --------------------------------------------------------------------------------------------------
 
 
 def config_path(text: str) -> Path | None:
-    """The config.json that the text names; None where it names a known shape or a factory."""
+    """Return the config.json that the text names; None where it names a known shape or a factory."""
     path = Path(text)
     if path.is_dir():
         if not (path / CONFIG).is_file():
@@ -227,7 +228,7 @@ def config_path(text: str) -> Path | None:
 
 @functools.cache
 def known_shapes() -> Mapping[str, Any]:
-    """The public configs that come with autotp, by name: the source, the number of parameters, and the fields."""
+    """Return the public configs that come with autotp, by name: source, number of parameters, and fields."""
     return read_json(SHAPES)
 
 
@@ -241,7 +242,7 @@ def is_plan(text: str) -> bool:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """The fields in a JSON file.
+    """Read the fields of a JSON file.
 
     Raises:
         InputError: it holds no such thing.

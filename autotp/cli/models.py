@@ -1,9 +1,8 @@
-"""From what the command line calls a model to a module and its example inputs."""
+"""Models as the command line names them: a module and its example inputs."""
 
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ SHAPE_BATCH, SHAPE_TOKENS = 8, 4096  # sizes that a known shape is priced for, w
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and what it is called with; `remark`: what the user should know of that."""
+    """A model and its example inputs; `remark`: a warning about these for the user."""
 
     model: nn.Module
     inputs: Inputs
@@ -32,7 +31,7 @@ class LoadedModel:
 
     @property
     def sizes(self) -> str:
-        """The example inputs in words: `input_ids (2 x 16)`."""
+        """Example inputs as text: `input_ids (2 x 16)`."""
         tensors = [("", x) for x in self.inputs.args]
         tensors += [(f"{name} ", x) for name, x in self.inputs.kwargs.items()]
         words = [f"{name}({' x '.join(map(str, x.shape))})" for name, x in tensors if isinstance(x, Tensor)]
@@ -40,7 +39,7 @@ class LoadedModel:
 
 
 def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = False) -> LoadedModel:
-    """The model that the command line names, with example inputs of the sizes asked for.
+    """Load the model that the command line names, with example inputs of the sizes asked for.
 
     Args:
         text: a folder or config.json of transformers, a known shape, or `package.module:factory`.
@@ -73,7 +72,7 @@ def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = Fal
 
 
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
-    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable.
+    """Return the module, and example inputs or None, of `package.module:factory`; the working directory is importable.
 
     Args:
         text: `module:function`. dtype: of the weights, or None to leave them.
@@ -104,7 +103,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
-    """The inputs with another batch size and length, by repeating or cutting what they hold.
+    """Return the inputs with another batch size and length, repeated or cut.
 
     The batch is the first dimension of the first tensor, and of all others where it is as large. The length is the
     second dimension of the first tensor that has two or three; other ids keep their ratio to it.
@@ -141,15 +140,12 @@ def _has_length(x: Tensor) -> bool:
 
 
 def _tiled(x: Tensor, dim: int, size: int) -> Tensor:
-    """The first `size` of the slices along `dim`, repeated as often as it takes."""
-    copies = math.ceil(size / x.shape[dim])
-    times = [1] * x.ndim
-    times[dim] = copies
-    return x.repeat(*times).narrow(dim, 0, size)
+    """Return `size` slices along `dim`: the first ones, or all again and again."""
+    return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
 def read_dtype(text: str | None) -> torch.dtype | None:
-    """A torch dtype by its name."""
+    """Return a torch dtype by its name."""
     dtype = None if text is None else getattr(torch, text.removeprefix("torch."), None)
     if text is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"--dtype {text}: give a floating-point dtype of torch, such as bfloat16.")
@@ -157,7 +153,7 @@ def read_dtype(text: str | None) -> torch.dtype | None:
 
 
 def _too_long(model: nn.Module, seq: int | None) -> str:
-    """A remark where the length asked for is more than the config allows."""
+    """Return a remark where the length asked for is more than the config allows."""
     most = _positions(model)
     if seq is None or not 0 < most < seq:
         return ""
@@ -165,6 +161,6 @@ def _too_long(model: nn.Module, seq: int | None) -> str:
 
 
 def _positions(model: nn.Module) -> int:
-    """The longest sequence that the config allows; 0 where it says none."""
+    """Return the longest sequence that the config allows; 0 where it says none."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return most if isinstance(most, int) else 0

@@ -1,4 +1,4 @@
-"""`autotp verify`, `autotp calibrate`, `autotp tune` and `autotp serve`: what runs on this machine."""
+"""`autotp verify`, `autotp calibrate`, `autotp tune` and `autotp serve`: the commands that run on this machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def verify(
 
 
 def _too_large(source: LoadedModel) -> str:
-    """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
+    """Return a remark where weights, gradients and the ranks' parts, all in float64, exceed this machine's memory."""
     from autotp.cost.machines.this_machine import memory  # noqa: PLC0415
 
     nbytes = COPIES * 8 * sum(p.numel() for p in source.model.parameters())
@@ -86,14 +86,14 @@ def _too_large(source: LoadedModel) -> str:
 
 
 def as_data(report: Report) -> dict[str, Any]:
-    """A report as plain data, without the plan."""
+    """Return a report as plain data, without the plan."""
     parts = {name: part and asdict(part) for name in PARTS for part in [getattr(report, name)]}
     fields = {k: getattr(report, k) for k in report.__dataclass_fields__ if k != "plan"}
     return {"ok": report.ok, "model": report.plan.model if report.plan else None, **fields, **parts}
 
 
 def _report(report: Report, sizes: str) -> Sheet:
-    """The figures that were compared, and the verdict."""
+    """Return the figures that were compared, and the verdict."""
     model = report.plan.model if report.plan else "the model"
     gradients = f"no gradients: {report.forward_only}" if report.forward_only else f"{report.gradient_error:.1e}"
     capture = f"not compared: {report.unproved}" if report.unproved else f"{report.capture_error:.1e}"

@@ -65,7 +65,7 @@ def sweep(
         model: A known shape such as llama-3-8b, a folder or config.json of transformers (no weights needed), or
             package.module:factory.
         tp: The degrees, N,N,... Default: 1,2,4,8,16,32.
-        dp: Ranks that each have a batch, beside tp. ep: A divisor of dp, to deal out experts over its ranks too.
+        dp: Ranks that each have a batch, beside tp. ep: A divisor of dp, to shard experts over its ranks too.
         devices: Compare all meshes of so many devices.
         global_batch: With --devices: examples of a step over all.
         plot: Draw time, memory and exposed communication as SVG, with and without sequence parallelism; or meshes.
@@ -116,10 +116,10 @@ def _meshes(
 def loaded(
     model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, real: bool = False
 ) -> LoadedModel:
-    """The model and its inputs.
+    """Load the model and its inputs.
 
     Args:
-        model: as the command line names it. sizes, steering: its options. screen: shows what takes long.
+        model: as the command line names it. sizes, steering: its options. screen: shows that work goes on.
         real: with weights, where they are small.
     """
     config_path(model)  # what is not there is said at once
@@ -135,26 +135,19 @@ def loaded(
 def _saved_or_planned(
     model: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen
 ) -> tuple[autotp.Plan, str]:
-    """The plan that the model is the file of, else the model's; and the inputs that this is priced for, in words."""
-    if (result := saved(model, sizes, degree, steering)) is not None:
-        return result, ""
+    """Return the saved plan where the model names its file, else the model's; and the priced inputs as text."""
+    if is_plan(model):
+        if any(option != type(option)() for option in (sizes, degree, steering)):
+            raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
+        return read_plan(Path(model)), ""
     source = loaded(model, sizes, steering, screen)
     with screen.working(f"planning {type(source.model).__name__}"):
         options = {**degree.arguments(), **steering.arguments()}
         return autotp.plan(source.model, example_inputs=source.inputs, **options), source.sizes
 
 
-def saved(model: str, *steering: ModelOptions | DegreeOptions | SteeringOptions) -> autotp.Plan | None:
-    """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
-    if not is_plan(model):
-        return None
-    if any(option != type(option)() for option in steering):
-        raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
-    return read_plan(Path(model))
-
-
 def read_plan(path: Path) -> autotp.Plan:
-    """A saved plan.
+    """Read a saved plan.
 
     Raises:
         InputError: the file cannot be read as one.
@@ -166,7 +159,7 @@ def read_plan(path: Path) -> autotp.Plan:
 
 
 def _plot(source: LoadedModel, result: autotp.Sweep, arguments: dict[str, Any], path: Path) -> None:
-    """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
+    """Draw the sweep with sequence parallelism and without; where it cannot be forced, as the cost decides."""
 
     def swept(sequence_parallel: bool) -> autotp.Sweep:
         if arguments["sequence_parallel"] is sequence_parallel:
@@ -187,7 +180,7 @@ def _plot(source: LoadedModel, result: autotp.Sweep, arguments: dict[str, Any], 
 def explain(
     model: str, name: str, sizes: ModelOptions, degree: DegreeOptions, steering: SteeringOptions, screen: Screen
 ) -> int:
-    """Say why a parameter lies as it does.
+    """Explain a parameter's placement.
 
     The alternatives with their cost, what binds, and what would change the choice.
 
@@ -198,7 +191,7 @@ def explain(
     """
     result, sizes_text = _saved_or_planned(model, sizes, degree, steering, screen)
     priced = f", priced for {sizes_text}" if sizes_text else ""
-    # Refused of a saved plan, in a sentence that says how the parameter lies: `autotp plan FILE --full` shows the rest.
+    # Refused of a saved plan, in a sentence with the parameter's placement: `autotp plan FILE --full` shows the rest.
     with screen.working(f"solving again for {name}"):
         explanation = result.explain(name)
     screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}){priced}")

@@ -36,7 +36,7 @@ class Screen:
     out: TextIO = field(default_factory=lambda: sys.stdout, init=False, repr=False)
 
     def result(self, renderable: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:
-        """Print the result: `renderable` for people, or what `data` gives as JSON: the text, or plain data.
+        """Print the result: `renderable` for people, or as JSON the text or plain data of `data`.
 
         Args:
             renderable: for people. data: for --json; computed only then.
@@ -55,14 +55,15 @@ class Screen:
         self.out.flush()  # a reader that has had enough says so here
 
     def say(self, text: str, style: str = "dim") -> None:
-        """A line beside the result, on stderr."""
+        """Print a line beside the result, on stderr."""
         if rank() == 0:
             _stderr().print(Text(text, style=style), soft_wrap=True)
 
     def fail(self, text: str, kind: str, code: int, everywhere: bool = False) -> None:
-        """An error: a line on stderr, and JSON on stdout for programs. `everywhere`: other ranks tell theirs too."""
+        """Print an error: a line on stderr, and JSON on stdout for programs. `everywhere`: on other ranks too."""
         if rank() == 0 or everywhere:
-            report(one_line(text))
+            who = "autotp" if rank() == 0 else f"autotp, rank {rank()}"
+            _stderr().print(Text.assemble(f"{who}: ", ("error: ", "bold red"), one_line(text)), soft_wrap=True)
         if rank() == 0 and self.json:
             print(as_json({"error": {"kind": kind, "message": text, "code": code}}), file=self.out)
 
@@ -74,7 +75,7 @@ class Screen:
         Args:
             what: is going on.
 
-        Yields: what says another thing that goes on now.
+        Yields: a function that names other work, which goes on now.
         """
         console, now = _stderr(), Now(what)
         if rank() != 0:
@@ -107,7 +108,7 @@ class Now:
     what: str
 
     def change(self, what: str) -> None:
-        """Have another thing go on."""
+        """Name other work, which goes on now."""
         self.what = what
 
     def __str__(self) -> str:
@@ -117,14 +118,8 @@ class Now:
         return Text(str(self))
 
 
-def report(text: str) -> None:
-    """An error on stderr."""
-    who = "autotp" if rank() == 0 else f"autotp, rank {rank()}"
-    _stderr().print(Text.assemble(f"{who}: ", ("error: ", "bold red"), text), soft_wrap=True)
-
-
 def one_line(text: str) -> str:
-    """A message of several lines as one, without the rows of tables in it."""
+    """Return a message of several lines as one, without the rows of tables in it."""
     lines = [line.strip() for line in text.splitlines()]
     words = [line for i, line in enumerate(lines) if line and not (i and TABLE.search(line))]
     text = ""
@@ -134,13 +129,13 @@ def one_line(text: str) -> str:
 
 
 def rank() -> int:
-    """This process's rank under torchrun, otherwise 0."""
+    """Return this process's rank under torchrun, otherwise 0."""
     number = os.environ.get("RANK", "0")
     return int(number) if number.isdigit() else 0
 
 
 def as_json(data: Any) -> str:
-    """Plain data as JSON text; numbers that JSON has no word for become null."""
+    """Return plain data as JSON text; numbers that JSON has no word for become null."""
     return json.dumps(_finite(data), indent=1, ensure_ascii=False)
 
 

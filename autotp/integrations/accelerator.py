@@ -1,9 +1,10 @@
-"""accelerate with a sharded module: what it wraps, deals out, gathers and saves, as that needs it."""
+"""accelerate with a sharded module: its wrapping, distribution of batches, gathering and saving are adapted."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ DP = (
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """Number of ranks that share a batch, those of tp and of cp, and the degree of data parallelism.
+    """Return the number of ranks that share a batch, those of tp and of cp, and the degree of data parallelism.
 
     Raises:
         InputError: it is no sharded module, one that is not sharded before its first call, or one in stages.
@@ -51,10 +52,10 @@ def sizes_of(model: Any) -> tuple[int, int]:
 
 
 def each_once(values: Any, tp: int, dp: int) -> Any:
-    """Gather what the ranks have, once for each tp group. A collective call where there are several.
+    """Gather values once for each tp group. A collective call where there are several.
 
     Args:
-        values: tensors with a first dimension of rows, and what holds them; with lists of other objects, those.
+        values: tensors with a first dimension of rows, in containers or not; or a list of other objects.
         tp, dp: the degrees.
     """
     if dp == 1:
@@ -65,7 +66,7 @@ def each_once(values: Any, tp: int, dp: int) -> Any:
     except TypeError:  # not tensors alone
         everyone: list[Any] = [None] * (tp * dp)
         dist.all_gather_object(everyone, values)
-        return [one for each in everyone[::tp] for one in each]
+        return [*chain.from_iterable(everyone[::tp])]
 
 
 def _blocks(gathered: Any, tp: int) -> Tensor:
@@ -75,7 +76,7 @@ def _blocks(gathered: Any, tp: int) -> Tensor:
 
 
 class GroupAccelerator(Accelerator):
-    """accelerate's `Accelerator` where the ranks of a tp group do the same; any one that is given a `Parallelism`.
+    """accelerate's `Accelerator` where the ranks of a tp group do the same; each that is given a `Parallelism` is one.
 
     The module is not wrapped; the ranks of a tp group get the same batches; `gather_for_metrics` has each row once; a
     schedule takes one step for each step of the optimizer; `save_state` writes of the module and its optimizer what
@@ -125,7 +126,7 @@ class GroupAccelerator(Accelerator):
         super().wait_for_everyone()
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The rows of all batches, each once and without those that fill up the last batch; of objects, lists.
+        """Gather the rows of all batches, each once and without those that fill up the last batch; of objects, lists.
 
         Args:
             input_data, use_gather_object: see `accelerate.Accelerator.gather_for_metrics`.
@@ -133,7 +134,7 @@ class GroupAccelerator(Accelerator):
         config: Any = self.parallelism_config
         if config.sequences_in_parts and any(isinstance(x, Tensor) and x.ndim > 1 for x in tree_leaves(input_data)):
             raise InputError(
-                "gather_for_metrics: over cp a rank has its part of what lies along a sequence, in its own order. "
+                "gather_for_metrics: over cp a rank has its part of each sequence, in its own order. "
                 "Gather one number for each row, such as its loss; with Trainer set prediction_loss_only=True."
             )
         rows, remainder = each_once(input_data, *self._degrees), self.gradient_state.remainder
@@ -142,7 +143,7 @@ class GroupAccelerator(Accelerator):
         return rows[:remainder] if isinstance(rows, list) else recursively_apply(lambda rows: rows[:remainder], rows)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors under the original's names. A collective call."""
+        """Return whole tensors under the original's names. A collective call."""
         if isinstance(model, ShardedModule):
             return model.full_state_dict(live=True)
         return super().get_state_dict(model, unwrap=unwrap)
@@ -150,18 +151,18 @@ class GroupAccelerator(Accelerator):
     # ---- what is saved ---------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Save as accelerate does, with what each rank holds of the module in `sharded_model_0`. A collective call."""
-        with self._apart(), _hook(self.register_save_state_pre_hook(self._save_sharded)):
+        """Save as accelerate does, with each rank's part of the module in `sharded_model_0`. A collective call."""
+        with self._hidden(), self.register_save_state_pre_hook(self._save_sharded):
             return super().save_state(output_dir, **kwargs)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Load what `save_state` wrote, at any number of ranks. A collective call."""
-        with self._apart(), _hook(self.register_load_state_pre_hook(self._load_sharded)):
+        with self._hidden(), self.register_load_state_pre_hook(self._load_sharded):
             super().load_state(input_dir, **kwargs)
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Within this context accelerate sees neither sharded modules nor their optimizers: the hooks save those."""
+    def _hidden(self) -> Iterator[None]:
+        """Hide sharded modules and their optimizers from accelerate within this context: the hooks save those."""
         models, optimizers = self._models, self._optimizers
         self._sharded = [m for m in models if isinstance(m, ShardedModule)]
         ids = {id(p) for m in self._sharded for p in m.parameters()}
@@ -174,7 +175,7 @@ class GroupAccelerator(Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def _places(self, folder: str) -> Iterator[tuple[Any, Path, Optimizer | None]]:
-        """Sharded module, where it or an optimizer of it is kept, and that optimizer."""
+        """Yield each sharded module, the folder of it or of an optimizer of it, and that optimizer."""
         for i, model in enumerate(self._sharded):
             yield model, Path(folder) / f"sharded_model_{i}", None
         for i, optimizer in enumerate(self._over_them):
@@ -212,12 +213,12 @@ class ShardedAccelerator(GroupAccelerator):
         super().__init__(parallelism_config=config, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
-        """The values of all ranks that have batches of their own; without dp the rank's own."""
+        """Return the values of all ranks that have batches of their own; without dp the rank's own."""
         return each_once(tensor, *self._degrees)
 
 
 class Parallelism(ParallelismConfig):
-    """Says to accelerate which ranks share a sharded module's batches, on every device.
+    """Ranks that share a sharded module's batches, for accelerate, on every device.
 
     An `Accelerator` that it is given to is a `GroupAccelerator` from then on.
 
@@ -236,16 +237,16 @@ class Parallelism(ParallelismConfig):
         if ranks.mesh is not None:
             world, here = dist.get_world_size(), dist.get_rank()
         place = divmod(here, tp)
-        own = ranks.along("dp").rank, ranks.along("cp").rank * ranks.tp + ranks.rank
-        if world != tp * dp or place != own:
+        module_place = ranks.along("dp").rank, ranks.along("cp").rank * ranks.tp + ranks.rank
+        if world != tp * dp or place != module_place:
             raise InputError(
                 f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "
-                f"is at place {own} of {dp} x {tp} on rank {here}. {HOW}"
+                f"is at place {module_place} of {dp} x {tp} on rank {here}. {HOW}"
             )
         vars(model)[LOADED] = True  # a trainer that is told of the ranks neither moves nor wraps it, and saves on all
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh of the module's ranks; None of a single one."""
+        """Return the mesh of the module's ranks; None of a single one."""
         if self.device_mesh is None and device_type is not None and self.total_size > 1:
             names = {"dp_shard": self.dp_shard_size, "tp": self.tp_size}
             dims = {name: int(size or 1) for name, size in names.items() if size != 1}
@@ -253,11 +254,11 @@ class Parallelism(ParallelismConfig):
         return self.device_mesh
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mesh, which is of these processes: a trainer pickles its arguments with this in them."""
+        """Leave out the mesh, which is of these processes: a trainer pickles its arguments with this in them."""
         return {name: value for name, value in vars(self).items() if name != "device_mesh"}
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Asked by each `Accelerator` that is made with this.
+        """Check an `Accelerator` that is made with this.
 
         accelerate's own would refuse the CPU here: it allows meshes on accelerators alone.
 
@@ -291,11 +292,3 @@ class ShardedParallelism(Parallelism):
         super().__init__(model)
         if self.data_parallel_size > 1:
             raise InputError(DP.format(self.data_parallel_size))
-
-
-@contextlib.contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()

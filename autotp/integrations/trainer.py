@@ -73,13 +73,12 @@ class ShardedTrainer(Trainer):
         outside = self.compute_loss_func is not None or self.label_smoother is not None
         if self._dp == 1 or outside or not self.model_accepts_loss_kwargs or num_items_in_batch is None:
             return result
-        loss, outputs = result if return_outputs else (result, None)
-        return (loss / self._dp, outputs) if return_outputs else loss / self._dp
+        return (result[0] / self._dp, result[1]) if return_outputs else result / self._dp
 
     # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """A rank's share, for they are summed over all."""
+        """Return a rank's share, for they are summed over all."""
         return super().floating_point_ops(inputs) // self._tp
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

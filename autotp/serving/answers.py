@@ -34,7 +34,7 @@ from .bodies import Body, Chat, Refusal
 
 @dataclass(eq=False)
 class Answers:
-    """The models that are served.
+    """The served models.
 
     Attributes:
         models: by name the adapter that each is the module with, or empty. module: the sharded module.
@@ -56,13 +56,13 @@ class Answers:
 
     @property
     def failure(self) -> str | None:
-        """Reason that nothing is answered any more; None while it is."""
+        """Reason that requests are no longer answered; None while they are."""
         status = self.manager.background_thread_status
         return status.fatal_error and str(status.fatal_error) or status.can_accept_new_requests()
 
 
 class Cut:
-    """Text up to the first of some strings, as it comes: what may be the beginning of one is kept back.
+    """Text up to the first stop string, piece by piece: a possible beginning of one is kept back.
 
     Attributes:
         over: whether one has come.
@@ -72,7 +72,7 @@ class Cut:
         self.stops, self.rest, self.over = stops, "", False
 
     def add(self, text: str) -> str:
-        """Return what is surely no part of a stop string, after this text has come."""
+        """Return the text that is surely no part of a stop string, after this piece."""
         text = self.rest + text
         ends = [at for at in map(text.find, self.stops) if at >= 0]
         self.over = bool(ends)
@@ -96,15 +96,15 @@ class Stream(CBStreamer):
 
     def __init__(self, exchange: Exchange, queue: asyncio.Queue[Any], name: str, parser: Any) -> None:
         self.exchange, self.queue, self.cut = exchange, queue, Cut(exchange.stop)
-        self.index, self.answers, own = len(exchange.streams), exchange.answers, self
+        self.index, self.answers = len(exchange.streams), exchange.answers
         tokenizer: Any = self.answers.tokenizer
-        # In the place of the queue, where it is in the way of what comes.
-        super().__init__(self.answers.manager, name, tokenizer._tokenizer, asyncio.get_running_loop(), own, parser)  # type: ignore[arg-type]
+        # Itself in the place of the queue, so that it gets each item.
+        super().__init__(self.answers.manager, name, tokenizer._tokenizer, asyncio.get_running_loop(), self, parser)  # type: ignore[arg-type]
         exchange.streams.append(self)
 
     def take(self, output: Any) -> None:
-        """Take what the engine sends, on the loop of the server."""
-        # What the engine had sent on its way when the answer was cut.
+        """Take an output of the engine, on the loop of the server."""
+        # The engine had sent it when the answer was cut.
         if self.over:
             return
         # A request that failed has no text; its reason stands in JSON that a handler writes as it is.
@@ -133,7 +133,7 @@ class Stream(CBStreamer):
             self._leave()
 
     def _leave(self) -> None:
-        """Count as over and take nothing more: of a request that is cancelled the engine says nothing."""
+        """Count as over and take nothing more: the engine reports no cancelled request."""
         self.over, self.answers.running = True, self.answers.running - 1
         self._cb.output_router.result_handlers.pop(self._request_id, None)
 
@@ -156,15 +156,15 @@ class Stream(CBStreamer):
         self.queue.put_nowait(item)
 
     def logprobs(self, tokens: int) -> dict[str, Any]:
-        """Return log-probabilities of those of the first tokens that no event has, and of the likeliest there."""
+        """Return log-probabilities of the new ones among the first tokens, and of the likeliest tokens there."""
 
-        def entry(token: int, value: float, **more: Any) -> dict[str, Any]:
+        def entry(token: int, value: float, **extra: Any) -> dict[str, Any]:
             text: Any = self.answers.tokenizer.decode([token])
-            return {"token": text, "logprob": value, "bytes": list(text.encode()), **more}
+            return {"token": text, "logprob": value, "bytes": list(text.encode()), **extra}
 
         content, new = [], slice(self.reported, tokens)
-        for token, (own, likeliest) in zip(self.output.generated_tokens[new], self.output.logprobs[new], strict=True):
-            content.append(entry(token, own, top_logprobs=[entry(*pair) for pair in likeliest.items()]))
+        for token, (value, likeliest) in zip(self.output.generated_tokens[new], self.output.logprobs[new], strict=True):
+            content.append(entry(token, value, top_logprobs=[entry(*pair) for pair in likeliest.items()]))
         return {"content": content}
 
 
@@ -178,8 +178,8 @@ class Exchange:
 
     Attributes:
         choice: how tokens are chosen. stop: strings that end an answer; eos: tokens that do. streams: of the answers.
-        marks: of each item on its way its stream, the tokens and calls of tools by then, and why the answer ended.
-        choices, last: what there is of each answer, and the last event, where all is sent at once.
+        marks: of each item in the queue its stream, the tokens and tool calls by then, and why the answer ended.
+        choices, last: each answer so far, and the last event, where all is sent at once.
         error: of the engine.
 
     Raises:
@@ -203,7 +203,7 @@ class Exchange:
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens of all answers."""
+        """Number of tokens of all answers."""
         return sum(stream.total_tokens for stream in self.streams)
 
     def cancel(self) -> None:
@@ -212,11 +212,11 @@ class Exchange:
             stream.cancel()
 
     async def answer(self) -> Response:
-        """Return the answers, or the stream that they come in."""
-        own: Any = self
+        """Return the answers, or their stream."""
+        handler: Any = self
         answers, body, name = self.answers, self.body, f"{type(self).__name__.lower()}-{uuid.uuid4().hex}"
-        response = own._streaming(
-            name, answers.module, answers.tokenizer, body.model, own.inputs(), own, own, self.tools
+        response = handler._streaming(
+            name, answers.module, answers.tokenizer, body.model, handler.inputs(), handler, handler, self.tools
         )
         if body.stream:
             return response
@@ -232,14 +232,14 @@ class Exchange:
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Exchange]:
-        """Begin the answers; what they say comes in the queue.
+        """Begin the answers; their items come in the queue.
 
         Args:
             model, processor: of the folder. inputs: with the prompt's tokens. gen_config: this.
             request_id: its name. response_parser: of messages, or None.
 
         Raises:
-            Refusal: they are too long, or there are too many. StateError: nothing is answered any more.
+            Refusal: they are too long, or there are too many. StateError: requests are no longer answered.
         """
         answers, body, ids, queue = self.answers, self.body, inputs["input_ids"], asyncio.Queue[Any]()
         room = answers.context - len(ids)
@@ -260,8 +260,8 @@ class Exchange:
         return queue, self
 
     def chunk_to_sse(self, chunk: Any) -> str:
-        """Format an event: of which answer it is, why that has ended, log-probabilities of its tokens, and usage."""
-        own: Any = super()
+        """Format an event: its answer's index, why that has ended, log-probabilities of its tokens, and usage."""
+        handler: Any = super()
         choice, (usage, chunk.usage) = chunk.choices[0], (chunk.usage, None)
         delta = getattr(choice, "delta", None)
         # The handler's first event has a role and nothing else: here each answer has it in its own first one.
@@ -282,14 +282,14 @@ class Exchange:
             self.last = chunk.model_dump(exclude_none=True)
             add(self.choices.setdefault(stream.index, {}), *self.last["choices"])
             return ""
-        text = own.chunk_to_sse(chunk)
+        text = handler.chunk_to_sse(chunk)
         # The last one; usage has an event of its own, without a choice.
         if usage is None:
             return text
         if self.body.stream_options and self.body.stream_options.include_usage:
             chunk.choices, chunk.usage = [], usage
-            text += own.chunk_to_sse(chunk)
-        return text + own.chunk_to_sse("[DONE]")
+            text += handler.chunk_to_sse(chunk)
+        return text + handler.chunk_to_sse("[DONE]")
 
 
 class Chats(Exchange, ChatCompletionHandler):  # type: ignore[misc]
@@ -313,7 +313,7 @@ class Texts(Exchange, CompletionHandler):  # type: ignore[misc]
 
 
 def add(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a part of an answer to what there is of it, as clients put events together."""
+    """Add a part of an answer to the whole, as clients put events together."""
     for key, value in part.items():
         if isinstance(value, dict):
             add(whole.setdefault(key, {}), value)
@@ -322,5 +322,5 @@ def add(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def several(value: Any) -> list[Any]:
-    """Return what may be missing, one, or a list, as a list."""
+    """Return a value that may be None, single or a list as a list."""
     return value if isinstance(value, list) else [value] * (value is not None)

@@ -24,7 +24,7 @@ LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request, within bounds of size and time."""
+    """Return the body of a request, within bounds of size and time."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -37,8 +37,8 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _while_there(request: Request, call: Any) -> Any:
-    """The result of a call, which is ended where the client goes."""
+async def _while_connected(request: Request, call: Any) -> Any:
+    """Return the result of a call, which is cancelled where the client disconnects."""
     task = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait([task], timeout=WATCH_SECONDS))[0]:
@@ -57,7 +57,7 @@ def _failed(request: Request, error: Any) -> JSONResponse:
 
 
 def app_of(answers: Answers, key: str, origins: Sequence[str], local: bool) -> FastAPI:
-    """The app.
+    """Make the app.
 
     Args:
         answers: the models. key: that clients show, or empty. origins: of pages whose scripts may ask.
@@ -76,8 +76,8 @@ def app_of(answers: Answers, key: str, origins: Sequence[str], local: bool) -> F
 
     def admit(request: Request) -> None:
         # A comparison that ends at the first letter that differs would tell how many are right.
-        own = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key and not hmac.compare_digest(own.encode(), key.encode()):
+        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key and not hmac.compare_digest(shown.encode(), key.encode()):
             raise Refusal(401, "show the key of this server: Authorization: Bearer KEY.")
 
     async def answer(request: Request) -> Any:
@@ -86,15 +86,15 @@ def app_of(answers: Answers, key: str, origins: Sequence[str], local: bool) -> F
             raise Refusal(415, "send JSON, with content-type: application/json.")
         exchange, kind = (Chats, Chat) if "chat" in request.url.path else (Texts, Text)
         body = read(await _body(request), kind, answers.models, answers.limit)
-        return await _while_there(request, exchange(answers, body).answer())
+        return await _while_connected(request, exchange(answers, body).answer())
 
     async def models() -> Any:
         one = {"object": "model", "created": since, "owned_by": "autotp"}
         return {"object": "list", "data": [{"id": name, **one} for name in answers.models]}
 
     async def health() -> JSONResponse:
-        why = answers.failure
-        return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+        failure = answers.failure
+        return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
 
     guards = [Depends(admit)]
     app.post("/v1/chat/completions", dependencies=guards)(answer)

@@ -74,7 +74,7 @@ class Body(Strict):
 
     @property
     def top(self) -> int | None:
-        """Return of how many tokens log-probabilities are asked for beside the chosen one's; None for none at all."""
+        """Number of tokens whose log-probabilities are asked for beside the chosen one's; None for none at all."""
         return None
 
     @property
@@ -83,10 +83,12 @@ class Body(Strict):
         return self.max_tokens
 
     def choice(self, generation: Any) -> Choice:
-        """Return how tokens are chosen: as the body says, else as the folder's generation config does."""
+        """Return the choice of tokens: as the body says, else as the folder's generation config does."""
         request = self.model_dump(include={*SAMPLING}, exclude_none=True)
-        own = {name: getattr(generation, name) for name in SAMPLING if generation.do_sample}
-        sampling: Any = {"temperature": float(bool(own or request))} | {n: x for n, x in own.items() if x} | request
+        defaults = {name: getattr(generation, name) for name in SAMPLING if generation.do_sample}
+        sampling: Any = (
+            {"temperature": float(bool(defaults or request))} | {n: x for n, x in defaults.items() if x} | request
+        )
         return Choice(
             **sampling, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS, top=self.top,
             repetition=generation.repetition_penalty or 1.0, presence=self.presence_penalty or 0.0,

@@ -1,4 +1,4 @@
-"""One rank of a server: it has its part of the model and follows; the first one takes the requests."""
+"""Ranks of a server: each has its part of the model, and the first one takes the requests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def sockets(self) -> list[Path]:
-        """Return the sockets on which replicas listen; none for one alone."""
+        """Sockets on which replicas listen; none for one alone."""
         return [self.folder / f"replica{i}" for i in range(self.dp) if self.dp > 1]
 
 
@@ -124,7 +124,7 @@ def model_name(folder: Path) -> str:
 
 
 async def _serve(options: Options, answers: Answers, replica: int) -> None:
-    """Serve HTTP until a signal, or the end of the manager; say when all replicas are ready, and what is done."""
+    """Serve HTTP until a signal, or the end of the manager; report when all replicas are ready, and the speed."""
     sockets, name = options.sockets, f"replica {replica}: " if options.sockets else ""
     server = uvicorn.Server(
         uvicorn.Config(
@@ -155,7 +155,7 @@ async def _serve(options: Options, answers: Answers, replica: int) -> None:
 
 
 def _context(module: Any, manager: Any) -> int:
-    """Tokens that a prompt and its answer may have: what the model takes, and what the pools hold."""
+    """Return the tokens that a prompt and its answer may have: as many as the model takes and the pools hold."""
     cache = manager.batch_processor.cache
     room = cache.num_blocks * PAGE - len(cache.cache_allocators) * cache.tokens_per_sector
     return min(room, getattr(module.config.get_text_config(), "max_position_embeddings", None) or room)
@@ -191,12 +191,12 @@ class Front:
         await server.serve_forever()
 
     def end(self) -> None:
-        """Let the last bytes of answers go out, for a while: replicas have ended."""
+        """Wait a while for the last bytes of answers: replicas have ended."""
         for _ in range(LOOKS):
             time.sleep(LOOK_SECONDS * any(self.open.values()))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on what comes from a client, and the answer; where there is none, say so."""
+        """Pass on a client's request, and the answer, or an error where there is none."""
         request, answered = b"", False
         with suppress(OSError):
             request = await reader.read(CHUNK)
@@ -221,7 +221,7 @@ class Front:
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> bool:
-    """Pass on what comes to the end of either; return whether there was anything."""
+    """Copy bytes until either side ends; return whether there were any."""
     some = False
     with suppress(OSError):
         while data := await source.read(CHUNK):
@@ -235,7 +235,7 @@ def serve(options: Options) -> None:
     """Serve a folder until Ctrl-C or SIGTERM.
 
     Args:
-        options: what and how; their `folder` is made here.
+        options: of the server; their `folder` is made here.
 
     Raises:
         InputError: the ranks cannot run here. RankError: a rank ended; the error has its number and why.
@@ -269,8 +269,10 @@ def serve(options: Options) -> None:
                 raise
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            why = failure.message if isinstance(failure.message, str) else failure.message["message"]
+            reason = failure.message if isinstance(failure.message, str) else failure.message["message"]
             where = f"rank {rank % tp} of {tp}" + (f" of replica {rank // tp}" if options.sockets else "")
-            raise RankError(f"serving has ended: {where} ended with code {failure.exitcode}. {why}".strip()) from None
+            raise RankError(
+                f"serving has ended: {where} ended with code {failure.exitcode}. {reason}".strip()
+            ) from None
         finally:
             front.end()

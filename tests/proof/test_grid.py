@@ -109,7 +109,7 @@ def test_what_a_rank_gets_wrong_shows():
 
 def test_what_cannot_be_dealt_is_refused():
     ids, seen, targets = inputs()
-    with pytest.raises(InputError, match="a sequence of 7 is not dealt to 2 ranks"):
+    with pytest.raises(InputError, match="a sequence of 7 is not divided over 2 ranks"):
         autotp.plan(Causal(), 2, cp=2, example_inputs=(ids[:, 1:], seen[:, 1:], targets[:, 1:]))
     with pytest.raises(InputError, match="must be a multiple of 6"):
         autotp.Inputs(ids).part(0, 3)

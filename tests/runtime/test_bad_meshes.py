@@ -97,7 +97,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compiled(2, dp=2, mesh=of(2, 2, names=("tp", "dp"))),
         "the mesh has the axes in the order tp, dp",
     ),
-    "compile, sequence": (lambda: compiled(1, cp=4, ids=TOKENS[:, :4]), "a sequence of 4 is not dealt to 4 ranks"),
+    "compile, sequence": (lambda: compiled(1, cp=4, ids=TOKENS[:, :4]), "a sequence of 4 is not divided over 4 ranks"),
     "compile, a product": (lambda: compiled((4, 2)), "tp=8 is larger than the world"),
     "compile, a product that leaves ranks": (lambda: compiled((2, 2), dp=2), "dp=2 and tp=4 do not make up the world"),
     "compile, a factor of one": (lambda: compiled((4, 1)), "the factors of a degree are ints of at least 2"),
@@ -129,7 +129,7 @@ ON_RANKS: dict[str, tuple[Callable[[], Any], str]] = {
     "stages, another size": (lambda: staged(2, 2, mesh=of(4, 1, names=("pp", "tp"))), "pp=2 x tp=2 are asked for"),
 }
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
-    "plan, sequence": (lambda: planned(2, cp=3), "a sequence of 8 is not dealt to 3 ranks"),
+    "plan, sequence": (lambda: planned(2, cp=3), "a sequence of 8 is not divided over 3 ranks"),
     "plan, degree": (lambda: planned(2, dp=0), "dp=0: the data-parallel degree counts ranks"),
     "plan, devices": (lambda: planned(devices=4, global_batch=3), "global_batch=3 is not made up of"),
     "plan, a factor": (lambda: planned((5, 2)), "has a dimension that 5 ranks share evenly"),
@@ -139,13 +139,13 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: autotp.sweep(Model(), [4, (2, 2)], example_inputs=TOKENS), "gives one number of ranks twice"
     ),
     "verify, batch": (lambda: verified(2, dp=3), "a batch of 2 is not dealt to dp=3 ranks"),
-    "verify, sequence": (lambda: verified(2, cp=3), "a sequence of 8 is not dealt to 3 ranks"),
+    "verify, sequence": (lambda: verified(2, cp=3), "a sequence of 8 is not divided over 3 ranks"),
     "verify, a plan's batch": (
         lambda: verified(2, plan=plan_of(dp=2), ids=TOKENS[:1]), "a batch of 1 is not dealt to dp=2 ranks"
     ),
     "verify, another plan": (lambda: verified(2, plan=plan_of(dp=2), cp=2), "the plan is for dp=2, and cp=2 is"),
     "certify, a plan's sequence": (
-        lambda: autotp.certify(Model(), plan_of(cp=2), TOKENS[:, :6]), "a sequence of 6 is not dealt to 2 ranks"
+        lambda: autotp.certify(Model(), plan_of(cp=2), TOKENS[:, :6]), "a sequence of 6 is not divided over 2 ranks"
     ),
 }  # fmt: skip
 

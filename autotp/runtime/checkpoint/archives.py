@@ -1,4 +1,4 @@
-"""Names of stored tensors matched with the model's, and everything that does not fit, before anything is loaded."""
+"""Archives of stored tensors, and the comparison of their names, shapes and types with the model's before a load."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from autotp.comm.lockstep import lost, meet
 from autotp.comm.ranks import Ranks, from_all
 from autotp.errors import StateError
 from autotp.ir.graph import NamedTensors
+from autotp.ir.op import dtype_name
 from autotp.plans.pieces import BUCKET, Block
 from autotp.plans.transfers import Send, Spread, transfer
 from autotp.runtime import state
@@ -61,8 +62,7 @@ class Archive:
 
     def whole(self, name: str) -> Tensor:
         """Return all of the stored tensor `name`."""
-        entry: Any = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = self.entries[name].empty()
         self.read(name, [Box((0,) * tensor.ndim, tensor)])
         return tensor
 
@@ -76,8 +76,9 @@ class TensorArchive(Archive):
             raise StateError(f"{foreign[0]} is another rank's part: one rank had pickled it for all. {INSTEAD}")
         self.tensors = tensors
         for name, value in tensors.items():
-            kind = type(value).__name__ if not isinstance(value, Tensor) else value.dtype
-            kind = "on the meta device" if isinstance(value, Tensor) and value.is_meta else kind
+            kind: Any = type(value).__name__
+            if isinstance(value, Tensor):
+                kind = "on the meta device" if value.is_meta else value.dtype
             self.entries[name] = Entry(tuple(getattr(value, "shape", ())), kind, Path(self.path))
 
     def whole(self, name: str) -> Tensor:
@@ -90,7 +91,7 @@ class Renamed(Archive):
     """An archive under other names.
 
     Args:
-        archive: as it is stored. stored: name here -> name there.
+        archive: as it is stored. stored: new name -> name in the archive.
     """
 
     def __init__(self, archive: Archive, stored: dict[str, str]) -> None:
@@ -107,13 +108,13 @@ class Renamed(Archive):
         return {self.stored[name]: boxes for name, boxes in need.items()}
 
     def fill(self, need: Boxes) -> None:
-        """Fill boxes by names here."""
+        """Fill boxes by the new names."""
         self.archive.fill(self.below(need))
 
 
 @dataclass(frozen=True)
 class NameMatch:
-    """Tensors of an archive by those of the model that they are.
+    """A match of an archive's names with the model's.
 
     Attributes:
         stored: first name of each tensor of the model -> the names that it is stored under, more than one where tied.
@@ -130,7 +131,7 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Nam
 
     Args:
         shards: of the module. archive: the checkpoint, under the model's names.
-        strict: every name must be on both sides. cast: another floating-point dtype is no difference.
+        strict: every name must be on both sides. cast: dtypes may differ.
 
     Raises:
         StateError: tensors are missing, unknown, or of another shape or type; all of them are listed.
@@ -147,14 +148,14 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Nam
     for n in archive.entries:
         if n not in names and n not in shards.elsewhere and not any(p.search(n) for p in ignored):
             unexpected.append(n)
-    wrong = [text for first, keys in stored.items() for k in keys if (text := _odd(shards, first, k, archive, cast))]
+    wrong = [text for first, keys in stored.items() for k in keys if (text := _misfit(shards, first, k, archive, cast))]
     if wrong or (strict and (missing or unexpected)):
         raise StateError(_faults_text(archive, missing, unexpected, wrong, cast))
     return NameMatch(stored, missing, unexpected)
 
 
 def _names(shards: ShardState) -> dict[str, str]:
-    """Return the names that may be stored of the model: of its state dict, and of buffers beside; with first names."""
+    """Map each name that may be stored, of the state dict and of non-persistent buffers, to the tensor's first name."""
     buffers = [n for n, _ in shards.root.named_buffers(remove_duplicate=False)]
     return {n: shards.aliases.get(n, n) for n in buffers} | dict(state.named_tensors(shards))
 
@@ -167,31 +168,28 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     """
     archive = _converted(shards, archive)
 
-    def key_of(name: str, more: str, less: str) -> str:
-        """The stored name; a layer's weight may be stored without the adapter of PEFT which is around it."""
-        own, bare = (more + n.removeprefix(less) for n in (name, name.replace(AROUND, ".")))
-        return own if own in archive.entries else bare
+    def key_of(name: str, prefix: str, stripped: str) -> str:
+        """Return the stored name; a layer's weight may be stored without the adapter of PEFT around it."""
+        full, bare = (prefix + n.removeprefix(stripped) for n in (name, name.replace(AROUND, ".")))
+        return full if full in archive.entries else bare
 
     base, names = f"{getattr(shards.bare, 'base_model_prefix', '')}.", dict(state.named_tensors(shards))
     longest = max(names, key=len, default="")
     outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
-    # What stands before a stored name, and what before one here; of these that by which most tensors are found.
+    # Prefixes of the stored names and of the model's; the pair that matches most tensors is taken.
     ways = [("", ""), (base, ""), *((prefix, "") for prefix in outer), ("", base)]
-    counts = []
-    for way in ways:
-        counts.append(len({first for n, first in names.items() if key_of(n, *way) in archive.entries}))
-    way = ways[counts.index(max(counts))]
+    way = max(ways, key=lambda way: len({first for n, first in names.items() if key_of(n, *way) in archive.entries}))
     every = (*_names(shards), *shards.elsewhere)
     stored = {n: key for n in every if (key := key_of(n, *way)) in archive.entries}
-    # The rest is unknown, but beside a model that is stored among other things.
-    own = set(stored.values())
+    # The rest is unexpected, except beside a model that is stored among other things.
+    known = set(stored.values())
     for key in archive.entries:
-        if key not in own and (not archive.shared or key.startswith(way[0])):
+        if key not in known and (not archive.shared or key.startswith(way[0])):
             stored[key if key not in stored else f"{key} (as it is stored)"] = key
     return Renamed(archive, stored)
 
 
-def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
+def _misfit(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
     entry, shape, tensor = archive.entries[key], shards.storage_of(first).shape, state.pieces(shards, first)[0]
     what = f"{entry.file.name}: {key} is"
     if isinstance(entry.dtype, str):
@@ -199,7 +197,7 @@ def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool)
     if entry.shape != shape:
         return f"{what} {list(entry.shape)}, the model has {list(shape)}"
     if entry.dtype != tensor.dtype and not cast:
-        return f"{what} {_short(entry.dtype)}, the model has {_short(tensor.dtype)}"
+        return f"{what} {dtype_name(entry.dtype)}, the model has {dtype_name(tensor.dtype)}"
     return ""
 
 
@@ -213,19 +211,13 @@ def _faults_text(archive: Archive, missing: list[str], unexpected: list[str], wr
     )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _converted(shards: ShardState, archive: Archive) -> Archive:
     """Return the archive in the forms of the running model, where transformers has a mapping for it."""
     bare: Any = shards.bare
     if archive.shared or not _mapped(bare):
         return archive
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(bare)
-    if not mapping:
-        return archive
-    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)})
+    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)}) if mapping else archive
 
 
 def reverted(bare: Any, tensors: NamedTensors) -> NamedTensors:
@@ -240,15 +232,15 @@ def reverted(bare: Any, tensors: NamedTensors) -> NamedTensors:
 
 
 def _mapped(bare: Any) -> bool:
-    """Return whether this is a transformers model, and that library has what is needed here."""
+    """Return whether this is a transformers model, and that library has the functions used here."""
     loading = sys.modules.get("transformers.core_model_loading")
     members = ("rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming", "dot_natural_key")
     return hasattr(bare, "base_model_prefix") and all(hasattr(loading, name) for name in members)
 
 
 class Converted(Renamed):
-    """An archive seen through a mapping. What the mapping computes is computed whole, one tensor at a time, but for a
-    stack, of which what is needed is read."""
+    """An archive seen through a mapping of transformers. A tensor that the mapping computes is computed whole, one at a
+    time, except a stack, of which only the needed items are read."""
 
     def __init__(self, bare: Any, archive: Archive, mapping: Sequence[Any], names: set[str]) -> None:
         loading = importlib.import_module("transformers.core_model_loading")
@@ -265,17 +257,15 @@ class Converted(Renamed):
             groups.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(key)
         super().__init__(archive, stored)
         self.bare = bare
-        self.groups: dict[str, tuple[str, Any, Sources]] = {}  # name here -> what it is computed of
+        self.groups: dict[str, tuple[str, Any, Sources]] = {}  # new name -> the arguments of the conversion
         for name, (converter, sources) in groups.items():
             self._add(name, converter, sources)
 
     def _add(self, name: str, converter: Any, sources: Sources) -> None:
-        """Add the tensors that a mapping makes of these, by their shapes; where it cannot, they stay what they are."""
-        entries: Any = {key: self.archive.entries[key] for own in sources.values() for key in own}
+        """Add the tensors that a mapping makes of these, by their shapes; where it fails, the stored names stay."""
+        entries = {key: self.archive.entries[key] for keys in sources.values() for key in keys}
         try:
-            tensors = self._convert(
-                name, converter, sources, lambda k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta")
-            )
+            tensors = self._convert(name, converter, sources, lambda k: entries[k].empty("meta"))
         except Exception:  # then they are reported as missing and unknown
             self.entries |= entries
             self.stored |= {key: key for key in entries}
@@ -304,7 +294,7 @@ class Converted(Renamed):
                 box.tensor.copy_(tensor[box.block.slices((first,) + (0,) * (tensor.ndim - 1))])
 
     def _stacked(self, name: str, boxes: Sequence[Box]) -> tuple[int, Sources]:
-        """Number of the first of stacked tensors, as single experts are, that boxes have a part of, and all these."""
+        """Return the index of the first stacked tensor (a single expert) that boxes overlap, and the sources needed."""
         _, converter, sources = self.groups[name]
         steps = [f"{type(x).__name__} {getattr(x, 'dim', 0)}" for x in converter.operations]
         if steps not in (["MergeModulelist 0"], ["MergeModulelist 0", "Concatenate 1"]):
@@ -323,10 +313,10 @@ Holdings = Mapping[str, tuple[tuple[int, ...], Any, Collection[Block]]]  # name 
 
 
 class Peers(Archive):
-    """Tensors that ranks hold, as an archive of which names, shapes and types are known; `fill` brings the values.
+    """Tensors that other ranks hold, as an archive: entries are known on every rank, and `fill` communicates.
 
     Args:
-        ranks: that move. have: this rank's boxes. holdings: of every rank, in numbers.
+        ranks: that exchange them. have: this rank's boxes. holdings: of every rank, its blocks of each tensor.
         extra: notes beside them, as of a checkpoint. bucket: bytes of messages that a rank holds at once.
         path: their name in messages.
     """
@@ -339,29 +329,29 @@ class Peers(Archive):
     ) -> None:  # fmt: skip
         super().__init__(path)
         self.ranks, self.have, self.holdings, self.extra, self.bucket = ranks, have, holdings, extra, bucket
-        for own in holdings:
-            for name, (shape, dtype, _) in own.items():
+        for held in holdings:
+            for name, (shape, dtype, _) in held.items():
                 self.entries.setdefault(name, Entry(shape, dtype, Path(path)))
 
     @staticmethod
     def of(ranks: Ranks, tensors: Tensors, extra: dict[str, Any], bucket: int = BUCKET) -> Peers:
-        """Tell all ranks what this one holds. A collective call.
+        """Make the archive of the tensors of all ranks. A collective call.
 
         Args:
             ranks, extra, bucket: see the class. tensors: this rank's.
         """
         have = {name: boxes for name, (_, boxes) in tensors.items() if boxes}
-        own = {}
+        local = {}
         for name, boxes in have.items():
-            own[name] = tensors[name][0], boxes[0].tensor.dtype, _blocks(boxes)
-        return Peers(ranks, have, from_all(ranks, own, "which rank has which blocks"), extra, bucket)
+            local[name] = tensors[name][0], boxes[0].tensor.dtype, _blocks(boxes)
+        return Peers(ranks, have, from_all(ranks, local, "which rank has which blocks"), extra, bucket)
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
-        """Refuse: what other ranks hold comes for all ranks together."""
+        """Refuse: tensors of other ranks are read by all ranks together."""
         raise StateError(f"{name} is held by other ranks, and cannot be read by this one alone.")
 
     def fill(self, need: Boxes) -> None:
-        """Fill this rank's boxes from what all ranks hold. A collective call.
+        """Fill this rank's boxes from the tensors of all ranks. A collective call.
 
         Raises:
             RankError: a rank has ended, or left.
@@ -369,9 +359,9 @@ class Peers(Archive):
         ranks, spreads = self.ranks, {}
         everyone = from_all(ranks, {name: _blocks(boxes) for name, boxes in need.items()}, "the blocks of a move")
         for name, entry in self.entries.items():
-            needs = {rank: own[name] for rank, own in enumerate(everyone) if name in own}
+            needs = {rank: wanted[name] for rank, wanted in enumerate(everyone) if name in wanted}
             if needs:
-                haves = {rank: own[name][2] for rank, own in enumerate(self.holdings) if name in own}
+                haves = {rank: held[name][2] for rank, held in enumerate(self.holdings) if name in held}
                 assert isinstance(entry.dtype, torch.dtype)
                 spreads[name] = Spread(entry.shape, entry.dtype.itemsize, haves, needs)
         way, rank = transfer(spreads, self.bucket), ranks.rank
@@ -389,13 +379,13 @@ def _blocks(boxes: Sequence[Box]) -> list[Block]:
 
 
 def _within(boxes: Boxes, send: Send) -> Tensor:
-    """The memory of a block, in the box that holds it."""
+    """Return the memory of a block, in the box that holds it."""
     parts = (box.within(send.block) for box in boxes[send.name])
     return next(x.tensor for x in parts if x is not None and x.tensor.numel() == send.block.elements)
 
 
 def _round(sends: Sequence[Send], have: Boxes, need: Boxes, ranks: Ranks) -> None:
-    """Exchange blocks with the ranks that this one has something for, or something from: two ranks in one order."""
+    """Exchange blocks with the ranks that this one sends to or receives from; both sides have the same order."""
     operations, arrivals = [], []
     for x in sends:
         if x.source == ranks.rank:
@@ -411,10 +401,10 @@ def _round(sends: Sequence[Send], have: Boxes, need: Boxes, ranks: Ranks) -> Non
 
 
 def _wait(operations: list[Any], ranks: Ranks) -> None:
-    """Wait for all of a round, also where one fails: who is there gets what it waits for.
+    """Wait for all operations of a round, also after one has failed: the other ranks get what they wait for.
 
     Raises:
-        RankError: it names the rank that is gone.
+        RankError: a rank has ended; it is named.
     """
     errors = []
     for work in dist.batch_isend_irecv(operations) if operations else ():

@@ -39,7 +39,7 @@ MAX_TABLE_BYTES, MAX_NOTES_BYTES = 1 << 30, 100_000_000  # of .metadata, and of 
 
 
 class Planner(DefaultSavePlanner):
-    """Writes the boxes of each tensor; those that several ranks have are written once.
+    """Planner of a save by boxes; boxes that several ranks have are written once.
 
     Args:
         tensors: stored name -> (the whole's shape, this rank's boxes).
@@ -53,8 +53,8 @@ class Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return one item for each box of this rank."""
         items = []
-        for name, (shape, own) in self.tensors.items():
-            for box in own:
+        for name, (shape, boxes) in self.tensors.items():
+            for box in boxes:
                 data = TensorWriteData(
                     chunk=ChunkStorageMetadata(torch.Size(box.offset), box.tensor.shape),
                     properties=TensorProperties.create_from_tensor(box.tensor),
@@ -73,7 +73,7 @@ class Planner(DefaultSavePlanner):
         return self.boxes[index]
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the box, when it is written."""
+        """Return the box, and record its digests: it is written now."""
         tensor, index = super().resolve_data(write_item), write_item.index
         assert isinstance(tensor, Tensor) and index.offset is not None
         data = as_bytes(tensor)
@@ -83,14 +83,14 @@ class Planner(DefaultSavePlanner):
 
 
 class Writer(FileSystemWriter):
-    """Writes into a draft of the folder, and puts it in its place once every rank has written."""
+    """Writer into a draft of the folder, which is put in its place once every rank has written."""
 
     def __init__(self, path: Path, notes: str) -> None:
         super().__init__(folders.draft_of(path))
         self.place, self.notes = path, notes
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """On one rank, after all have written: the metadata, our own notes, the digests, and the commit.
+        """Write the metadata, our own notes and the digests, and commit: on one rank, after all have written.
 
         Args:
             metadata: of all that is saved. results: of each rank what DCP says of its items, and their digests.
@@ -108,7 +108,7 @@ class Writer(FileSystemWriter):
 class Files(Archive):
     """A DCP folder, read box by box. Its table is a pickle, of which only DCP's own plain records are made."""
 
-    shared = True  # an optimizer's state may lie beside the model's
+    shared = True  # an optimizer's state may be stored beside the model's
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -130,7 +130,7 @@ class Files(Archive):
             raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{indented(faults)}")
 
     def _add(self, name: str) -> Iterator[str]:
-        """Add the entry of a tensor of the table, and give what is wrong with the places of its chunks.
+        """Add the entry of a tensor of the table, and yield the faults of its chunks' places.
 
         Raises:
             AttributeError, TypeError, ValueError: its records are of anything else than names, sizes and places.
@@ -148,7 +148,7 @@ class Files(Archive):
             _numbers(name, chunk.offsets, chunk.sizes)
             # Numbers may be sizes and still not fit together: rows 6 to 8 of a tensor of 7.
             if any(a + b > n for a, b, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
-                raise ValueError(f"a part of {name} lies outside of it")
+                raise ValueError(f"a part of {name} is outside of it")
             record = self.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             if record is None:
                 yield f".metadata: says in no file where {name} from {list(chunk.offsets)} is"
@@ -158,10 +158,10 @@ class Files(Archive):
             place = PurePosixPath(record.relative_path)
             file, stop = self.folder / place, record.offset + record.length
             if place.is_absolute() or ".." in place.parts:
-                yield f".metadata: {name} lies outside of the folder, in {record.relative_path}"
+                yield f".metadata: {name} is outside of the folder, in {record.relative_path}"
             elif stop > (size := file.stat().st_size if file.is_file() else -1):
-                there = "is not there" if size < 0 else f"ends at byte {size}: cut off"
-                yield f"{place}: {name} ends at byte {stop}, and the file {there}"
+                state = "is not there" if size < 0 else f"ends at byte {size}: cut off"
+                yield f"{place}: {name} ends at byte {stop}, and the file {state}"
         self.entries[name] = Entry(tuple(tensor.size), tensor.properties.dtype, file)
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
@@ -176,7 +176,7 @@ class Files(Archive):
                     self.digests.fill(TABLE, name, entry, part, data, block.offset)
 
     def _part(self, name: str, block: Block) -> tuple[Entry, View]:
-        """Return a stored part of a tensor: where it lies, and its bytes."""
+        """Return a stored part of a tensor: its place, and its bytes."""
         record = self.reader.storage_data[MetadataIndex(name, torch.Size(block.offset))]
         file, dtype = self.folder / record.relative_path, self.entries[name].dtype
         try:
@@ -207,7 +207,7 @@ class Reader(FileSystemReader):
         return records
 
     def part(self, record: Any) -> Tensor:
-        """Return what is stored of a tensor by a record, whole."""
+        """Return the whole stored tensor of a record."""
         unread: Any = None  # which box it is for: no transform asks
         with self.fs.create_stream(self.fs.concat_path(self.path, record.relative_path), "rb") as file:
             view: Any = self._slice_file(file, record)
@@ -250,7 +250,7 @@ def _numbers(name: str, *sizes: Any) -> None:
 
 
 class _StorageInfo:
-    """Stands for DCP's private record of where a chunk lies."""
+    """Stand-in for DCP's private record of a chunk's place."""
 
     relative_path: str
     offset: int

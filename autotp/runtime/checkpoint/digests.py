@@ -1,4 +1,4 @@
-"""Digests of the bytes of tensors, by which a load notices those that are not what was saved.
+"""Digests of the bytes of tensors, by which a load notices damage.
 
 A tensor's bytes are cut into blocks of 4 MiB, in order. A block's digest is of its words of 8 bytes: the sum of each
 page of 4 KiB, times an odd number that no other page has, all added modulo 2**64. That takes as long as memory takes to
@@ -39,7 +39,7 @@ View = Callable[[int, int], Tensor]  # the bytes of a stored tensor from one pla
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor, or a part of one: its shape and type, and where it lies.
+    """A stored tensor, or a part of one: its shape and type, and its place in a file.
 
     Attributes:
         shape, dtype: a str where torch has no such type.
@@ -52,22 +52,27 @@ class Entry:
     start: int = 0
     stop: int = 0
 
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """Return memory for all of it; its type is one that torch has."""
+        assert isinstance(self.dtype, torch.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
 
 def digest(block: Tensor) -> int:
-    """Return the digest of the bytes of one block; what its last page lacks is zeros."""
+    """Return the digest of the bytes of one block; its last page is padded with zeros."""
     if len(block) % PAGE or block.storage_offset() % WORD:  # words must begin where torch can read them
         block = pad(block, (0, -len(block) % PAGE))
     return int(of_pages(words(block).sum(1)))
 
 
 def words(data: Tensor) -> Tensor:
-    """Return the words of whole pages, `[pages, words]`; their sums are what digests are made of."""
+    """Return the words of whole pages, `[pages, words]`; digests are made of their sums."""
     return data.view(torch.int64).view(-1, PAGE // WORD)
 
 
 def of_pages(sums: Tensor) -> Tensor:
     """Return digests of blocks from the sums of their pages, `[..., pages]`."""
-    return (sums * _odd(PAGES, sums.device)[: sums.shape[-1]]).sum(-1)
+    return (sums * _factors(PAGES, sums.device)[: sums.shape[-1]]).sum(-1)
 
 
 def as_text(digests: Tensor | Sequence[int]) -> str:
@@ -76,7 +81,7 @@ def as_text(digests: Tensor | Sequence[int]) -> str:
 
 
 @cache
-def _odd(count: int, device: torch.device) -> Tensor:
+def _factors(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, 2 * count, 2, device=device)
 
 
@@ -115,16 +120,16 @@ class Digests:
         self.tensors: dict[str, Any] = data["tensors"]
 
     def faults(self, *files: Path) -> list[str]:
-        """Return what is wrong with the tables of these files, so far as they are there."""
-        there = [f for f in files if f.name in self.tables and f.exists()]
-        others = [f.name for f in there if _table(f) != self.tables[f.name]]
-        return [f"{name} is not what was saved: it is damaged, or another one. {self.remedy}" for name in others]
+        """Return the faults of the tables of these files, so far as they exist."""
+        present = [f for f in files if f.name in self.tables and f.exists()]
+        differing = [f.name for f in present if _table(f) != self.tables[f.name]]
+        return [f"{name} is not what was saved: it is damaged, or another one. {self.remedy}" for name in differing]
 
     def fill(self, table: str, name: str, entry: Entry, box: Box, view: View, at: Sequence[int] = ()) -> None:
         """Fill a box from a stored tensor, whose bytes are checked as they are read.
 
         Args:
-            table: the file that says where the tensor lies. With a digest of this there is one of each tensor.
+            table: the file that says where the tensor is stored. Where it has a digest, each tensor has one.
             name: of the tensor. entry: the tensor, or the part of it that begins at `at` in the whole.
             box: in the entry. view: of the entry's bytes.
 

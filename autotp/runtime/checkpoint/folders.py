@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 
 
 def writing(path: Path, write: Callable[[], T]) -> T:
-    """`write()`, whose errors are those of saving `path`."""
+    """Return `write()`; its errors become those of saving `path`."""
     try:
         return write()
     except StateError:
@@ -30,13 +31,22 @@ def writing(path: Path, write: Callable[[], T]) -> T:
         raise StateError(f"{path} could not be saved; what was there is still there: {error!r}") from error
 
 
+def write_on_first(ranks: Ranks, doing: str, path: Path, write: Callable[[], None]) -> None:
+    """Let the first rank write; where that fails all ranks raise. A collective call.
+
+    Args:
+        ranks: that save. doing: what `write` does, for messages. path: that is saved. write: called on rank 0.
+    """
+    together(ranks, doing, lambda: writing(path, write) if ranks.rank == 0 else None)
+
+
 def draft_of(path: Path) -> Path:
     """Return where a folder is written until it is complete."""
     return path.with_name(f".{path.name}.saving")
 
 
 def previous_of(path: Path) -> Path:
-    """Return where the previous folder stands for a moment, on file systems that cannot exchange two folders."""
+    """Return where the previous folder is kept for a moment, on file systems that cannot exchange two folders."""
     return path.with_name(f".{path.name}.previous")
 
 
@@ -45,8 +55,8 @@ def present(path: Path) -> Path:
     return previous_of(path) if not path.exists() and previous_of(path).exists() else path
 
 
-def begin(path: Path) -> Path:
-    """Make an empty draft of the folder `path`; what an earlier save that was cut off left there is cleared away.
+def begin(path: Path) -> None:
+    """Make an empty draft of the folder `path`; the rest of an earlier save that was cut off is deleted.
 
     Raises:
         StateError: `path` is a file, a link, or a folder with something in it that is no checkpoint.
@@ -65,7 +75,6 @@ def begin(path: Path) -> Path:
     for old in (draft_of(path), previous_of(path)):
         shutil.rmtree(old, ignore_errors=True)
     draft_of(path).mkdir()
-    return draft_of(path)
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
@@ -74,22 +83,22 @@ def matching(folder: Path, pattern: str) -> list[Path]:
 
 
 @contextlib.contextmanager
-def dropped_on_failure(path: Path, own: bool) -> Iterator[None]:
-    """Clear the draft of a save that fails: of a full disk it would keep what is left.
+def dropped_on_failure(path: Path, drafted: bool) -> Iterator[None]:
+    """Clear the draft of a save that fails: it would keep a full disk full.
 
     Args:
-        path: of the save. own: whether this rank made the draft; by the time it fails no other one writes to it.
+        path: of the save. drafted: whether this rank made the draft; by the time it fails no other one writes to it.
     """
     try:
         yield
     except BaseException:
-        if own:
+        if drafted:
             shutil.rmtree(draft_of(path), ignore_errors=True)
         raise
 
 
 def _keep_others(path: Path, draft: Path) -> None:
-    """Copy what lies beside the weights of the previous checkpoint, such as a tokenizer, where it is not there yet."""
+    """Copy other files of the previous checkpoint, such as a tokenizer's, which the draft does not have."""
     ignored = shutil.ignore_patterns(*WEIGHTS, OWN)
     names = [p.name for p in path.iterdir()]
     for name in sorted(set(names) - ignored(str(path), names)):
@@ -104,7 +113,7 @@ def _keep_others(path: Path, draft: Path) -> None:
 def commit(path: Path) -> None:
     """Put the complete draft in the place of `path`; up to that step the previous folder is there, untouched.
 
-    What lies beside the weights of the previous checkpoint, such as a tokenizer, comes along.
+    Other files of the previous checkpoint, such as a tokenizer's, are kept.
     """
     draft = draft_of(path)
     if path.exists():

@@ -26,6 +26,7 @@ from autotp.text import indented, message_of
 
 from . import dcpfiles, folders, optimizers
 from .archives import Archive, NameMatch, Renamed, TensorArchive, match, under_own_names
+from .digests import as_bytes
 from .tensorfiles import INDEX, TensorFiles
 
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
@@ -104,8 +105,8 @@ def open_archive(source: PathLike | Mapping[str, Any] | Archive, trusted: bool) 
         return source
     if not isinstance(source, Mapping | str | os.PathLike):
         raise StateError(f"a checkpoint is a path or a full state dict, and got {type(source).__name__}.")
-    # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others, and are taken
-    # apart first.
+    # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others: their parts are
+    # taken.
     if isinstance(source, Mapping):
         return TensorArchive(plain_state(source))
     # A save that was cut off between its two renames has left `.ckpt.previous` and no `ckpt`: that is the one to read.
@@ -154,7 +155,7 @@ def _pickled(files: Sequence[Path], trusted: bool) -> TensorArchive:
 
 
 def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finite: bool) -> None:
-    """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
+    """Check values before any is loaded: tied tensors are equal, and where asked all are finite."""
     faults = []
     for first, keys in matches.stored.items():
         # All values are read a second time when they are loaded, so only what must be known before is read here.
@@ -162,7 +163,8 @@ def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finit
             continue
         ones = [_scratch(shards, archive, first, key) for key in keys]
         # By bits, so that two NaN are equal, and 0 and -0 are not.
-        if any(not torch.equal(_bits(a), _bits(b)) for other in ones[1:] for a, b in zip(ones[0], other, strict=True)):
+        tied = [(a, b) for other in ones[1:] for a, b in zip(ones[0], other, strict=True)]
+        if any(not torch.equal(as_bytes(a), as_bytes(b)) for a, b in tied):
             faults.append(f"{' and '.join(keys)} differ, and in the model they are one tied tensor")
         if check_finite:
             pairs = zip(keys, ones, strict=True)
@@ -173,35 +175,27 @@ def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finit
 
 
 def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list[Tensor]:
-    """Return this rank's part of a stored tensor, in memory of its own."""
-    dtype = archive.entries[key].dtype
-    assert isinstance(dtype, torch.dtype)
-    out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in state.boxes(shards, first)]
+    """Return this rank's part of a stored tensor, in new memory."""
+    one = archive.entries[key].empty("meta")
+    out = [Box(b.offset, one.new_empty(b.tensor.shape, device="cpu")) for b in state.boxes(shards, first)]
     archive.read(key, out)
     return [b.tensor for b in out]
 
 
 def _finite(x: Tensor) -> bool:
     eight_bits = x.is_floating_point() and x.element_size() == 1  # torch has no isfinite for those
-    parts = x.reshape(-1).split(1 << 18)  # what is compared takes memory too
-    for part in parts:
-        part = part.float() if eight_bits else part
-        if not bool(part.isfinite().all()):
-            return False
-    return True
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    dtype = torch.float32 if eight_bits else x.dtype
+    parts = x.reshape(-1).split(1 << 18)  # the result of the test takes memory too
+    return all(bool(part.to(dtype).isfinite().all()) for part in parts)
 
 
 def _read(shards: ShardState, archive: Archive, matches: NameMatch, tensors: Mapping[str, Any]) -> Memory:
-    """Read every tensor; for those that are on the meta device, what is to stand in their places.
+    """Read every tensor, and return memory for those on the meta device.
 
     Args:
         shards: of the module. archive, matches: what is stored. tensors: of a state dict, by name.
     """
-    replacements: Memory = {}
+    replacements = {}
     in_place = any(not old.is_meta for first in matches.stored for old in state.pieces(shards, first))
     need = boxes_of(shards, matches, replacements)
     for first, (key, *_) in matches.stored.items():
@@ -227,14 +221,14 @@ def boxes_of(shards: ShardState, matches: NameMatch, replacements: Memory) -> di
 
 
 def settle(shards: ShardState, replacements: Memory) -> None:
-    """Put memory that is filled in the place of what had none, and note that all ranks have the same weights."""
+    """Install the memory of parameters that had none, and note that all ranks have the same weights."""
     if replacements:
         state.install(shards, replacements)
     shards.loaded()
 
 
 def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: Memory) -> list[Any]:
-    """Return the tensors to write to: those that hold a parameter, or memory in the place of what has none.
+    """Return the tensors to write to: those that hold a parameter, or new memory for those on the meta device.
 
     Args:
         shards: of the module. tensors: that hold it. replacements: meta tensor -> memory; grows.
@@ -246,7 +240,7 @@ def memory_of(shards: ShardState, tensors: Sequence[Tensor], replacements: Memor
 
 
 def _leaving(state_after: str, read: Callable[[], None]) -> None:
-    """Read, and where that is an error say what it leaves."""
+    """Read, and add the resulting state to an error."""
     try:
         read()
     except StateError as error:
@@ -267,7 +261,7 @@ BEGUN = (
 
 
 def add_adapters(model: Any, folders: Mapping[str, Path]) -> None:
-    """Put adapters into a model, and make all of them active: what is planned is then of all.
+    """Put adapters into a model, and make all of them active: a plan is then of all.
 
     Args:
         model: of transformers, without weights. folders: by the adapters' names.
@@ -292,7 +286,7 @@ def add_adapters(model: Any, folders: Mapping[str, Path]) -> None:
 
 
 def activate(module: nn.Module, name: str) -> None:
-    """Let a sharded model be that with this adapter, or with none for an empty name."""
+    """Activate this adapter of a sharded model, or none for an empty name."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415  only where there is an adapter
 
     for layer in module.modules():
@@ -314,7 +308,7 @@ class Adapted(Archive):
         for name, path in folders.items():
             stored, part = open_archive(path, trusted), f".{name}."
             halves = {n: f"{n}.".rpartition(part) for n in bare.state_dict()}
-            keys = [(n, f"{BEFORE}{a}.{b}".rstrip(".")) for n, (a, there, b) in halves.items() if there]
+            keys = [(n, f"{BEFORE}{a}.{b}".rstrip(".")) for n, (a, found, b) in halves.items() if found]
             # Of a parameter that is no layer's weight PEFT leaves out that it is one.
             pairs = {n: x for n, key in keys for x in (key, key.removesuffix(".weight")) if x in stored.entries}
             lost = stored.entries.keys() - {*pairs.values()}

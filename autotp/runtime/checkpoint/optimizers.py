@@ -28,12 +28,12 @@ def updated_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
-    """Return what an optimizer holds.
+    """Return the states and options of an optimizer.
 
     Returns: stored name -> (the whole's shape, this rank's boxes), for what has a value for each element of its
         parameter; and the rest, numbers and options, as data for JSON.
     """
-    tensors: Tensors = {}
+    tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
     for name, storage, parameters in state.parameters_of(shards):
@@ -52,7 +52,7 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[Tensors, Any]:
 
 
 def joined(notes: Sequence[Any]) -> Any:
-    """Return what ranks say of their optimizers, each over parameters of its own, as of one; None where none is.
+    """Join the notes of ranks' optimizers, each over the parameters of its stage, to those of one; None without any.
 
     Raises:
         StateError: some have none, or other groups.
@@ -65,11 +65,11 @@ def joined(notes: Sequence[Any]) -> Any:
         )
     # The n-th group of each stage is a part of the n-th of the whole: their options must be one, for one is written.
     groups = []
-    for each in zip(*(one["groups"] for one in notes), strict=True):
-        options = [group | {"params": []} for group in each]
+    for nth in zip(*(one["groups"] for one in notes), strict=True):
+        options = [group | {"params": []} for group in nth]
         if any(other != options[0] for other in options):
             raise StateError(f"the stages' optimizers have other options on some ranks: {options[0]} on the first.")
-        groups.append({**options[0], "params": list(dict.fromkeys(name for group in each for name in group["params"]))})
+        groups.append({**options[0], "params": list(dict.fromkeys(name for group in nth for name in group["params"]))})
     # Stages have parameters of their own, and a tied one has the same states on each: whichever comes last is right.
     whole: dict[str, Any] = {"groups": groups}
     for key in ("numbers", "elements"):
@@ -150,12 +150,12 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
 
     Returns: stored name -> the boxes to fill, and what gives all to the optimizer once they are.
     """
-    boxes: dict[str, list[Box]] = {}
+    boxes = {}
     filled: dict[Tensor, dict[str, Any]] = {}
     for name, storage, parameters in state.parameters_of(shards):
         if name not in saved["numbers"]:
             continue
-        # A fused weight may lie in several pieces here and in one there: numbers, such as steps, are of all of them.
+        # A fused weight may be held in several pieces here and in one there: numbers, such as steps, are of all.
         for p in parameters:
             filled[p] = {k: _value(v) for k, v in saved["numbers"][name].items()}
         # Read into memory beside what the optimizer has: where a file is damaged it keeps its state.
@@ -165,19 +165,17 @@ def begin(shards: ShardState, optimizer: Optimizer, saved: Any) -> tuple[dict[st
             for p, t in zip(parameters, new, strict=True):
                 filled[p][key] = t
     # torch's state dict names parameters by their place in the optimizer's own order, which is not that of the file.
-    order = updated_by(optimizer)
-    groups, at = [], 0
+    places = {p: i for i, p in enumerate(updated_by(optimizer))}
+    groups = []
     for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
-        n = len(group["params"])
         options = {k: _like(group.get(k), v) for k, v in other.items() if k != "params"}
-        groups.append({**options, "params": list(range(at, at + n))})
-        at += n
-    states = {i: filled[p] for i, p in enumerate(order) if p in filled}
+        groups.append({**options, "params": [places[p] for p in group["params"]]})
+    states = {i: filled[p] for p, i in places.items() if p in filled}
     return boxes, lambda: optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
-    """Return what an archive's notes say of this optimizer; nothing of its states is read yet.
+    """Return an archive's notes of this optimizer; none of its states is read yet.
 
     Args:
         shards: of the module whose parameters it steps. optimizer: that takes the states. archive: the checkpoint.
@@ -208,15 +206,15 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Any:
 
 
 def _faults(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> list[str]:
-    """Return everything that does not fit: a user who has saved with other code wants the list."""
+    """Return all that does not fit: a user who has saved with other code wants the list."""
     # Groups are compared by names: their options are given back by position, and a parameter in another group would
     # train with another learning rate. A stage of a pipeline steps its own parameters alone of those of all stages.
-    own = [set(g["params"]) for g in _groups(shards, optimizer)]
-    if own != [set(g["params"]) - shards.elsewhere for g in saved["groups"]]:
+    names = [set(g["params"]) for g in _groups(shards, optimizer)]
+    if names != [set(g["params"]) - shards.elsewhere for g in saved["groups"]]:
         counts = [len(g["params"]) for g in saved["groups"]]
         return [
             f"the optimizer's groups hold other parameters than this one's: {counts} of them there, "
-            f"{list(map(len, own))} here. Make it with the same groups."
+            f"{list(map(len, names))} here. Make it with the same groups."
         ]
     faults = []
     for name, storage, (parameter, *_) in state.parameters_of(shards):
@@ -227,8 +225,10 @@ def _faults(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: A
             if entry is None:
                 faults.append(f"missing: {stored}")
             elif (entry.shape, entry.dtype) != (storage.shape, parameter.dtype) and math.prod(storage.shape):
-                own = f"{parameter.dtype} {list(storage.shape)}"
-                faults.append(f"{stored} is {entry.dtype} {list(entry.shape)}, its parameter {own}")
+                faults.append(
+                    f"{stored} is {entry.dtype} {list(entry.shape)}, its parameter {parameter.dtype} "
+                    f"{list(storage.shape)}"
+                )
         for number in saved["numbers"].get(name, {}).values():
             _value(number)  # fails here rather than after the weights are loaded
     return faults

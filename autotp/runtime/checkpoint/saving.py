@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,17 @@ def save(
     agree(ranks, "the options of a save", {**facts, "optimizer": optimizer is not None})
     shards.agree_on_writes("a save")
     shards.show_own()
-    first = ranks.rank == 0
     tensors, notes = {}, ""
     if format == "dcp":
         names = state.first_names(shards) if weights else ()
-        tensors, own = together(ranks, "reading the state", lambda: collect(shards, optimizer, extra, names))
+        tensors, local = together(ranks, "reading the state", lambda: collect(shards, optimizer, extra, names))
         if shards.staged:  # each stage of a pipeline has an optimizer of its own
-            own["optimizer"] = optimizers.joined(from_all(ranks, own.get("optimizer"), "what is saved"))
-        notes = together(ranks, "reading the state", lambda: as_json(own))
-        agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
-    together(
-        ranks, "making the folder", lambda: folders.writing(place, lambda: folders.begin(place)) if first else None
-    )
-    with folders.dropped_on_failure(place, first):
+            local["optimizer"] = optimizers.joined(from_all(ranks, local.get("optimizer"), "what is saved"))
+        notes = together(ranks, "reading the state", lambda: as_json(local))
+        texts = {n: _in_short(x) for n, x in local.items() if x is not None}
+        agree(ranks, "what is saved beside the weights", texts)
+    folders.write_on_first(ranks, "making the folder", place, lambda: folders.begin(place))
+    with folders.dropped_on_failure(place, ranks.rank == 0):
         if format == "huggingface":
             wholes.save(shards, ranks, place, max_file)
             return None
@@ -98,12 +97,12 @@ def _refuse(shards: ShardState, place: Path, format: str, alone: Mapping[str, An
 def collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, names: Iterable[str]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return what this rank writes: stored name -> (the whole's shape, its boxes), and our own notes.
+    """Return this rank's tensors to write: stored name -> (the whole's shape, its boxes), and our own notes.
 
     Args:
         shards: of the module. optimizer, extra: of the notes; None for none. names: of the weights.
     """
-    tensors: Tensors = {}
+    tensors = {}
     for first in names:
         tensors["model." + first] = shards.storage_of(first).shape, state.boxes(shards, first)
     notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
@@ -114,15 +113,15 @@ def collect(
 
 
 def _copies(tensors: Tensors) -> Tensors:
-    """Return the same in memory of its own, which steps beside a save in the background do not change."""
-    out: Tensors = {}
-    for name, (shape, own) in tensors.items():
-        out[name] = shape, [Box(box.offset, box.tensor.to("cpu", copy=True)) for box in own]
+    """Copy tensors to the CPU: steps beside a save in the background do not change the copies."""
+    out = {}
+    for name, (shape, boxes) in tensors.items():
+        out[name] = shape, [Box(box.offset, box.tensor.to("cpu", copy=True)) for box in boxes]
     return out
 
 
 def as_json(notes: Mapping[str, Any]) -> str:
-    """Return notes as text; what is None is left out."""
+    """Return notes as text, without those that are None."""
     try:
         return json.dumps({k: v for k, v in notes.items() if v is not None})
     except (TypeError, ValueError) as error:
@@ -130,13 +129,13 @@ def as_json(notes: Mapping[str, Any]) -> str:
 
 
 def _in_short(note: Any) -> str:
-    """Return the same text for the same note: its beginning, and a digest of all."""
+    """Return a short text for a note: its beginning, and a digest of all."""
     text = json.dumps(note)
     return text if len(text) <= NOTE_CHARACTERS else f"{text[:NOTE_CHARACTERS]}... ({short(text).hex()})"
 
 
 class Pending:
-    """A save that is under way: planned, to be written by each rank, and put in its place when all ranks have.
+    """A save in progress: planned, written by each rank, and put in its place when all ranks have written.
 
     Args:
         ranks: that save. place: the folder. notes: beside the tensors, as JSON. tensors: of this rank.
@@ -150,8 +149,7 @@ class Pending:
         # Of the plans of all ranks each makes the same whole: what several have is written by one of them.
         plans = from_all(ranks, together(ranks, "planning the save", self._plan), "plans of the save")
         plans, self.metadata = self.planner.create_global_plan(plans)
-        own = self.writer.prepare_global_plan(plans)[ranks.rank]
-        self.mine = self.planner.finish_plan(own)
+        self.mine = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[ranks.rank])
 
     def _plan(self) -> SavePlan:
         self.writer.set_up_storage_writer(self.first)
@@ -187,20 +185,18 @@ class Pending:
         try:
             with folders.dropped_on_failure(self.place, self.first):
                 results: Any = from_all(self.ranks, together(self.ranks, "writing", write), "results of the save")
-                together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
+                doing = "putting the checkpoint in its place"
+                finish = partial(self.writer.finish, self.metadata, results)
+                folders.write_on_first(self.ranks, doing, self.place, finish)
         finally:
             _saving.discard(self.place)
-
-    def _finish(self, results: Any) -> None:
-        if self.first:
-            folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))
 
 
 def save_pretrained(self: Any, save_directory: PathLike, max_shard_size: int | str = "5GB", **kwargs: Any) -> None:
     """Write the whole weights and the config as transformers does, for its `from_pretrained`. A collective call.
 
-    `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside whatever
-    else lies there.
+    `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside its other
+    files.
 
     Args:
         save_directory: the folder.
@@ -219,20 +215,19 @@ def save_pretrained(self: Any, save_directory: PathLike, max_shard_size: int | s
     into = Path(os.path.abspath(save_directory))
     draft = into / ".weights"
     save(shards, draft, format="huggingface", max_file=size)
-    first = ranks.rank == 0
-    together(ranks, "moving the weights", lambda: folders.writing(into, lambda: _move(draft, into)) if first else None)
+    folders.write_on_first(ranks, "moving the weights", into, lambda: _move(draft, into))
 
 
 def _size(limit: int | str, options: Mapping[str, Any]) -> int:
-    """Return bytes.
+    """Return the size in bytes.
 
     Raises:
         InputError: it is no size, or an option asks for what is not written.
     """
-    odd = [name for name in options if name not in NOT_NEEDED]
-    if odd or not options.get("safe_serialization", True):
+    unknown = [name for name in options if name not in NOT_NEEDED]
+    if unknown or not options.get("safe_serialization", True):
         raise InputError(
-            f"save_pretrained({(odd or ['safe_serialization=False'])[0]}): a sharded module writes safetensors files "
+            f"save_pretrained({[*unknown, 'safe_serialization=False'][0]}): a sharded module writes safetensors files "
             "and the config, nothing else. Do the rest on rank 0 afterwards."
         )
     return int(read_bytes(limit, "max_shard_size", "bytes"))

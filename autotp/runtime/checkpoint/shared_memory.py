@@ -1,7 +1,7 @@
-"""Memory of a node that outlives its processes: what ranks hold after a step, in files of shared memory.
+"""Memory of a node that outlives its processes: the tensors of ranks after a step, in files of shared memory.
 
-Each rank has two files, which it fills in turn, and beside each a record that is written last: the step, where in the
-file which box of which tensor lies, and digests of all of it. A file without its record is one whose copy was cut off.
+Each rank has two files, which it fills in turn, and beside each a record that is written last: the step, the place in
+the file of each tensor's boxes, and digests of all of it. A file without its record is one whose copy was cut off.
 A folder is of one run and one model, and every record says of which. A start of ranks is an epoch: its files
 replace those of the epoch before once all of its ranks have kept a step.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
+from autotp.ir.op import dtype_name
 from autotp.plans.pieces import Block
 from autotp.runtime.storage import Box, ShardState
 
@@ -39,9 +40,7 @@ RUN = "TORCHELASTIC_RUN_ID"
 CHUNK = 64 * PAGE  # bytes that are copied and summed while the processor's cache has them
 MARK = 32  # characters of a record's own digest
 
-Copies = tuple[
-    list[tuple[list[Any], Any, Any]], Any
-]  # of each chunk what copies what, its pages, and their sums; all sums
+Copies = tuple[list[Any], Any]  # of each chunk the copies (function, target, source), its pages, their sums; all sums
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Owner:
 
     @staticmethod
     def of(shards: ShardState) -> Owner:
-        """The run of this process, and the module's class, names and shapes.
+        """Return the owner: the run of this process, and the module's class, names and shapes.
 
         Raises:
             StateError: torchrun has given this run no name of its own.
@@ -108,7 +107,7 @@ def _digest(text: str) -> str:
 
 
 def _launcher(pid: int) -> str:
-    """Name a process: its namespace, number, and when it began; numbers come again."""
+    """Return a process's name: its namespace, number, and start time, for numbers are reused."""
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -118,8 +117,8 @@ def _launcher(pid: int) -> str:
 
 def _lives(mark: Path) -> bool:
     """Return whether a launcher lives, or is of another container, of whose processes nothing is known here."""
-    own, pid, _ = name = mark.name.removeprefix("launcher-").split("-")
-    return own != _launcher(0).split("-")[0] or _launcher(int(pid)).split("-") == name
+    namespace, pid, _ = name = mark.name.removeprefix("launcher-").split("-")
+    return namespace != _launcher(0).split("-")[0] or _launcher(int(pid)).split("-") == name
 
 
 def drop(folder: Path, unwanted: Callable[[str], bool]) -> None:
@@ -135,7 +134,7 @@ def drop(folder: Path, unwanted: Callable[[str], bool]) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """Record of what a file of the folder holds.
+    """Record of the contents of a file of the folder.
 
     Attributes:
         file: without its ending. run, model, epoch, step: of what it holds. place: of the rank, among `world` of them.
@@ -164,13 +163,12 @@ class Record:
             record = Record(path.with_suffix(""), **json.loads(text[MARK:]))
         except (OSError, ValueError, TypeError):
             return None
-        return (
-            record if sealed(text[MARK:]) == text and (record.run, record.model) == (owner.run, owner.model) else None
-        )
+        valid = sealed(text[MARK:]) == text and Owner(record.run, record.model) == owner
+        return record if valid else None
 
     @property
     def entry(self) -> Entry:
-        """The file as one tensor of bytes."""
+        """File as one tensor of bytes."""
         return Entry((self.size,), torch.uint8, self.file.with_suffix(".data"), 0, self.size)
 
     def holds(self) -> bool:
@@ -231,21 +229,21 @@ class Layout:
                 self.starts.append(at)
                 self.bytes += box.tensor.nbytes
                 at += -(-box.tensor.nbytes // 64) * 64  # where any type may begin
-            dtype = str(boxes[0].tensor.dtype).removeprefix("torch.") if boxes else "uint8"
+            dtype = dtype_name(boxes[0].tensor.dtype) if boxes else "uint8"
             self.table[name] = shape, dtype, rows
         self.size = max(-(-at // PAGE), 1) * PAGE
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of which memory lies where: what is prepared for one layout serves another with the same."""
+        """Key of the memory that is copied: what is prepared for one layout serves another of an equal key."""
         return self.size, *((x.data_ptr(), x.shape, x.stride()) for x in self.sources)
 
     def copies_to(self, slot: Slot) -> Copies:
-        """Prepare the copies to a file: chunk by chunk what copies what, and then the pages to sum."""
+        """Prepare the copies to a file: of each chunk its copies, and then the pages to sum."""
         pieces: list[list[Any]] = [[] for _ in range(0, self.size, CHUNK)]
         for at, source in zip(self.starts, self.sources, strict=True):
             target = slot.data[at : at + source.nbytes]
-            if source.device.type != "cpu" or not source.is_contiguous():  # rows of a block may lie in longer ones
+            if source.device.type != "cpu" or not source.is_contiguous():  # a block may be a part of longer rows
                 whole = target.view(source.dtype).view(source.shape)
                 pieces[at // CHUNK].append((Tensor.copy_, whole, source))
                 continue
@@ -256,7 +254,7 @@ class Layout:
         sums = np.zeros(-(-self.size // BLOCK) * PAGES, np.int64)
         pages, count = words(slot.data).numpy(), CHUNK // PAGE
         rows = [(pages[i : i + count], sums[i : i + count]) for i in range(0, len(pages), count)]
-        return [(own, *row) for own, row in zip(pieces, rows, strict=True)], sums
+        return [(copied, *row) for copied, row in zip(pieces, rows, strict=True)], sums
 
 
 def copy(copies: Copies) -> dict[str, str]:
@@ -302,7 +300,7 @@ def latest(records: Sequence[tuple[Record, bool]]) -> list[Record]:
 
 
 def _whole(records: Sequence[Record]) -> bool:
-    """Return whether the blocks of these records, which are equal or apart, make up every tensor."""
+    """Return whether the blocks of these records, which are equal or disjoint, make up every tensor."""
     for name, (shape, _, _) in records[0].table.items():
         blocks = {block for record in records for block in record.blocks(name)}
         if sum(block.elements for block in blocks) != math.prod(shape):
@@ -311,7 +309,7 @@ def _whole(records: Sequence[Record]) -> bool:
 
 
 class KeptStep(Peers):
-    """A step that memory of the nodes holds: each rank has what lies in the files of its node.
+    """A step that memory of the nodes holds: each rank has the tensors in the files of its node.
 
     Attributes:
         records: of all its files, also those of other nodes.
@@ -324,9 +322,9 @@ class KeptStep(Peers):
             ranks: of all nodes. folder: of this node. records: see the class. here: those of each rank's node.
         """
         self.records = records
-        nodes = {id(own): own for own in here}  # ranks of one node have one list
-        tables = {node: _places(own) for node, own in nodes.items()}
-        every = [tables[id(own)] for own in here]
+        nodes = {id(members): members for members in here}  # ranks of one node have one list
+        tables = {node: _places(members) for node, members in nodes.items()}
+        every = [tables[id(members)] for members in here]
         files, have = dict[str, Tensor](), dict[str, list[Box]]()
         for name, (_, dtype, places) in every[ranks.rank].items():
             have[name] = []
@@ -341,7 +339,7 @@ class KeptStep(Peers):
 
 def _places(records: Iterable[Record]) -> dict[str, Any]:
     """Return of each tensor in files the whole's shape, its type, and of each block the record and first byte."""
-    out: dict[str, Any] = {}
+    out = {}
     for record in records:
         for name, (shape, dtype, _) in record.table.items():
             for block, start in record.blocks(name).items():

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -92,16 +94,16 @@ def resume(shards: ShardState) -> KeptStep | None:
     def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
         return [(record, record.holds()) for record in shared_memory.records_of(owner)[local.index(rank) :: len(local)]]
 
-    each = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
-    records = shared_memory.latest([pair for own in each for pair in own])
+    kept = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
+    records = shared_memory.latest([pair for local_records in kept for pair in local_records])
     names = {record.file.name for record in records}
     if rank == local[0]:  # what was cut off, and the step before
         shared_memory.drop(folder, lambda name: name not in names)
     if not records:
         return None
-    on_node: dict[Hashable, list[Record]] = {place: [] for place in places}
-    for place, own in zip(places, each, strict=True):
-        on_node[place] += [record for record, holds in own if holds and record.file.name in names]
+    on_node = defaultdict[Hashable, list[Record]](list)
+    for place, local_records in zip(places, kept, strict=True):
+        on_node[place] += [record for record, holds in local_records if holds and record.file.name in names]
     archive = together(
         ranks, "opening what is kept", lambda: KeptStep(ranks, folder, records, [on_node[place] for place in places])
     )
@@ -110,7 +112,7 @@ def resume(shards: ShardState) -> KeptStep | None:
 
 
 class Snapshots:
-    """Steps of a run in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says what that takes.
+    """Steps of a run in memory of its nodes: made by `ShardedModule.snapshot`. Printed, it says how much memory.
 
     As a context it closes at the end, but where an error leaves it: then others may go on from what is kept.
 
@@ -149,12 +151,12 @@ class Snapshots:
         """Load the optimizer's states, and put back the random numbers that come next."""
         load(self._shards, archive, optimizer=self._optimizer, weights=False)
         self.step, self.extra = archive.records[0].step, archive.extra["extra"]
-        own = archive.records[self._rank % len(archive.records)].notes["random"]
-        states = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in own]
+        texts = archive.records[self._rank % len(archive.records)].notes["random"]
+        states = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in texts]
         compat.draw_from(states, self._shards.device)
 
     def _meet(self, redundancy: int) -> None:
-        """Find who is on this node, and connect to those that hold second copies."""
+        """Find the ranks of this node, and connect to those that hold second copies."""
         places, self._local = nodes(self._ranks, self._folder)
         self._to, self._from, self._peers = -1, list[int](), {}
         if redundancy and len(places) > 1:
@@ -165,9 +167,9 @@ class Snapshots:
             log.warning("redundancy=1: there is one rank, and no other to hold a second copy of what it keeps")
 
     def _prepare(self) -> str:
-        """Take the memory that copies need, as far as that is known; say how much it is, and what a copy costs."""
+        """Take the memory that copies need, as far as that is known; return a text of it and of a copy's cost."""
         layout = Layout(_expected(self._shards, self._optimizer))
-        each = from_all(self._ranks, layout.size, "bytes to keep")
+        sizes = from_all(self._ranks, layout.size, "bytes to keep")
         last = sum(file.stat().st_size for file in self._folder.glob("*.data")) / 1e6
         from_all(self._ranks, None, "memory of the start before")
 
@@ -175,17 +177,17 @@ class Snapshots:
             for number in (0, 1):
                 self._slot(self._rank, number, layout.size)
                 for rank in self._from:
-                    self._slot(rank, number, each[rank])
+                    self._slot(rank, number, sizes[rank])
 
         together(self._ranks, "taking memory of the node", take)
-        own, node = 2 * layout.size / 1e6, sum(2 * each[rank] for rank in self._local) / 1e6
+        local, node = 2 * layout.size / 1e6, sum(2 * sizes[rank] for rank in self._local) / 1e6
         sending = f", and one sending to rank {self._to}" if self._to >= 0 else ""
         until = f"; until the first step is kept also {last:,.1f} MB of the start before" if last else ""
-        copies = "".join(f"; {2 * each[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
+        copies = "".join(f"; {2 * sizes[rank] / 1e6:,.1f} MB for rank {rank}" for rank in self._from)
         return (
             f"every {self._every}: {layout.bytes / 1e6:,.1f} MB of this rank are copied into {self._folder}, beside "
             f"the next step: about 1.3 of one copy{sending}\n"
-            f"memory: two files of it in turn, {own:,.1f} MB; {node:,.1f} MB of all ranks of this node"
+            f"memory: two files of it in turn, {local:,.1f} MB; {node:,.1f} MB of all ranks of this node"
             f"{copies}{until}"
         )
 
@@ -193,7 +195,7 @@ class Snapshots:
         return self._text
 
     def _slot(self, rank: int, number: int, size: int) -> Slot:
-        """Return one of the files of what a rank keeps on this node, made where it has another size."""
+        """Return one of a rank's files on this node, made again where its size differs."""
         file = self._folder / f"{self._epoch}-{rank}-{number}{'' if rank == self._rank else '-copy'}"
         slot = self._slots.get(file)
         if slot is None or len(slot.data) != size:
@@ -204,19 +206,21 @@ class Snapshots:
     # ---- beside steps --------------------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
-        """After a step of the optimizer: begin to copy."""
+        """Begin to copy, after a step of the optimizer."""
         self.step += 1
         if self.step % self._every:
             return
         try:  # an error here is one on all ranks, before the next step
-            self._pending = [_beside(self._copying()), *(_beside(self._taking(rank)) for rank in self._from)]
+            number = self._number
+            takes = [partial(receive_file, self._peers[r], partial(self._slot, r, number)) for r in self._from]
+            self._pending = [*map(_beside, (self._copying(), *takes))]
         except Exception as error:
             self._pending = [Future()]
             self._pending[0].set_exception(error)
 
     @torch.no_grad()
     def _copying(self) -> Callable[[], None]:
-        """Return what copies this step into the file whose turn it is: all that it reads is looked up by now."""
+        """Return a function that copies this step into the next file: all that it reads is looked up by now."""
         data_parallel.show_gradients(self._shards)  # where weights are gathered, others stand in the parameters' place
         tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), self._names)
         layout, number = Layout(tensors), self._number
@@ -253,11 +257,6 @@ class Snapshots:
 
         return copying
 
-    def _taking(self, rank: int) -> Callable[[], None]:
-        """Return what takes the second copy of what another rank keeps."""
-        number, peer = self._number, self._peers[rank]
-        return lambda: receive_file(peer, lambda size: self._slot(rank, number, size))
-
     def wait(self) -> None:
         """Wait until all ranks have kept the step that is being copied, as each step of the optimizer does first.
 
@@ -282,7 +281,7 @@ class Snapshots:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self) -> None:
-        """Keep no further steps; what is kept stays."""
+        """Keep no further steps; those that are kept stay."""
         for hook in self._hooks:
             hook.remove()
         for peer in self._peers.values():
@@ -337,7 +336,7 @@ def _beside(do: Callable[[], None]) -> Future[None]:
 
 @torch.no_grad()
 def _expected(shards: ShardState, optimizer: Optimizer) -> Tensors:
-    """Return what will be kept: weights, and the states of the optimizer, those that its first step makes too."""
+    """Return all that will be kept: weights, and the optimizer's states, also those that its first step makes."""
     tensors = collect(shards, optimizer, None, state.first_names(shards))[0]
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     kinds_of = dict[int, dict[str, torch.dtype]]()
@@ -371,20 +370,20 @@ def _states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def place_of(folder: Path) -> tuple[str, int, int]:
-    """Name the memory that a folder lies in: equal on ranks that see the same files."""
+    """Return a key of the memory that holds a folder: equal on ranks that see the same files."""
     status = os.stat(folder)
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else "", status.st_dev, status.st_ino
 
 
 def nodes(ranks: Ranks, folder: Path) -> tuple[list[Hashable], list[int]]:
-    """Return of each rank the memory that its folder lies in, and the ranks whose is this one's. A collective call."""
+    """Return of each rank the memory of its folder, and the ranks that share this rank's. A collective call."""
     places: list[Hashable] = [*from_all(ranks, place_of(folder), "the nodes' memory")]
     return places, [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
 
 
 def neighbours(places: Sequence[Hashable]) -> list[int]:
-    """Return of each rank which one holds its second copy: on the next node where there are several, else the next.
+    """Return of each rank the one that holds its second copy: on the next node where there are several, else the next.
 
     Args:
         places: of each rank, the memory that it is in.
@@ -394,8 +393,8 @@ def neighbours(places: Sequence[Hashable]) -> list[int]:
     for rank, place in enumerate(places):
         index = places[:rank].count(place)
         to = nodes[(nodes.index(place) + 1) % len(nodes)]
-        there = [other for other, node in enumerate(places) if node == to]
-        out.append(there[(index + (to == place)) % len(there)])
+        members = [other for other, node in enumerate(places) if node == to]
+        out.append(members[(index + (to == place)) % len(members)])
     return out
 
 
@@ -416,7 +415,7 @@ def send_file(peer: socket, record: str, slot: memoryview) -> None:
 
 
 def receive_file(peer: socket, open_slot: Callable[[int], Slot]) -> None:
-    """Take a file and its record, which is written last, into what `open_slot` gives for so many bytes."""
+    """Receive a file and its record, which is written last, into the slot of its size that `open_slot` gives."""
     with peer.makefile("rb") as stream:
         size, _, record = stream.readline().decode().partition(" ")
         if record.endswith("\n"):  # else it came to its end

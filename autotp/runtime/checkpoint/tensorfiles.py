@@ -38,10 +38,7 @@ class TensorFiles(Archive):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         faults: list[str] = []
-        if path.is_dir():
-            self.entries = _of_folder(path, faults)
-        else:
-            self.entries = _header(path, faults)
+        self.entries = (_of_folder if path.is_dir() else _header)(path, faults)
         self.digests = Digests(path if path.is_dir() else path.parent)
         faults += self.digests.faults(*dict.fromkeys(entry.file for entry in self.entries.values()))
         if faults:
@@ -62,7 +59,6 @@ def record(folder: Path) -> None:
     tensors = {}
     for file in matching(folder, "*.safetensors"):
         for name, entry in _header(file, []).items():
-            assert isinstance(entry.dtype, torch.dtype)
             digests = measured(entry.stop - entry.start, partial(mapped, entry))
             tensors[name] = {position((0,) * len(entry.shape)): digests}
     write(folder, tensors)
@@ -98,7 +94,7 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 
 
 def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
-    """Return the tensors of the files that an index names; what cannot be true of it is added to `faults`."""
+    """Return the tensors of the files that an index names; contradictions are added to `faults`."""
     try:
         weight_map = read_json(index, MAX_INDEX_BYTES, error=StateError)["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}
@@ -112,11 +108,11 @@ def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
         # The index may be anybody's: "../../other/model.safetensors" would be read from outside.
         if place.is_absolute() or ".." in place.parts or "\\" in file or ":" in file:
             faults += [
-                f"{index.name}: {n} lies outside of the folder, in {file}" for n, f in file_of.items() if f == file
+                f"{index.name}: {n} is outside of the folder, in {file}" for n, f in file_of.items() if f == file
             ]
         else:
             headers[file] = _header(index.parent / file, faults)
-    entries: dict[str, Entry] = {}
+    entries = {}
     for name, file in file_of.items():
         if name in headers.get(file, {}):
             entries[name] = headers[file][name]
@@ -129,7 +125,7 @@ def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
 
 
 def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
-    """Return the tensors of a file by its header; what cannot be true of the file is added to `faults`."""
+    """Return the tensors of a file by its header; contradictions are added to `faults`."""
     try:
         # `safe_open` refuses a header that is not true of the file, such as sizes that overlap or end behind it.
         with opened(path, error=StateError) as file, safe_open(path, "numpy"):

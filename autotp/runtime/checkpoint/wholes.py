@@ -53,24 +53,23 @@ class Wholes:
         return prod(entry.shape) * entry.dtype.itemsize
 
     def gather(self, firsts: Iterable[str], here: bool = True) -> NamedTensors:
-        """Return tensors whole, in memory of their own; none where they are not wanted `here`. A collective call."""
-        wholes: NamedTensors = {}
+        """Return tensors whole, in new memory; none where this rank does not want them. A collective call."""
+        wholes = {}
         for first in firsts if here else ():
-            entry: Any = self.peers.entries[first]
-            wholes[first] = torch.empty(entry.shape, dtype=entry.dtype, device=self.shards.device)
+            wholes[first] = self.peers.entries[first].empty(self.shards.device)
         self.peers.fill({first: [Box((0,) * x.ndim, x)] for first, x in wholes.items()})
         return wholes
 
 
 def stored_names(shards: ShardState) -> dict[str, str]:
-    """Stored name -> first name, each tensor once: tied ones under the name that is not declared to follow another."""
+    """Return stored name -> first name, each tensor once: tied ones under the name that is not declared a copy."""
     follows = getattr(shards.bare, "_tied_weights_keys", None) or ()
     names: dict[str, list[str]] = {}
     for name, first in state.named_tensors(shards, everywhere=True):
         names.setdefault(first, []).append(name)
     out = {}
-    for first, own in names.items():
-        name = next((n for n in own if n not in follows), own[0])
+    for first, tied in names.items():
+        name = next((n for n in tied if n not in follows), tied[0])
         out[name] = first
     return out
 
@@ -118,7 +117,7 @@ def _check(shards: ShardState, names: str) -> None:
 
 
 def _groups(wholes: Wholes, names: str, bucket: int) -> Iterator[dict[str, str]]:
-    """Name -> first name of the tensors that are held together."""
+    """Return name -> first name of the tensors of each bucket."""
     every = stored_names(wholes.shards)
     if names == "original":
         every = dict(state.named_tensors(wholes.shards, everywhere=True))
@@ -178,11 +177,11 @@ def save(shards: ShardState, ranks: Ranks, place: Path, max_file: int) -> None:
         # Last: up to the rename a reader finds the checkpoint before, whole.
         folders.commit(place)
 
-    together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish) if writer else None)
+    folders.write_on_first(ranks, "putting the checkpoint in its place", place, finish)
 
 
 def _write(shards: ShardState, tensors: NamedTensors, file: Path, weight_map: dict[str, str]) -> None:
-    """Write one file, in the forms that transformers stores; on the ranks that do not write nothing."""
+    """Write one file, in the forms that transformers stores; ranks that do not write have no tensors."""
     bare: Any = shards.bare
     if tensors and file.name == ADAPTERS:
         folders.writing(file, lambda: bare.save_pretrained(file.parent, state_dict=tensors))
@@ -201,13 +200,13 @@ def _adapters(bare: Any, every: dict[str, str]) -> dict[str, str]:
     pick = importlib.import_module("peft").get_peft_model_state_dict
     tensors = {n: t for n, t in bare.state_dict().items() if isinstance(t, Tensor)}
     ids = {id(t) for adapter in bare.peft_config for t in pick(bare, tensors, adapter).values()}
-    own = {n: every[n] for n, t in tensors.items() if id(t) in ids}
-    own_ids = {id(tensors[n]) for n in own}
-    return own if own_ids == ids else every
+    chosen = {n: every[n] for n, t in tensors.items() if id(t) in ids}
+    own_ids = {id(tensors[n]) for n in chosen}
+    return chosen if own_ids == ids else every
 
 
 def _files(wholes: Wholes, max_file: int) -> dict[str, dict[str, str]]:
-    """Return file -> what is stored in it, as transformers and PEFT name and fill them."""
+    """Return file -> its tensors (name -> first name), as transformers and PEFT name and fill the files."""
     shards = wholes.shards
     bare: Any = shards.bare
     if getattr(bare, "peft_config", None) and hasattr(bare, "save_pretrained"):
@@ -223,7 +222,7 @@ def _describe(shards: ShardState, draft: Path) -> None:
     bare: Any = shards.bare
     if not is_transformers(bare):
         return
-    described: list[Any] = [getattr(bare, "config", None), getattr(bare, "generation_config", None)]
-    for each in described:
-        if hasattr(each, "save_pretrained"):
-            each.save_pretrained(draft)
+    for name in ("config", "generation_config"):
+        config: Any = getattr(bare, name, None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(draft)

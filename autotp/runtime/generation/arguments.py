@@ -1,4 +1,4 @@
-"""The arguments of one call: their leaves, the state among them, and what the caller's objects hold afterwards."""
+"""The arguments of one call: their leaves, the state among them, and the caller's objects after the call."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ class Arguments:
         self.lengths: dict[int, Length] = {}
         self.flat, reading = self._leaves()
         self.spec, self.states = reading.spec, reading.all_states
-        own = reading.states
+        unread = reading.states
         # As nearly always: then no state is looked at by itself.
-        if own and reading.fits(self.flat):
-            own, self.lengths = {}, dict(reading.lengths)
-        for names, whole in ((own, False), (reading.users, True)):
+        if unread and reading.fits(self.flat):
+            unread, self.lengths = {}, dict(reading.lengths)
+        for names, whole in ((unread, False), (reading.users, True)):
             for at, name in names.items():
                 if isinstance(self.flat[at], Tensor):
-                    self.flat[at], length, wrong = self.carriers.own(name, self.flat[at], whole)
+                    self.flat[at], length, wrong = self.carriers.local(name, self.flat[at], whole)
                     self.wrong = self.wrong or wrong
                     if length is not None:
                         self.lengths[at] = length
 
     def _leaves(self) -> tuple[list[Any], Reading]:
-        """The leaves, and how they lie."""
+        """Return the leaves, and their structure."""
         self.state_objects: list[tuple[Any, Carried]] = []
         self.holders: list[list[Any] | None] = []
         values, flat = [*self.args, *self.kwargs.values()], []
@@ -117,7 +117,7 @@ class Arguments:
         return call
 
     def _name(self, at: int) -> str:
-        """The name of the argument at this place; arguments beyond the names are those of `*args`."""
+        """Return the name of the argument at this place; arguments beyond the names are those of `*args`."""
         if at >= len(self.args):
             return list(self.kwargs)[at - len(self.args)]
         names = self.carriers.names_of(self.entry)
@@ -125,7 +125,7 @@ class Arguments:
 
     @cached_property
     def whole(self) -> list[Any]:
-        """Return the leaves, in place of states tensors without memory that have the whole's shape.
+        """Leaves, each state as a tensor without memory of the whole's shape.
 
         A number (how many tokens a static cache holds) is whole anywhere, and stands for itself.
         """
@@ -137,12 +137,12 @@ class Arguments:
 
     @property
     def inputs(self) -> list[Any]:
-        """The leaves that are no states."""
+        """Leaves that are no states."""
         return [x for at, x in enumerate(self.flat) if at not in self.states]
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """Shapes of all leaves, states whole; None of what is no tensor."""
+        """Shapes of all leaves, states whole; None for a leaf that is no tensor."""
         if self._shapes is None:
             leaves = self.flat if self.carriers.micro_batches == 1 else self.whole
             shapes: list[Any] = [getattr(x, "shape", None) for x in leaves]
@@ -161,7 +161,7 @@ class Arguments:
             raise InputError(self.wrong)
 
     def other_batch(self) -> str:
-        """Say which state holds another number of sequences than the inputs, as words; "" where all hold as many."""
+        """Return the fault of a state that holds another number of sequences than the inputs; "" where all agree."""
         names = list(compat.named_leaves(compat.tree_unflatten(self.flat, self.spec)))
         tensors = {i: x for i, x in enumerate(self.whole) if isinstance(x, Tensor) and x.ndim > 1}
         inputs = {i: x.shape[0] for i, x in tensors.items() if i not in self.states and x.numel()}
@@ -172,10 +172,10 @@ class Arguments:
         return ""
 
     def settle(self, results: Leaves, returns: Returns) -> Any:
-        """The outputs, after the caller's objects hold what they hold after the call.
+        """Write the states into the caller's objects, and return the outputs.
 
         Args:
-            results: of the program, without what it writes. returns: what they are.
+            results: of the program, without those that it writes in place. returns: their meaning.
         """
         if returns.plain:
             return compat.tree_unflatten(results, returns.outputs)
@@ -191,11 +191,10 @@ class Arguments:
         return compat.tree_unflatten(leaves, returns.outputs)
 
     def _object(self, number: int, shape: Shape, places: Sequence[int], results: Leaves) -> Any:
-        """The caller's object of this number, as it is after the call."""
+        """Return the caller's object of this number, as it is after the call."""
         (obj, was), holders = self.state_objects[number], self.holders[number]
         carried = Carried(shape, self._of_caller(shape, places, results))
-        writes = self.carriers.writes(was.shape, shape) if holders is not None else None
-        if writes is None or holders is None:
+        if holders is None or (writes := self.carriers.writes(was.shape, shape)) is None:
             return assign(obj, carried, was.tensors)
         write(writes, holders, carried, was.tensors)
         return obj
@@ -217,9 +216,8 @@ class Returns:
 
     def __init__(self, spec: compat.TreeSpec) -> None:
         outputs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
-        after = outputs.after if isinstance(outputs, Returned) else []
-        self.after = [(x.shape, x.tensors) for x in after]
-        self.plain, self.leaves = not isinstance(outputs, Returned), []
+        self.plain, self.after, self.leaves = True, [], []
         if isinstance(outputs, Returned):
+            self.plain, self.after = False, [(x.shape, x.tensors) for x in outputs.after]
             self.leaves, spec = compat.tree_flatten(outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
         self.outputs = spec

@@ -1,8 +1,8 @@
 """Continuous batching: transformers' engine over the calls of a sharded module.
 
-Every rank runs the engine's loop, in a thread as it does; rank 0 has the queue, and what it takes from it the others
-hear in a turn before each batch, with the wishes to stop or pause of all. Whatever the engine would leave out without a
-word is refused.
+Every rank runs the engine's loop, in a thread as it does; rank 0 has the queue, and the others get its requests in a
+turn before each batch, with the requests of all ranks to stop or pause. Options that the engine would silently ignore
+are refused.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ POSITIONS = (
     "{model} takes no {name}: continuous batching packs several requests into one sequence, and cannot tell it where "
     "each begins. Take sharded.generate(...)."
 )
-# Of a generation's options those that the engine follows, and those that say nothing to it.
+# A generation's options that the engine follows, and those that do not concern it.
 FOLLOWED = {
     "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "num_return_sequences",
     "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
     "continuous_batching_config", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile", "use_cache",
 }  # fmt: skip
-# Of the engine's options those of kernels and memory that are not ours: only None, zero or False is followed.
+# The engine's options of kernels and memory that are not ours: only None, zero or False is followed.
 UNSUPPORTED = (
     "use_cuda_graph", "use_async_batching", "varlen_compile_config", "decode_compile_config", "default_compile_level",
     "cpu_offload_space", "max_blocks_per_request", "q_padding_interval_size", "kv_padding_interval_size",
@@ -221,7 +221,7 @@ class Manager(engine.ContinuousBatchingManager):
 
 
 def pages_for(module: Any, config: Any, options: Any, adapters: Sequence[str]) -> RankPages:
-    """The engine's cache with this rank's pools, and the program of any batch made: its layouts say what a rank holds.
+    """Make the engine's cache with this rank's pools, and the program of any batch: its layouts say what a rank holds.
 
     Args:
         module: the sharded module. config: of its text model. options: the engine's, resolved; not changed.
@@ -268,7 +268,7 @@ def pages_for(module: Any, config: Any, options: Any, adapters: Sequence[str]) -
 
 
 def _states(module: Any, config: Any) -> dict[str, torch.Size]:
-    """Shapes of each layer's keys and values, as the model itself puts them into a cache."""
+    """Return the shapes of each layer's keys and values, as the model itself puts them into a cache."""
     bare = skeleton(module._shards.bare, module._shards.device, dtypes(module._shards))
     ids = torch.ones(1, 2, dtype=torch.int64, device=module._shards.device)
     with compat.mode_of([*bare.parameters()]), torch.no_grad():
@@ -318,7 +318,7 @@ def manager_of(
 
 
 def refuse(module: Any, generation: Any, options: Any) -> None:
-    """Refuse what the engine would do without saying so, or cannot do.
+    """Refuse options that the engine would silently ignore, or cannot follow.
 
     Args:
         module: the sharded module. generation, options: what is asked.
@@ -330,7 +330,7 @@ def refuse(module: Any, generation: Any, options: Any) -> None:
     shards = module._shards
     axis = shards.axis
     axes = {"dp": axis.size > 1, "cp": axis.cp > 1, "stages": shards.staged, "tp_invariant": shards.hosts}
-    if beside := [name for name, there in axes.items() if there]:
+    if beside := [name for name, present in axes.items() if present]:
         raise StateError(AXES.format(axes=", ".join(beside)))
     # A forward that takes them among `**kwargs` may not read them.
     for name in ("position_ids", "past_key_values"):
@@ -394,7 +394,7 @@ MAX_KINDS = 64
 
 
 class Repetition(NamedTuple):
-    """Knowledge of calls of one kind: the last one, its program, where its new tensors lie, and where its logits."""
+    """Knowledge of calls of one kind: the last one, its program, and the places of new tensors and logits."""
 
     call: Arguments
     kind: CallKind
@@ -404,7 +404,7 @@ class Repetition(NamedTuple):
 
 
 class Repeated:
-    """Forwards of one module whose sizes follow from what ranks have agreed on before them.
+    """Forwards of one module whose sizes follow from an agreement of the ranks before them.
 
     The first of a kind is a call like any other. In those that follow nothing is read again but the tensors that are
     new, and nothing is compared but `words`, which the engine's turn takes along. Where these differ on a rank, or a
@@ -422,7 +422,7 @@ class Repeated:
         return self.module._mode(), self.module._changes.key()
 
     def words(self, tokens: Tensor) -> bytes:
-        """Return what the ranks must have alike before a short call; nothing where this one makes none.
+        """Return a digest of all that the ranks must agree on before a short call; empty where this one makes none.
 
         Args:
             tokens: that the last call gave, from which all sizes follow.
@@ -457,7 +457,7 @@ class Repeated:
             return self._in_full(kwargs, new)
 
     def _in_full(self, kwargs: dict[str, Any], new: Sequence[Tensor]) -> Tensor:
-        """Make a call as any is made, and note what is so in those that follow."""
+        """Make a call in full, and note what holds for those that follow."""
         module, before = self.module, self.module._arguments((), kwargs, "")
         logits, call = module(**kwargs).logits, module._arguments((), kwargs, "")
         kind, flat = kind_of(module, call), [id(x) for x in call.flat]

@@ -1,7 +1,7 @@
 """Objects that hold state between calls, such as a key/value cache, in the calls of a sharded module.
 
-The caller's object stays what it is, and holds this rank's tensors: what reorders, crops or selects its rows acts on
-them. A call is recognised by the object's shape and sizes; afterwards what the program says it holds is set on it.
+The caller's object stays the same, and holds this rank's tensors: code that reorders, crops or selects rows acts
+on them. A call is recognised by the object's shape and sizes; afterwards the program's states are set on it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Reading:
     """Structure of the leaves of calls that are nested alike.
 
     Attributes:
-        spec: how they are nested. states, users: where states lie, of objects and that the user named.
-        cuts: where states of objects are split, and how; lengths: as a call's where all of them fit.
+        spec: how they are nested. states, users: places of the states of objects, and of those that the user named.
+        cuts: places of states that are sharded, and how; lengths: as a call's where all of them fit.
     """
 
     def __init__(self, carriers: Carriers, spec: compat.TreeSpec, states: dict[int, str], entry: str) -> None:
@@ -67,7 +67,7 @@ class Reading:
         self.lengths = {at: (cut.dim, cut.length) for at, cut in self.cuts}
 
     def fits(self, flat: Leaves) -> bool:
-        """Return whether of every state that is split there is this rank's part, and something in it."""
+        """Return whether every state that is sharded is this rank's part, and not empty."""
         for at, (dim, mine, _) in self.cuts:
             state = flat[at]
             if state.ndim <= dim or state.size(dim) != mine or not mine:
@@ -111,31 +111,31 @@ class Carriers:
         cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = (), hosts: Hosts = (),
         layouts: Layouts = MappingProxyType({}),
     ) -> Carriers:  # fmt: skip
-        """For a module of which this is the skeleton."""
+        """Make those of a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
-        *_, batch, own = 1, 1, *(host.own for host in hosts)
-        return cls(parameters, rank, tp, own, dict(layouts), state_names=state_names, bare=bare, micro_batches=batch)
+        *_, batch, local = 1, 1, *(host.own for host in hosts)
+        return cls(parameters, rank, tp, local, dict(layouts), state_names=state_names, bare=bare, micro_batches=batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        own: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}
-        own["kinds"] = set(self.kinds)
-        return replace(self, **own, cuts={}, shapes={}, writings={}, readings={})
+        fresh: dict[str, Any] = {"layouts": dict(self.layouts), "moving": set(self.moving), "sizes": dict(self.sizes)}
+        fresh["kinds"] = set(self.kinds)
+        return replace(self, **fresh, cuts={}, shapes={}, writings={}, readings={})
 
     def named_places(self, spec: Any, entry: str = "") -> dict[int, str]:
-        """Find where in the leaves of a call of the module at this path the model's named states lie."""
+        """Return the places of the model's named states in the leaves of a call of the module at this path."""
         return places_of(self.bare.forward, spec, self.state_names) if self.state_names and not entry else {}
 
     def names_of(self, entry: str) -> tuple[str, ...]:
-        """The names of the arguments of the module at this path."""
+        """Return the names of the arguments of the module at this path."""
         return tuple(inspect.signature(self.bare.get_submodule(entry).forward).parameters) if entry else self.names
 
     def described(self, value: Any, name: str) -> tuple[Carried, list[Any] | None]:
-        """An object as its tensors, under one description for all that are described alike, and what holds these.
+        """Return an object as its tensors, under one description for all equal ones, and the holders of the tensors.
 
         Args:
             value: the object. name: of the argument that it is.
 
-        Returns: None in the place of what holds them where only a walk describes it.
+        Returns: None in the place of the holders where only a walk describes it.
         """
         skim = Skim(value, self.moving)
         if skim.twice:
@@ -147,14 +147,14 @@ class Carriers:
         return Carried(shape, skim.tensors), skim.holders
 
     def writes(self, before: Shape, after: Shape) -> Writes | None:
-        """List what to set so that an object is described otherwise; None where `assign` is to."""
+        """List the writes that turn an object of one description into the other; None where `assign` has to do it."""
         pair = id(before), id(after)
-        if pair not in self.writings:  # which keeps the descriptions, and so what they are known by
+        if pair not in self.writings:  # which keeps the descriptions alive, and so their ids
             _remember(self.writings, pair, (before, after, writes_between(before, after)))
         return self.writings[pair][2]
 
     def remember(self, way: Sequence[Any], reading: Reading) -> None:
-        """Read the next calls that are made in this way so."""
+        """Remember how calls that are made in this way are read."""
         _remember(self.readings, tuple(way), reading)
 
     def foresee(self, before: Sequence[Carried], after: Sequence[Carried], others: Collection[int]) -> bool:
@@ -187,16 +187,16 @@ class Carriers:
         return self._note(pairs, self._measure(captured))
 
     def _note(self, pairs: Sequence[tuple[Shape, Shape]], state_sizes: Mapping[str, Sequence[Any]]) -> bool:
-        """Take note of numbers that objects have otherwise after a call, or that say how long a state is to be."""
+        """Take note of numbers that a call changes in objects, or that are the lengths of states."""
         counters = set().union(*(changed_numbers(x.tree, y.tree) for x, y in pairs))
         # The length of a static cache is a number of the caller's, and another in the next call.
-        counters |= {(*each, True) for x, y in pairs for each in asked_sizes(x, y, state_sizes)}
+        counters |= {(*counter, True) for x, y in pairs for counter in asked_sizes(x, y, state_sizes)}
         new = {(owner, name) for owner, name, _ in counters} - self.moving
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in counters)
 
     def learn_layouts(self, states: Layouts) -> None:
-        """Take note of how a program has its states; calls are read anew with that."""
+        """Take note of the layouts of a program's states; calls are read anew with that."""
         self.layouts |= states
         self.readings.clear()
 
@@ -205,7 +205,7 @@ class Carriers:
 
         Returns: the sizes of all, by name.
         """
-        state_sizes: dict[str, Sequence[Any]] = {}
+        state_sizes = {}
         for position, node in placed_outputs(captured):
             name = captured.becomes(position)
             if name is None:
@@ -220,7 +220,7 @@ class Carriers:
         return state_sizes
 
     def cut(self, name: str) -> Cut | None:
-        """Return how a state is split; None where it is whole. Remembered, as every step asks for every state."""
+        """Return how a state is sharded; None where it is whole. Remembered, as every step asks for every state."""
         layout = self.layouts.get(name)
         entry = self.cuts.get(name)
         if entry is None or entry[0] is not layout:
@@ -234,8 +234,8 @@ class Carriers:
         mine = sum(int(partition.local(self.rank + i, self.tp)) for i in range(self.own_ranks))
         return Cut(layout.sharded_dim, mine, int(partition.length))
 
-    def own(self, name: str, tensor: Tensor, whole: bool = False) -> tuple[Tensor, Length | None, str]:
-        """This rank's part of a state as its program takes it, the whole's length, and what is wrong with it or "".
+    def local(self, name: str, tensor: Tensor, whole: bool = False) -> tuple[Tensor, Length | None, str]:
+        """Return this rank's part of a state as its program takes it, the whole's length, and its fault or "".
 
         Args:
             name, tensor: of the state. whole: it may be passed whole, as one that the user named.
@@ -252,7 +252,7 @@ class Carriers:
         return tensor if mine else tensor.narrow(dim, 0, 0), (dim, length), ""
 
     def of_caller(self, name: str, tensor: Any) -> Any:
-        """Return what the caller's object holds of a part: one row of zeros, without memory, where that is empty.
+        """Return a part as the caller's object holds it: one row of zeros, without memory, where it is empty.
 
         An empty tensor means to many that there is no state yet.
         """

@@ -20,13 +20,13 @@ _drawing: list[str] = []  # groups whose ranks draw from rank 0's random numbers
 
 
 def while_generating(original: type[nn.Module]) -> dict[str, Function]:
-    """Return what parts have in place of methods that their class's `generate` calls; nothing where it has none."""
+    """Return the methods of parts that replace those which their class's `generate` calls; none where it has none."""
     if not callable(getattr(original, "generate", None)):
         return {}
     extract: Any = getattr(original, "_extract_generation_mode_kwargs", None)
 
     def options_of(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note what `generate` takes for itself, such as a tokenizer: its loop passes that to the forward too."""
+        """Note arguments of `generate` itself, such as a tokenizer: its loop passes them to the forward too."""
         options = extract(self, *args, **kwargs)
         generation = _whole(self)._generation
         if generation is not None:
@@ -35,8 +35,8 @@ def while_generating(original: type[nn.Module]) -> dict[str, Function]:
 
     def goes_on(self: Any, this_peer_finished: Any, synced_gpus: bool, device: torch.device) -> bool:
         """Go on with `synced_gpus` as long as a rank of any axis does: by a turn, which ranks can leave."""
-        own = not bool(this_peer_finished)
-        return _whole(self)._calls.any(own, "next token of generate()") if synced_gpus else own
+        unfinished = not bool(this_peer_finished)
+        return _whole(self)._calls.any(unfinished, "next token of generate()") if synced_gpus else unfinished
 
     methods = {**UNCOMPILED, "_has_unfinished_sequences": goes_on}
     return methods if extract is None else methods | {"_extract_generation_mode_kwargs": options_of}
@@ -80,14 +80,14 @@ def _by_path(kind: type[nn.Module], call: Function, path: str) -> Function:
 def one_generator(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Let every rank draw from rank 0's random numbers; those of the others go on as they were.
 
-    What is drawn in a context within one, as that of an assistant which drafts, counts in the outer one.
+    Numbers drawn in an inner context, such as that of a drafting assistant, count in the outer one.
     """
     cp = ranks.along("cp")
     if ranks.tp == cp.tp == 1 or ranks.group_name in _drawing:
         yield
         return
-    own = compat.random_states(device)
-    common: Any = broadcast(cp, broadcast(ranks, own))  # the tp groups of a slice of the batch compute the same
+    before = compat.random_states(device)
+    common: Any = broadcast(cp, broadcast(ranks, before))  # the tp groups of a slice of the batch compute the same
     _drawing.append(ranks.group_name)
     try:
         compat.draw_from(common, device)
@@ -95,4 +95,4 @@ def one_generator(ranks: Ranks, device: torch.device) -> Iterator[None]:
     finally:
         _drawing.remove(ranks.group_name)
         if (ranks.rank or cp.rank) and not _drawing:
-            compat.draw_from(own, device)
+            compat.draw_from(before, device)

@@ -38,7 +38,7 @@ BY_PROMPT = ("token_healing", "assistant_model", "assistant_early_exit", "prompt
 
 
 def refuse(args: Leaves, kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
-    """Refuse what the loops of `generate` would do with several ranks without saying so.
+    """Refuse options that the loops of `generate` would silently ignore with several ranks.
 
     Args:
         args, kwargs: of the call. config: the module's `generation_config`. dp: number of slices of the batch.
@@ -55,7 +55,7 @@ def refuse(args: Leaves, kwargs: Mapping[str, Any], config: Any, dp: int) -> Non
 
 
 def option_texts(args: Leaves, kwargs: Mapping[str, Any], config: Any) -> Facts:
-    """Options of `generate` in words that are the same in every process: of tensors their shape, of objects the class.
+    """Return the options of `generate` as texts that are equal in every process: a tensor's shape, an object's class.
 
     Args:
         args, kwargs: of the call. config: the module's `generation_config`, which holds where an argument is silent.
@@ -66,7 +66,7 @@ def option_texts(args: Leaves, kwargs: Mapping[str, Any], config: Any) -> Facts:
 
 
 def _takes_synced(kind: Any) -> bool:
-    """Return whether the `generate` of a class may be given transformers' option, as a class's own loop may not."""
+    """Return whether the `generate` of a class takes transformers' option `synced_gpus`."""
     parameters = inspect.signature(kind.generate).parameters if hasattr(kind, "generate") else {}
     return "synced_gpus" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -86,7 +86,7 @@ def _text(value: Any) -> str:
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
+    """Run the original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
 
     Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done (the option
     `synced_gpus`). The cache is this rank's part. Random numbers are rank 0's.
@@ -113,7 +113,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _under_way(module: Any) -> Iterator[None]:
-    """Note a generation on the module, and take off what `generate` leaves there, such as a cache to use again."""
+    """Note a generation on the module, and delete attributes that `generate` leaves there, such as a cache."""
     attributes, before = vars(module), {*vars(module)}
     outer = module._generation
     attributes["_generation"] = outer if outer is not None else set()
@@ -189,7 +189,7 @@ def _generate(module: Any, options: Mapping[str, Any], batch: int, length: int) 
 
 
 def _words(call: str | Inputs) -> str:
-    """A call in words that are the same in every process."""
+    """Return a call as a text that is equal in every process."""
     return call if isinstance(call, str) else _text([*call.args, dict(sorted(call.kwargs.items()))])
 
 
@@ -207,7 +207,7 @@ class Batching:
     """Transformers' continuous batching over the ranks: its engine schedules on rank 0, and the others follow."""
 
     def init_continuous_batching(
-        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
         """Return a manager of requests, as the original's own. A collective call: each rank starts and stops its own.
 
@@ -220,14 +220,13 @@ class Batching:
         """
         if (before := vars(self).get(CACHED)) is not None:
             return before
-        module: Any = self
-        _check(module, "init_continuous_batching")
+        _check(self, "init_continuous_batching")
         from .batch_manager import manager_of  # noqa: PLC0415  transformers' engine, only where it is asked for
 
-        with module._calls.turn("init_continuous_batching()"), torch.no_grad():
-            return manager_of(module, generation_config, continuous_batching_config, workload_hints)
+        with self._calls.turn("init_continuous_batching()"), torch.no_grad():
+            return manager_of(self, generation_config, continuous_batching_config, workload_hints)
 
-    def generate_batch(self, inputs: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, Any]:
+    def generate_batch(self: Any, inputs: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, Any]:
         """Return what is generated from each prompt by its request's name, as the original's own. A collective call.
 
         Args:
@@ -236,20 +235,19 @@ class Batching:
         Raises:
             InputError: an argument that would be ignored. StateError: a request failed, or as of a manager.
         """
-        module: Any = self
-        _check(module, "generate_batch")
+        _check(self, "generate_batch")
         from .batch_manager import results_of  # noqa: PLC0415  transformers' engine, only where it is asked for
 
         prompts = [list(map(int, x)) for x in inputs]
         texts = {"prompts": prompts} | {f"argument {n}": x for n, x in kwargs.items()}
-        module._calls.agree("generate_batch()", texts)
-        return results_of(module, prompts, kwargs)
+        self._calls.agree("generate_batch()", texts)
+        return results_of(self, prompts, kwargs)
 
     def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Return a context with a manager that runs, as the original's own. Collective as it is entered and left."""
         _check(self, "continuous_batching_context_manager")
-        own: Any = super()
-        return own.continuous_batching_context_manager(*args, **kwargs)
+        original: Any = super()
+        return original.continuous_batching_context_manager(*args, **kwargs)
 
 
 def _check(module: Any, method: str) -> None:

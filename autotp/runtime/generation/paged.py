@@ -1,8 +1,8 @@
 """The paged cache of transformers' continuous batching, as an object that a sharded module's calls carry.
 
-The engine's cache stays what it is for its scheduler: pages of one memory, and for every batch the places that are
-written and read. Its memory is on the meta device. What is kept is this rank's, in one pool of keys and one of values
-for each layer, [1, own heads, places, size]; the model is given an ordinary cache whose layers write and read there.
+The engine's cache stays for its scheduler: pages of one memory, and for every batch the places that are written and
+read. Its memory is on the meta device. The values are this rank's, in one pool of keys and one of values for each
+layer, [1, local heads, places, size]; the model is given an ordinary cache whose layers write and read there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 
 from autotp.errors import InputError
 
-# Arguments that the engine passes to a forward: what is handed on, and what says the same in other words.
+# Arguments that the engine passes to a forward: those that are handed on, and those that say the same in other words.
 HANDED_ON = ("input_ids", "position_ids", "logits_to_keep")
 SAID_OTHERWISE = {
     "attention_mask", "read_index", "write_index", "block_table", "cache", "cu_seq_lens_q", "cu_seq_lens_k",
@@ -35,7 +35,7 @@ SIDES = ("keys", "values")  # of a layer's part of a cache
 
 
 def name_of(layer: int, side: str) -> str:
-    """Return the name of the state that a pool is, as that of an ordinary cache: both lie in one layout."""
+    """Return the name of a pool's state, as that of an ordinary cache: both have one layout."""
     return f"past_key_values.layers.{layer}.{side}"
 
 
@@ -86,7 +86,7 @@ def _update(pool: Tensor, states: Tensor, read: Tensor, write: Tensor, new: Tens
     if new is None:
         pool.index_copy_(2, write, states)
         return pool.index_select(2, read)
-    # In a ring a new token lies where one lay that this batch still reads.
+    # In a ring a new token is written over one that this batch still reads.
     every = pool.index_select(2, read).index_copy(2, new, states)
     pool.index_copy_(2, write, states)
     return every
@@ -96,7 +96,7 @@ class RankPages(PagedAttentionCache):
     """The engine's cache with pools of one rank in the place of its memory.
 
     Attributes:
-        carrier: what a model is given. places: how many each group of layers has.
+        carrier: the cache that a model is given. places: how many each group of layers has.
     """
 
     carrier: PagedCache
@@ -125,10 +125,10 @@ class RankPages(PagedAttentionCache):
                         pages[:, :, target] = pages[:, :, source]
 
     def arguments(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        """The keyword arguments of a forward for those of one batch, and their tensors but the pools.
+        """Return the keyword arguments of a forward for those of one batch, and their tensors without the pools.
 
         Args:
-            batch: what the engine passes.
+            batch: arguments of the engine.
 
         Raises:
             InputError: it passes something that would be ignored.
@@ -146,23 +146,18 @@ class RankPages(PagedAttentionCache):
         indices = zip(self.cache_allocators.values(), batch["read_index"], batch["write_index"], strict=True)
         places = [_places(x, read, write, masks[x.layer_type], one) for x, read, write in indices]
         carrier = self.carrier
-        carrier.reads, carrier.writes, carrier.news, own = (list(each) for each in zip(*places, strict=True))
+        carrier.reads, carrier.writes, carrier.news, group_masks = map(list, zip(*places, strict=True))
         # Always in one order; a mask by kind of layer where there are several.
-        mask = dict(zip(self.cache_allocators, own, strict=True)) if len(own) > 1 else own[0]
-        tensors = [
-            *keywords.values(),
-            *own,
-            *carrier.reads,
-            *carrier.writes,
-            *(x for x in carrier.news if x is not None),
-        ]
+        mask = dict(zip(self.cache_allocators, group_masks, strict=True)) if len(group_masks) > 1 else group_masks[0]
+        news = [x for x in carrier.news if x is not None]
+        tensors = [*keywords.values(), *group_masks, *carrier.reads, *carrier.writes, *news]
         return {**keywords, "attention_mask": mask, "past_key_values": carrier, "use_cache": True}, tensors
 
 
 def _places(
     allocator: Any, read: Tensor, write: Tensor, mask: Tensor, one: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Places of one group of layers in its pools, and its mask; with a second token after `one` alone."""
+    """Return the places of one group of layers in its pools, and its mask; with a second token after `one` alone."""
     windowed = _windowed(allocator)
     if one:
         write = torch.cat((write, write.new_full((1,), allocator.write_trash_index)))
@@ -185,15 +180,15 @@ def _windowed(allocator: Any) -> bool:
 
 
 def _slots(allocator: Any, index: Tensor) -> Tensor:
-    """Places in a pool of one layer's keys or values for rows of the engine's memory, which holds those of a block of
-    all layers one after another."""
+    """Return the places in a pool of one layer for rows of the engine's memory, which holds a block of all layers one
+    after another."""
     stride = allocator.block_physical_stride
     blocks = torch.div(index, stride, rounding_mode="floor")
     return torch.sub(index, blocks, alpha=stride - allocator.tokens_per_page)
 
 
 def example(pages: RankPages, keeps: bool, device: torch.device) -> dict[str, Any]:
-    """Arguments of a forward by which any batch is captured: all of its sizes differ.
+    """Return arguments of a forward by which any batch is captured: all of its sizes differ.
 
     Args:
         pages: with pools of whole shapes. keeps: whether logits are asked for some tokens alone.

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 CHOSEN = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")  # of a generation config, by a choice
-# How many seeds there are; how far those of tokens and of answers that follow each other are apart.
+# The number of seeds; the differences between those of successive tokens, and of successive answers.
 SEEDS, STRIDE, APART = 2**63, 1_000_003, 998_244_353_000_003
 BATCHES = 4  # of one adapter, after which another has its turn
 
@@ -47,12 +47,12 @@ class Choice:
 
     @property
     def plain(self) -> bool:
-        """Return whether the likeliest token is all that is asked for."""
+        """True where only the likeliest token is asked for."""
         penalties = self.presence or self.frequency or self.repetition != 1
         return not (self.temperature or penalties) and self.top is None
 
     def nth(self, i: int) -> Choice:
-        """Return how the tokens of the answer with this number are chosen, of several to one request."""
+        """Return the choice of the answer with this number, of several to one request."""
         return replace(self, seed=(self.seed + i * APART) % SEEDS)
 
     def token(self, scores: Tensor, before: Sequence[int], prompt: Sequence[int] = ()) -> int:
@@ -80,7 +80,7 @@ class Choice:
 
 
 class Choices(ContinuousBatchingLogitsProcessor):
-    """The engine's processor by which each request has its own `Choice`; what is chosen alone keeps its score.
+    """The engine's processor by which each request has its own `Choice`; the chosen token alone keeps its score.
 
     Log-probabilities, of the model itself, are kept as the request's own: (chosen, {token: of the likeliest}).
     """
@@ -92,7 +92,7 @@ class Choices(ContinuousBatchingLogitsProcessor):
         """Do nothing: choices are no numbers."""
 
     def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
-        """Note whose tokens the next scores are of."""
+        """Note the requests of the next scores."""
         self.states = [request.state for request in requests_with_new_token]
         return torch.zeros(0, dtype=torch.int32)
 
@@ -102,15 +102,15 @@ class Choices(ContinuousBatchingLogitsProcessor):
             choice = state.logit_processor_kwargs.get("choice", Choice())
             if choice.plain:
                 continue
-            own = row.log_softmax(-1) if choice.top is not None else row
+            scored = row.log_softmax(-1) if choice.top is not None else row
             # Of a request that gave up its pages the tokens are a part of its prompt now.
             begun = state._true_initial_tokens or len(state.initial_tokens)
             prompt, earlier = state.initial_tokens[:begun], state.initial_tokens[begun:]
             token = choice.token(row.clone(), earlier + state.generated_tokens, prompt)
             if choice.top is not None:
-                values, tokens = own.topk(choice.top)
+                values, tokens = scored.topk(choice.top)
                 likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
-                state.logprobs.append((float(own[token]), likeliest))
+                state.logprobs.append((float(scored[token]), likeliest))
             row.fill_(-torch.inf)
             row[token] = 0
         return scores
@@ -127,7 +127,7 @@ class Fair(FIFOScheduler):
 
     turns, adapter = 0, ""
 
-    def _process_candidates(self, candidates: list[Any], *budgets: Any, **more: Any) -> Any:
+    def _process_candidates(self, candidates: list[Any], *budgets: Any, **options: Any) -> Any:
         self.turns += 1
         if self.turns % 2:
             candidates = sorted(candidates, key=_unread)
@@ -135,8 +135,8 @@ class Fair(FIFOScheduler):
         at = waiting.index(self.adapter) + (self.turns % BATCHES == 0)
         full, result = False, (None, False)
         for self.adapter in waiting[at:] + waiting[:at]:  # until one is found that there is room for
-            own = [state for state in candidates if adapter_of(state) == self.adapter]
-            result = super()._process_candidates(own, *budgets, **more)
+            chosen = [state for state in candidates if adapter_of(state) == self.adapter]
+            result = super()._process_candidates(chosen, *budgets, **options)
             full |= result[1]
             if result[0]:
                 break
@@ -149,5 +149,5 @@ def adapter_of(state: Any) -> str:
 
 
 def _unread(state: Any) -> int:
-    """Tokens of a prompt that are not read yet; 0 for a request that generates."""
+    """Return the tokens of a prompt that are not read yet; 0 for a request that generates."""
     return 0 if state.status == RequestStatus.DECODING else len(state.remaining_prefill_tokens)

@@ -1,8 +1,8 @@
 """`autotp.move`: weights, optimizer states and caches of a sharded module to another one, over any ranks of both.
 
-State that a model keeps between calls, such as a key/value cache, moves as blocks of the whole: a state that is split
-lies as the module's programs have it, and with dp each slice of the batch has its rows. On a module that has not met it
-yet it is split as on the source.
+State that a model keeps between calls, such as a key/value cache, moves as blocks of the whole: a state that is sharded
+has the layout of the module's programs, and with dp each slice of the batch has its rows. On a module that has not met
+it yet it is sharded as on the source.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from autotp.runtime.storage import Box, ShardState
 WHAT = ("weights", "optimizer", "cache")
 CACHE = "cache."
 UNKNOWN = (
-    "{name} is {how} on the source, and the target has not met it: how it will lie there is decided by the first call "
+    "{name} is {how} on the source, and the target has not met it: its layout there is decided by the first call "
     "with it. Make one such call of the target before, as target.warmup(...) does."
 )
-AXES = "source's and target's tp"  # of whom messages speak
+AXES = "source's and target's tp"  # as messages name the ranks
 
 
 def move(
@@ -96,12 +96,12 @@ def _is_sharded(module: Any) -> bool:
 
 
 def _module(side: Any) -> Any:
-    """The sharded module of a pipe, or the one itself."""
+    """Return the sharded module of a pipe, or the module itself."""
     return side if side is None or hasattr(side, "_shards") else getattr(side, "module", side)
 
 
 def _ranks(group: ProcessGroup | None, modules: Sequence[Any]) -> Ranks:
-    """The ranks that move."""
+    """Return the ranks that move."""
     if not (dist.is_available() and dist.is_initialized()):
         return PLAIN_PROCESS
     group = group or dist.group.WORLD
@@ -112,11 +112,11 @@ def _ranks(group: ProcessGroup | None, modules: Sequence[Any]) -> Ranks:
 
 
 def _meet_sides(ranks: Ranks, shards: Sequence[ShardState | None]) -> None:
-    """Refuse ranks that have no part of either, and modules of which not all ranks are there. A collective call."""
+    """Refuse ranks that have no part of either module, and modules of which ranks are missing. A collective call."""
     if ranks.group is None:
         return
-    own = [x and x.planners.group and dist.get_process_group_ranks(x.planners.group) for x in shards]
-    everyone = from_all(ranks, own, "who moves")
+    members_of = [x and x.planners.group and dist.get_process_group_ranks(x.planners.group) for x in shards]
+    everyone = from_all(ranks, members_of, "who moves")
     world = dist.get_process_group_ranks(ranks.group)
     for rank, sides in zip(world, everyone, strict=True):
         if not any(sides):
@@ -125,30 +125,32 @@ def _meet_sides(ranks: Ranks, shards: Sequence[ShardState | None]) -> None:
                 "move on these alone. Nothing was moved."
             )
     for side, name in enumerate(("source", "target")):
-        there = {rank for rank, sides in zip(world, everyone, strict=True) if sides[side]}
+        present = {rank for rank, sides in zip(world, everyone, strict=True) if sides[side]}
         members = {rank for sides in everyone for rank in sides[side] or ()}
-        if not members or members - there:
-            lack = f"ranks {sorted(members - there)} have not given their part of it" if members else "no rank gave one"
+        if not members or members - present:
+            lack = (
+                f"ranks {sorted(members - present)} have not given their part of it" if members else "no rank gave one"
+            )
             raise InputError(f"autotp.move(): of the {name} {lack}. Nothing was moved.")
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of a move on this rank, and what is moved between them.
+    """The source and the target of a move on this rank, and what is moved between them.
 
     Attributes:
         source, target: sharded modules; None where this rank has no part of the one or the other.
         what: is moved of that which is given. optimizers: the source's and the target's. cache: objects of the source.
     """
 
-    source: Any = None
-    target: Any = None
-    what: Sequence[str] = WHAT
-    optimizers: tuple[Optimizer | None, Optimizer | None] = (None, None)
-    cache: Mapping[str, Any] = field(default_factory=dict)
+    source: Any
+    target: Any
+    what: Sequence[str]
+    optimizers: tuple[Optimizer | None, Optimizer | None]
+    cache: Mapping[str, Any]
 
     def offer(self) -> tuple[Tensors, Any, States]:
-        """The tensors of the source, notes of its optimizer, and what there is to say of its caches."""
+        """Return the tensors of the source, notes of its optimizer, and the description of its caches."""
         if self.source is None:
             return {}, None, States()
         shards = self.source._shards
@@ -158,12 +160,12 @@ class Sides:
         tensors, notes = collect(shards, optimizer, None, names)
         states = States()
         if "cache" in self.what:
-            own, states = caches_of(self.source, self.cache)
-            tensors |= own
+            caches, states = caches_of(self.source, self.cache)
+            tensors |= caches
         return tensors, notes.get("optimizer"), states
 
     def request(self, peers: Peers, states: States) -> tuple[dict[str, Any], list[Callable[[], None]], dict[str, Any]]:
-        """The target's boxes to fill, what is to be done when they are, and the objects of its caches."""
+        """Return the target's boxes to fill, functions to call when they are filled, and the objects of its caches."""
         module, optimizer = self.target, self.optimizers[1] if "optimizer" in self.what else None
         if module is None:
             return {}, [], {}
@@ -183,7 +185,7 @@ class Sides:
 
 
 def carry(ranks: Ranks, sides: Sides, bucket: int) -> dict[str, Any]:
-    """Do a move, step by step, in each of which all ranks fail together. A collective call.
+    """Move weights, states and caches in steps, in each of which all ranks fail together. A collective call.
 
     Args:
         ranks: that move. sides: this rank's part of both. bucket: bytes of messages that a rank holds at once.
@@ -197,7 +199,7 @@ def carry(ranks: Ranks, sides: Sides, bucket: int) -> dict[str, Any]:
         sides.source._shards.agree_on_writes("a move")
     tensors, *words = together(ranks, "reading the source", sides.offer)
     everyone: list[Any] = from_all(ranks, (bool(tensors), *words), "what the source has")
-    notes = optimizers.joined([notes for there, notes, _ in everyone if there])
+    notes = optimizers.joined([notes for present, notes, _ in everyone if present])
     states = next((states for *_, states in everyone if states.objects), States())
     peers = Peers.of(ranks, tensors, {"optimizer": notes}, bucket)
     need, ends, objects = together(ranks, "reading the target", lambda: sides.request(peers, states))
@@ -226,7 +228,7 @@ class States:
 
 
 def caches_of(module: Any, objects: Mapping[str, Any]) -> tuple[Tensors, States]:
-    """Return the tensors of state objects as blocks of the whole, and what else there is to say of these.
+    """Return the tensors of state objects as blocks of the whole, and the description of the objects.
 
     Args:
         module: whose calls gave them. objects: by the name of the argument that takes each.
@@ -245,10 +247,10 @@ def caches_of(module: Any, objects: Mapping[str, Any]) -> tuple[Tensors, States]
             if i in carried.shape.counts:
                 states.numbers[name] = tuple(x.shape)
                 continue
-            own, _, wrong = carriers.own(name, x)
+            local, _, wrong = carriers.local(name, x)
             if wrong:
                 raise InputError(wrong)
-            tensors[CACHE + name] = _boxes(carriers, name, own, _slice(module, own.ndim))
+            tensors[CACHE + name] = _boxes(carriers, name, local, _slice(module, local.ndim))
             layout = carriers.layouts.get(name)
             if layout is not None:
                 states.layouts[name] = layout, carriers.tp
@@ -263,16 +265,14 @@ def begin_caches(
     Args:
         module: that is to be called with them. states: what the source says. entries: of the whole tensors, by name.
 
-    Returns: the objects, the boxes of theirs that are to be filled, and what lets the module know of them then.
+    Returns: the objects, their boxes to fill, and a function that tells the module of them then.
 
     Raises:
-        StateError: the module has not met a state, and how it lies there cannot be told.
+        StateError: the module has not met a state, and its layout there cannot be told.
         InputError: dp does not divide the batch.
     """
     # A copy, which learns: where another rank refuses, the module's own knows nothing of all this.
     carriers, objects, boxes = copy.deepcopy(module._carriers), dict[str, Any](), dict[str, list[Box]]()
-    if not states.objects:
-        return objects, boxes, lambda: None
     # A module that was never called with such an object would take each part for a whole.
     layouts = {}
     for name, (layout, tp) in states.layouts.items():
@@ -305,7 +305,7 @@ def begin_caches(
 
 
 def _adopted(name: str, layout: Layout, before: int, tp: int) -> Layout:
-    """A layout over `before` ranks for another number of ranks, where single elements are dealt."""
+    """Return a layout over `before` ranks for another number of ranks, where single elements are sharded."""
     partition, dim = layout.stored, layout.sharded_dim
     if partition is None or dim is None or not partition.is_plain(before):
         raise StateError(UNKNOWN.format(name=name, how=layout.words()))
@@ -319,7 +319,7 @@ def _slice(module: Any, dims: int) -> tuple[int, int]:
 
 
 def _local(carriers: Carriers, name: str, shape: tuple[int, ...], slices: int) -> list[int]:
-    """The shape of this rank's part of a whole state, of which there are so many slices of the batch."""
+    """Return the shape of this rank's part of a whole state, of which there are so many slices of the batch."""
     size, cut = list(shape), carriers.cut(name)
     if cut is not None and cut.dim < len(shape):
         size[cut.dim] = cut.mine
@@ -329,13 +329,13 @@ def _local(carriers: Carriers, name: str, shape: tuple[int, ...], slices: int) -
 
 
 def _boxes(carriers: Carriers, name: str, local: Tensor, slices: tuple[int, int]) -> tuple[tuple[int, ...], list[Box]]:
-    """The shape of a whole state, and the blocks of it that this rank's part is."""
+    """Return the shape of a whole state, and the blocks of it that this rank's part is."""
     cut, (place, count) = carriers.cut(name), slices
     whole, block, boxes = list(local.shape), Block.whole(local.shape), [Box((0,) * local.ndim, local)]
     if cut is not None and cut.dim < local.ndim:
         partition: Any = carriers.layouts[name].distribution
         whole[cut.dim], at, boxes = cut.length, 0, []
-        # The spans of a split state lie one after the other in this rank's part.
+        # The spans of a sharded state follow each other in this rank's part.
         for rank in range(carriers.rank, carriers.rank + carriers.own_ranks):
             for start, length in partition.spans(rank, carriers.tp):
                 offset = block.span(cut.dim, start, length).offset

@@ -1,5 +1,5 @@
-"""`ShardedModule.replan`: another plan for a module over the same ranks, in place; its parameters stay the objects they
-were, so that an optimizer goes on."""
+"""`ShardedModule.replan`: another plan for a module over the same ranks, in place; its parameters stay the objects
+that they were, so that an optimizer goes on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def replan(
     module: Any, tp: int, *, dp: int = 1, fully_shard: bool = False, optimizer: Optimizer | None = None,
     bucket: int = BUCKET,
 ) -> None:  # fmt: skip
-    """Lie by a plan for other degrees from here on, over the same ranks: weights are moved, and nothing is gathered.
+    """Shard by a plan for other degrees from here on, over the same ranks: weights are moved, and nothing is gathered.
 
     Parameters stay the objects that they are, so that an optimizer made before goes on; only where other degrees hold
     one in other pieces (uneven heads) there are new ones, which the optimizer is given. Gradients are dropped. Hooks,
@@ -89,17 +89,17 @@ def _check(module: Any, tp: int, dp: int, optimizer: Optimizer | None) -> None:
             "replan() is for modules over ranks of tp and dp, made with example inputs: without stages, cp and virtual "
             "ranks. autotp.move() moves between two modules of any kind."
         )
-    have = shards.ranks.planners.tp
+    have = shards.planners.tp
     if not counts(tp) or not counts(dp) or tp * dp != have:
-        raise InputError(f"tp={tp} x dp={dp} are not the {have} ranks that the module lies over.")
+        raise InputError(f"tp={tp} x dp={dp} are not the {have} ranks that the module is sharded over.")
     if optimizer is not None:
-        own = {id(p) for _, p, _ in shards.pieces()}
-        if any(id(p) not in own for p in updated_by(optimizer)):
+        ids = {id(p) for _, p, _ in shards.pieces()}
+        if any(id(p) not in ids for p in updated_by(optimizer)):
             raise StateError("the optimizer updates tensors that are not this module's parameters.")
 
 
 def _original(shards: ShardState) -> nn.Module:
-    """The model on the meta device, with the buffers that this rank has whole."""
+    """Return the model on the meta device, with the buffers that this rank has whole."""
     names = {id(t): n for n, t in shards.bare.named_buffers(remove_duplicate=False)}
     buffers = dict(shards.root.named_buffers(remove_duplicate=False))
 
@@ -114,7 +114,7 @@ def _original(shards: ShardState) -> nn.Module:
 
 
 class _Old:
-    """A module as it was: its parts, under a root of their own.
+    """A module before a replan: its parts, under a root of their own.
 
     Attributes:
         kind: its class among ours. shards: of the parts.
@@ -122,19 +122,19 @@ class _Old:
 
     def __init__(self, module: Any) -> None:
         self.module, self.cls, self.attributes = module, type(module), dict(module.__dict__)
-        own = (c for c in self.cls.__mro__ if c.__module__.startswith("autotp."))
-        self.kind = next(c for c in own if "__call__" in vars(c))
+        classes = (c for c in self.cls.__mro__ if c.__module__.startswith("autotp."))
+        self.kind = next(c for c in classes if "__call__" in vars(c))
         root = object.__new__(self.cls)
         root.__dict__.update(self.attributes)
         shards: ShardState = module._shards
-        own = [path for path, part in shards.parts.items() if part is module]
-        self.shards = replace(shards, parts=dict(shards.parts) | dict.fromkeys(own, root))
+        paths = [path for path, part in shards.parts.items() if part is module]
+        self.shards = replace(shards, parts=dict(shards.parts) | dict.fromkeys(paths, root))
         self.state = compat.forget_state(module)
         compat.remember_state(root, self.state)
         self.spread = data_parallel.forget(module)
 
     def restore(self) -> None:
-        """Give the module back what it was."""
+        """Restore the module."""
         self.module.__class__ = self.cls
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes)
@@ -149,7 +149,7 @@ Pieces = dict[str, list[Any]]  # first name of a parameter -> the tensors that h
 
 
 def _fill(module: Any, old: _Old, ranks: Any, optimizer: Optimizer | None, bucket: int) -> None:
-    """Move weights and states into the new parts, and put the parameters that were there in the new ones' places."""
+    """Move weights and states into the new parts, and put the old parameters in the new ones' places."""
     shards: ShardState = module._shards
     replacements: dict[Any, Tensor] = {}
     for name in shards.storages:
@@ -158,7 +158,7 @@ def _fill(module: Any, old: _Old, ranks: Any, optimizer: Optimizer | None, bucke
     before, after = _pieces(old.shards), _pieces(shards)
     twin = _twin(optimizer, before, after) if optimizer is not None else None
     source: Any = SimpleNamespace(_shards=old.shards)
-    carry(ranks, Sides(source, module, ("weights", "optimizer"), (optimizer, twin)), bucket)
+    carry(ranks, Sides(source, module, ("weights", "optimizer"), (optimizer, twin), {}), bucket)
     # From here on nothing waits for another rank: all has come, and the old parts are let go of.
     stand = _identities(before, after)
     for part in module.modules():
@@ -180,8 +180,8 @@ def _pieces(shards: ShardState) -> Pieces:
 
 
 def _identities(before: Pieces, after: Pieces) -> dict[Any, Any]:
-    """New parameter -> the old one, which holds what that holds from here on; itself where the pieces are others."""
-    stand: dict[Any, Any] = {}
+    """Return new parameter -> the old one, which holds its values from here on; itself where the pieces differ."""
+    stand = {}
     for name, pieces in after.items():
         olds = before[name]
         same = list(map(SHAPE, olds)) == list(map(SHAPE, pieces))
@@ -195,14 +195,14 @@ def _identities(before: Pieces, after: Pieces) -> dict[Any, Any]:
 
 
 def _twin(optimizer: Optimizer, before: Pieces, after: Pieces) -> Any:
-    """An optimizer of the same class and groups over the new parameters, without states."""
+    """Return an optimizer of the same class and groups over the new parameters, without states."""
     names = {p: name for name, pieces in before.items() for p in pieces}
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.state, twin.param_groups = defaultdict(dict), []
     for group in optimizer.param_groups:
-        own = dict.fromkeys(names[p] for p in group["params"])
-        twin.param_groups.append({**group, "params": [*chain.from_iterable(after[name] for name in own)]})
+        firsts = dict.fromkeys(names[p] for p in group["params"])
+        twin.param_groups.append({**group, "params": [*chain.from_iterable(after[name] for name in firsts)]})
     return twin
 
 

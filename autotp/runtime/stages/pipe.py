@@ -1,4 +1,4 @@
-"""`Pipe`: the stages of this rank, what is done with all stages together, and the stages in words."""
+"""`Pipe`: the stages of this rank, steps and checkpoints of all stages together, and the stages as text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Pipe:
 
     @property
     def stages(self) -> dict[int, Stage]:
-        """The modules of this rank's stages in the present mode, for `PipelineStage`, by their index.
+        """Modules of this rank's stages in the present mode, for `PipelineStage`, by their index.
 
         Raises:
             StateError: a step of a schedule over them would not end with sums of gradients that are needed.
@@ -71,13 +71,13 @@ class Pipe:
 
     @property
     def _program(self) -> Program:
-        """The program of a micro-batch in the present mode. A collective call where it is the first in that mode."""
+        """Program of a micro-batch in the present mode. A collective call where it is the first in that mode."""
         call = self.module._arguments(self._example.args, dict(self._example.kwargs), "")
         with torch.enable_grad():
             return program_search.program_of(self.module, call)[0]
 
     def parameters(self) -> Any:
-        """The parameters of this rank's stages, for an optimizer."""
+        """Return the parameters of this rank's stages, for an optimizer."""
         return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class Pipe:
     def schedule(
         self, kind: Any, microbatches: int, loss: Callable[[Any, Any], Tensor] | None = None, **options: Any
     ) -> Any:
-        """One of torch's schedules over this rank's stages; each `step` of it ends with the sums of gradients.
+        """Make one of torch's schedules over this rank's stages; each `step` of it ends with the sums of gradients.
 
         Args:
             kind: a class of `torch.distributed.pipelining`, such as `Schedule1F1B`.
@@ -130,7 +130,7 @@ class Pipe:
         order = getattr(torch_schedule, "stage_index_to_group_rank", None)
         if order is not None and tuple(order[i] for i in sorted(order)) != self._grid.places:
             raise InputError(
-                f"{kind.__name__} takes stages that are dealt otherwise than to the ranks {list(self._grid.places)}: "
+                f"{kind.__name__} takes stages that are placed otherwise than on the ranks {list(self._grid.places)}: "
                 "make them with order='v' for torch's V schedules, 'loop' for all others."
             )
         self._schedules[torch_schedule] = microbatches, stages
@@ -149,7 +149,7 @@ class Pipe:
         )  # fmt: skip
 
     def _by_name(self, program: Program, inputs: Inputs) -> NamedTensors:
-        """The tensors of a call by the program's names.
+        """Return the tensors of a call by the program's names.
 
         Raises:
             InputError: the model was captured for another kind of call.
@@ -166,21 +166,21 @@ class Pipe:
         return {name: flat[at[i]] for i, name in names.items()}
 
     def feed(self, inputs: Inputs, microbatches: int) -> NamedTensors:
-        """Read what the schedules' `step` takes on this rank for a batch, by name. A collective call.
+        """Return the inputs that schedules' `step` takes on this rank for a batch, by name. A collective call.
 
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
         program = self._program
         world = self._grid.world
-        own = together(world, "reading the inputs", lambda: self._own(program, inputs, microbatches))
+        tensors, _ = together(world, "reading the inputs", lambda: self._local(program, inputs, microbatches))
         self._begin("feed()", inputs)
-        return own[0] | self._base(program, microbatches)
+        return tensors | self._base(program, microbatches)
 
-    def _own(
+    def _local(
         self, program: Program, inputs: Inputs, microbatches: int, target: Tensor | None = None
     ) -> tuple[NamedTensors, Tensor | None]:
-        """The inputs that this rank's stages read, moved to its device, and the target: with cp its part of them."""
+        """Return the inputs that this rank's stages read, on its device, and the target; with cp its part of them."""
         every = Inputs(inputs.args, dict(inputs.kwargs), target)
         args, kwargs, target = state.dealt(self.module._shards, every)[0].args
         tensors, example = self._by_name(program, Inputs(*args, **kwargs)), self._by_name(program, self._example)
@@ -194,49 +194,53 @@ class Pipe:
         return {name: t.to(self._grid.world.device) for name, t in tensors.items() if name in names}, target
 
     def _begin(self, what: str, inputs: Inputs, target: Tensor | None = None) -> None:
-        """Make sure that all ranks begin the same with the same batch, and from weights that belong together."""
+        """Compare the operation, the batch and the weights between all ranks."""
         module = self.module
         module._calls.count_own()
         call = module._arguments(inputs.args, dict(inputs.kwargs), "")
         module._calls.begin(program_search.kind_of(module, call), call, None, what, target)
 
     def _base(self, program: Program, microbatches: int) -> NamedTensors:
-        """The numbers that random numbers of each micro-batch are made from: the first rank's."""
+        """Return the seeds of each micro-batch's random numbers: the first rank's."""
         if not program.seeds:
             return {}
         return {BASE: torch.tensor(broadcast(self._grid.world, [base_seed() for _ in range(microbatches)]))}
 
     def _ready(self, schedule: Any, inputs: Inputs, target: Tensor | None) -> tuple[int, Program, Any]:
-        """Read how many micro-batches a schedule runs, and what is this rank's; or say why it cannot run them."""
+        """Return how many micro-batches a schedule runs, the program, and this rank's inputs.
+
+        Raises:
+            InputError, StateError: the schedule cannot run them.
+        """
         if schedule is None or schedule not in self._schedules:
             raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
         count, stages = self._schedules[schedule]
         for stage in stages:
             stage.check_mode()
-        return count, stages[0].program, self._own(stages[0].program, inputs, count, target)
+        return count, stages[0].program, self._local(stages[0].program, inputs, count, target)
 
     def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
+        """Run one step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
 
         Args:
             schedule: of `schedule(...)`. args, kwargs: the model's inputs of a whole batch, the same on the ranks of
                 all stages. target: of the batch, where the schedule has a loss of its own.
 
         Returns: the mean of the micro-batches' losses, on every rank.
-        Raises: RankError: ranks were given another batch, or their weights were updated apart.
+        Raises: RankError: ranks were given another batch, or their weights were updated differently.
         """
         return self._run(schedule, "step", Inputs(*args, **kwargs), target)
 
     @torch.no_grad()
     def evaluate(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The loss of a batch without backwards; otherwise as `step`.
+        """Return the loss of a batch without backwards; otherwise as `step`.
 
         Raises:
             InputError: order="v": torch's V schedules wait for each other without backwards.
         """
         if self._grid.places[-1] != self._grid.size - 1:
             raise InputError(
-                "evaluate() of stages that are dealt there and back (order='v'): torch's V schedules do not end "
+                "evaluate() of stages that are placed there and back (order='v'): torch's V schedules do not end "
                 "without backwards. Call pipe.module(**batch) under torch.no_grad() instead."
             )
         return self._run(schedule, "eval", Inputs(*args, **kwargs), target)
@@ -269,7 +273,7 @@ class Pipe:
             return total
 
     def _meet_hooked(self, what: str) -> None:
-        """With hooks of the user: hear of ranks of other stages that have left. A collective call."""
+        """Meet all ranks where the user has hooks, to notice ranks that have left. A collective call."""
         if self.module._calls.hooked:
             meet(self._grid.world.channel, what)
 
@@ -310,7 +314,7 @@ class Pipe:
 
 
 def split_of(tensors: Mapping[str, Tensor], microbatches: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each input in one micro-batch.
+    """Return the shape of each input in one micro-batch.
 
     Raises:
         InputError: an input has another first dimension than the others, or micro-batches do not divide it.
@@ -331,22 +335,22 @@ def split_of(tensors: Mapping[str, Tensor], microbatches: int) -> dict[str, tupl
 
 
 def idle(times: Sequence[float], places: Sequence[int], ranks: int, microbatches: int) -> float:
-    """The share of a step in which ranks wait, of 1F1B or, with several stages a rank, its interleaved form.
+    """Return the share of a step in which ranks wait, of 1F1B or, with several stages a rank, its interleaved form.
 
     Args:
         times: seconds of each stage for one micro-batch. places: the rank of each stage.
         ranks: of the pipeline. microbatches: of a step.
     """
-    own = [0.0] * ranks
+    busy = [0.0] * ranks
     for time, place in zip(times, places, strict=True):
-        own[place] += time
+        busy[place] += time
     chunks = len(times) // ranks
-    step = max(own) * (microbatches + (ranks - 1) / chunks)
-    return 1 - sum(own) * microbatches / (ranks * step) if step else 0.0
+    step = max(busy) * (microbatches + (ranks - 1) / chunks)
+    return 1 - sum(busy) * microbatches / (ranks * step) if step else 0.0
 
 
 def table(plan: Plan, staging: Staging, ranks: int, chunks: int, places: Sequence[int]) -> str:
-    """The stages of a plan as text.
+    """Return the stages of a plan as text.
 
     Args:
         plan: that was cut. staging: where. ranks: of the pipeline. chunks: micro-batches. places: each stage's rank.

@@ -1,8 +1,8 @@
 """A call of the whole model through its stages, and one stage as a module, as torch's `PipelineStage` takes it.
 
-In a call of the whole each rank runs its own stages, receives what flows in and sends what flows out; the last one
-gives the results to all. Backward, gradients go the other way. A token orders the sends and receives of a rank in
-autograd's graph. Of all stages of a module: the ranks that run them, what they share, and how a program is installed.
+In a call of the whole each rank runs its own stages, receives their inputs and sends their outputs; the last one gives
+the results to all. Backward, gradients go the other way. A token orders the sends and receives of a rank in autograd's
+graph. `Pipeline` and `Grid` hold the ranks of all stages of a module and their shared weights, and install a program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BASE = "random_base"  # the argument with the number that random numbers of a mi
 
 
 class Stage(nn.Module):
-    """A stage of the pipeline: what the stage before gives goes in by position, the model's own inputs by name.
+    """A stage of the pipeline: values of the stage before are passed by position, the model's own inputs by name.
 
     Attributes:
         module: the sharded module that holds its parameters, with those of the rank's other stages.
@@ -62,7 +62,7 @@ class Stage(nn.Module):
         self.names = {first.get(n, n) for n in piece.names}
 
     def forward(self, *values_in: Tensor, **inputs: Any) -> Any:
-        """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
+        """Return the values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
         # A schedule that a user has made passes what he gave it: it is checked before the program reads it by position.
         names = [n for n in self.piece.inputs if n not in inputs]
         if names or len(values_in) != len(self.piece.wires_in):
@@ -89,13 +89,13 @@ class Stage(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def run(self, values_in: Iterable[Tensor], inputs: NamedTensors, seeds: Sequence[Tensor]) -> list[Any]:
-        """Run its program: what flows to the next stage comes after the model's results.
+        """Run its program: values for the next stage come after the model's results.
 
         Args:
             values_in: of the stage before. inputs: of the model. seeds: of random numbers, where it draws any.
         """
-        own = map(inputs.__getitem__, self.piece.inputs)
-        return list(self.function(*values_in, *own, *(seeds if self.draws else ())))
+        tensors = map(inputs.__getitem__, self.piece.inputs)
+        return list(self.function(*values_in, *tensors, *(seeds if self.draws else ())))
 
     def check_mode(self) -> None:
         """Refuse a mode that the program was not captured in."""
@@ -112,7 +112,7 @@ class Stage(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this stage reads, under the original's names."""
+        """Yield the parameters that this stage reads, under the original's names."""
         outer, shards = f"{prefix}." if prefix else "", self.module._shards
         for name in shards.storages:
             if name in self.names:
@@ -120,7 +120,7 @@ class Stage(nn.Module):
 
 
 def _contiguous_gradient(value: Tensor) -> Tensor:
-    """A value of the stage before, whose gradient can be sent back as it lies in memory."""
+    """Return a value of the stage before, whose gradient is contiguous, so that it can be sent back."""
     if not value.requires_grad:
         return value
     value = value.view_as(value)  # the schedule's own tensor is there for all steps, and would keep a hook of each
@@ -142,7 +142,7 @@ class Pipeline:
     loss: bool
 
     def tied(self, shards: ShardState) -> Tied:
-        """The parameters that several ranks hold."""
+        """Return the parameters that several ranks hold."""
         return Tied(shards, self.holders, self.grid.pipeline, self.grid.world.tp // self.grid.size)
 
     def program(self, module: Any, captured: Capture, sharded: Sharded, key: int, call_form: Form) -> Program:
@@ -153,7 +153,7 @@ class Pipeline:
             key: of the program. call_form: that it is called in.
         """
         last, stages, parts = len(sharded.pieces) - 1, dict[int, Stage](), []
-        for index in self.grid.own():
+        for index in (i for i, place in enumerate(self.grid.places) if place == self.grid.rank):
             piece = sharded.pieces[index]
             parts.append(built(module, piece.capture, piece.sharded, (key, index), Form((), ())))
             function = module._programs[key, index]
@@ -196,12 +196,8 @@ class Grid:
 
     @property
     def last(self) -> int:
-        """The place in the pipeline of the rank that has the last stage."""
+        """Place in the pipeline of the rank that has the last stage."""
         return self.places[-1]
-
-    def own(self) -> list[int]:
-        """The stages of this rank."""
-        return [i for i, place in enumerate(self.places) if place == self.rank]
 
     def send(self, values: Sequence[Tensor], place: int) -> None:
         """Send values to the rank at a place."""
@@ -222,10 +218,10 @@ class Grid:
 
 @lru_cache(1024)  # in one call there are a few, of many values
 def local_shape(shape: tuple[Any, ...], layout: Layout, sizes: Sizes, rank: int, tp: int) -> tuple[int, ...]:
-    """The shape of what a tp rank holds of a value of the program.
+    """Return the local shape of a value of the program on a tp rank.
 
     Args:
-        shape: of the whole, in symbols. layout: how it lies. sizes: of the symbols. rank, tp: this rank and how many.
+        shape: of the whole, in symbols. layout: of the value. sizes: of the symbols. rank, tp: this rank and how many.
     """
 
     def number(size: Any) -> int:
@@ -245,7 +241,7 @@ class Relay:
     Attributes:
         captured, sharded: the program of one process, and that of the ranks with its pieces.
         stages: of this rank by their index. grid: the ranks; `tp` those of this stage.
-        tied: what several stages hold.
+        tied: weights that several stages hold.
     """
 
     captured: Capture
@@ -277,12 +273,12 @@ class Relay:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the tensors among the program's inputs."""
+        """Names of the tensors among the program's inputs."""
         return [x.name for x in self.captured.tensor_inputs]
 
     @cached_property
     def results(self) -> Any:
-        """The results of the program of one process: nodes and constants."""
+        """Results of the program of one process: nodes and constants."""
         return self.captured.graph.output_node().args[0]
 
     @cached_property
@@ -292,32 +288,32 @@ class Relay:
 
     @cached_property
     def absent(self) -> dict[int, Wire]:
-        """Results of other stages by position, but for what they write, as they would be sent."""
+        """Results of other stages by position, without their writes, as they would be sent."""
         elsewhere = {*range(len(self.results))} - {i for s in self.stages.values() for i in s.piece.positions}
         elsewhere -= self.captured.mutations.keys() - {*self.shared}
         places = sorted(i for i in elsewhere if isinstance(self.results[i], fx.Node))
         return {i: Wire("", whole, layout, False) for i in places for layout, whole in [self.sharded.result(i)]}
 
     def _sizes(self, tensors: Sequence[Tensor]) -> Sizes:
-        """The sizes of the program's symbols with these tensors."""
+        """Return the sizes of the program's symbols with these tensors."""
         return tuple(self.captured.sizes_of(tensors).items())
 
     def examples(self, piece: Piece, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Examples of what flows into a stage and out of it, for the tensors of a call: on the meta device."""
+        """Make examples of a stage's inputs and outputs for the tensors of a call, on the meta device."""
         sizes = self._sizes(tensors)
         inputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_in)
         outputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_out)
         # Of the last stage's outputs their number counts.
         return inputs, outputs or (torch.empty(1, device="meta"),) * len(piece.shared)
 
-    def _results(self, own: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
-        """All results: of other stages' states the shapes alone, and nothing of what these write to buffers."""
+    def _results(self, local: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
+        """Return all results: of other stages' states the shapes alone, and None for their writes to buffers."""
         shared = self.shared
-        out: list[Any] = []
+        out = []
         for i, node in enumerate(self.results):
             taker = self.captured.mutations.get(i)
-            if i in own or not isinstance(node, fx.Node):
-                out.append(own.get(i, node))
+            if i in local or not isinstance(node, fx.Node):
+                out.append(local.get(i, node))
             elif isinstance(taker, int) and i not in shared:
                 out.append(inputs[taker])
             else:
@@ -329,13 +325,13 @@ class Relay:
         return out
 
     def _empty(self, wire: Wire, sizes: Sizes, device: Any = None) -> Tensor:
-        """A tensor that a value of another stage comes into."""
+        """Return an empty tensor for a value of another stage."""
         shape = local_shape(wire.shape, wire.layout, sizes, self.tp.rank, self.tp.tp)
         return torch.empty(shape, dtype=wire.value.dtype, device=device or self.tp.device)
 
 
 class _Receive(torch.autograd.Function):
-    """Receive from the stage before; backward, send it the gradients."""
+    """A receive from the stage before; backward, a send of the gradients to it."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, index: int, token: Tensor, *empty: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -354,7 +350,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Send to the stage after; backward, receive the gradients."""
+    """A send to the stage after; backward, a receive of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, index: int, token: Tensor, *values: Tensor) -> Tensor:  # type: ignore[override]
@@ -375,7 +371,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Give the last stage's results to all ranks; backward, begin there, for every rank has the same gradients."""
+    """A broadcast of the last stage's results; backward begins there, for every rank has the same gradients."""
 
     @staticmethod
     def forward(ctx: Any, relay: Relay, token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -393,5 +389,5 @@ class _Share(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         ctx.relay.tied.begin()
         compat.after_backward(ctx.relay.tied.end)
-        own = grads if ctx.last else [None] * len(grads)
-        return None, torch.zeros((), device=ctx.relay.tp.device), *own
+        local = grads if ctx.last else [None] * len(grads)
+        return None, torch.zeros((), device=ctx.relay.tp.device), *local

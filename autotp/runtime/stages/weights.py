@@ -1,7 +1,8 @@
-"""Weights of which a rank holds those of its own stages: drawn as those of the whole model, and kept in their types.
+"""Weights of pipeline stages: initialised as those of the whole model, and kept in their types.
 
-What several stages hold has the sum of their gradients, and is equal on all of them to the bit: a few values of it go
-with every call's message, for a tied weight parts where one stage is updated otherwise than another. A norm is of all.
+A weight that several stages hold gets the sum of their gradients, and is equal on all of them to the bit: a few values
+of it go with every call's message, for tied weights differ once one stage is updated otherwise than another. A norm is
+of all stages.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from autotp.runtime.storage import ShardState, memory_like
 
 
 def refuse_types(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuse a conversion to another type, for stages send each other values of those that they were made for.
+    """Refuse a conversion to another dtype, for stages exchange values of the dtypes that they were made for.
 
     Args:
         module: the sharded module. fn: of each tensor.
@@ -54,7 +55,7 @@ def refuse_types(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def applied(module: Any, fn: Callable[[nn.Module], Any]) -> Any:
-    """Apply a function as on the whole model: what modules of other stages draw is drawn here too, and dropped.
+    """Apply a function as on the whole model: random numbers of other stages are drawn here too, and dropped.
 
     So each block gets numbers of its own, and a tied weight the same ones on every stage that holds it.
 
@@ -63,8 +64,8 @@ def applied(module: Any, fn: Callable[[nn.Module], Any]) -> Any:
     """
     shards = module._shards
     # Under each of its names: a tied head is a module too.
-    own = _homes(name for name in shards.aliases if name not in shards.elsewhere)
-    absent = _homes(shards.elsewhere) - own
+    homes = _homes(name for name in shards.aliases if name not in shards.elsewhere)
+    absent = _homes(shards.elsewhere) - homes
 
     def visit(original: nn.Module, path: str) -> None:
         if path in absent:
@@ -80,7 +81,7 @@ def applied(module: Any, fn: Callable[[nn.Module], Any]) -> Any:
 
 
 def _homes(names: Iterable[str]) -> set[str]:
-    """The paths of the modules that hold tensors of these names, and of those around them."""
+    """Return the paths of the modules that hold tensors of these names, and of those around them."""
     homes = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -102,7 +103,7 @@ class Tied:
     """The weights that several ranks of a pipeline hold: their gradients are summed once a step's backwards are done.
 
     Attributes:
-        shards: what this rank holds. holders: first name of each -> places in the pipeline that hold it.
+        shards: of this rank. holders: first name of each -> places in the pipeline that hold it.
         pipeline: the group of this lane's ranks, one for each place. size: number of ranks of one place.
         before: gradients that are summed already, while a step or backward is under way.
     """
@@ -114,7 +115,7 @@ class Tied:
     before: dict[Tensor, Tensor | None] = field(default_factory=dict)
 
     def follow(self, schedule: Any) -> None:
-        """Let every step of a schedule of torch's end with these sums, whoever calls it."""
+        """Let every step of a schedule of torch's end with these sums, also where the user calls it."""
         plain = schedule.step
 
         @functools.wraps(plain)
@@ -131,12 +132,12 @@ class Tied:
         schedule.step = step
 
     def begin(self) -> None:
-        """Begin a step, or a backward: what one before has summed must not be summed again."""
+        """Begin a step, or a backward: gradients that were summed before must not be summed again."""
         for p in self._parameters(self.holders):
             self.before[p], p.grad = p.grad, None
 
     def end(self) -> None:
-        """Sum the gradients that came: they are then those of one device."""
+        """Sum the new gradients: they are then those of one device."""
         for name, places in self.holders.items():
             for p in self._parameters({name}):
                 self._sum(p, places)
@@ -147,41 +148,43 @@ class Tied:
 
     @torch.no_grad()
     def _sum(self, parameter: nn.Parameter, holders: tuple[int, ...]) -> None:
-        """The sum of a gradient over the ranks that hold the parameter; one that has none adds zero.
+        """Sum a gradient over the ranks that hold the parameter; one without a gradient adds zero.
 
-        Summed in one order on all of them, so that what is tied stays equal to the bit.
+        The order is the same on all of them, so that tied weights stay equal to the bit.
         """
         if not parameter.requires_grad:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         # Sent rank to rank: a collective of the whole pipeline would need as much memory on ranks that hold none of it.
-        own, me = compat.part_of(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
-        parts = {rank: torch.empty_like(own) for rank in holders if rank != me} | {me: own}
+        grad, me = compat.part_of(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
         others = [rank for rank in holders if rank != me]
-        sends = [dist.P2POp(dist.isend, own, group=self.pipeline, group_peer=rank) for rank in others]
+        parts = {rank: torch.empty_like(grad) for rank in others} | {me: grad}
+        sends = [dist.P2POp(dist.isend, grad, group=self.pipeline, group_peer=rank) for rank in others]
         takes = [dist.P2POp(dist.irecv, parts[rank], group=self.pipeline, group_peer=rank) for rank in others]
         for work in dist.batch_isend_irecv([*sends, *takes]):
             work.wait()
-        # From the first holder to the last, on each: floating sums in another order would part in their last bits.
+        # From the first holder to the last, on each: floating sums in another order would differ in their last bits.
         total = parts[holders[0]].clone()
         for rank in holders[1:]:
             total.add_(parts[rank])
         compat.part_of(parameter.grad).copy_(total)
 
     def _parameters(self, names: Container[str]) -> Iterator[nn.Parameter]:
-        """Return those that this rank keeps, also where others are gathered in their place."""
+        """Return the parameters that this rank keeps, also while gathered ones are in their place."""
         yield from (p for name, p, _ in self.shards.counter.before_gathering or self.shards.pieces() if name in names)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most this; the norm before."""
+        """Scale all gradients so that their norm over the whole model is at most this; return the norm before."""
         # A weight of several stages has one gradient, their sum, and counts once: at its first holder.
         me = dist.get_rank(self.pipeline)
         counted = self.shards.storages.keys() - {name for name, places in self.holders.items() if places[0] != me}
-        own = [p.grad for p in self._parameters(counted) if p.grad is not None]
+        grads = [p.grad for p in self._parameters(counted) if p.grad is not None]
         begin_step()  # all ranks are at it, and the norms of a stage are no mistake here
-        norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
+        norm: Any = (
+            torch.nn.utils.get_total_norm(grads, norm_type) if grads else torch.zeros((), device=self.shards.device)
+        )
         end_step()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # In one type on all stages, which may have gradients of different types, or none: collectives of two abort.
@@ -197,8 +200,7 @@ class Tied:
         return norm
 
     def values(self, target: Any, values: bool) -> bytes:
-        """A few values of each, as bytes, and of the target that a step is given; nothing but its absence where
-        `values` are not compared."""
+        """Return a few values of each weight, and of a step's target, as bytes; of both none without `values`."""
         sample = sampled([target]) if values and isinstance(target, Tensor) else None
         texts = []
         for name in islice(self.holders, MAX_TIED) if values else ():
@@ -225,7 +227,7 @@ class Tied:
                     texts[r] = "-"
                 head = f"At {what}, the stages that share {name} have other values of it (a few were compared)"
                 raise RankError(f"{head}: {by_value(texts)}.\n{UPDATED_APART}")
-        for own in slices:
+        for group in slices:
             head = f"The ranks do not agree on the values of the target of {what} {SAMPLED}"
-            targets = [samples[r] for r in own if samples[r] is not None]
+            targets = [samples[r] for r in group if samples[r] is not None]
             refuse_samples(targets, head, f"{CAUSES} {UNCHECKED}")

@@ -190,7 +190,7 @@ def test_an_index(sharded, weights, tmp_path):
     shutil.copy(folder / "a.safetensors", tmp_path)
     for outside in ("../a.safetensors", str(tmp_path / "a.safetensors"), "x/../../a.safetensors"):
         indexed(folder, weights, **{"up.weight": outside})
-        refused(sharded, folder, "model.safetensors.index.json: up.weight lies outside of the folder", outside)
+        refused(sharded, folder, "model.safetensors.index.json: up.weight is outside of the folder", outside)
     indexed(folder, weights, **{"up.weight": "b.safetensors"})
     refused(sharded, folder, "b.safetensors: does not hold up.weight")
     indexed(folder, weights, **{"up.weight": "c.safetensors"})

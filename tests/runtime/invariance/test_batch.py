@@ -91,7 +91,7 @@ X = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(2))
         ({"dp_invariant": "4"}, "dp_invariant='4': give the largest number of ranks"),
         ({"fully_shard": True, "dp": 2}, "fully_shard=True with dp_invariant: torch sums"),
         ({"cp": 2}, "cp=2 with dp_invariant: sums over cp"),
-        ({"example_inputs": X[:3]}, "a batch of 3 is not dealt to 4 virtual micro-batches"),
+        ({"example_inputs": X[:3]}, "a batch of 3 is not divided into 4 virtual micro-batches"),
         ({"backend": "inductor"}, "backend='inductor' with dp_invariant: "),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(options: dict[str, Any], te
 def test_calls_that_do_not_go_with_it_are_refused_by_name():
     options: Any = {"tp_invariant": 2, "dp_invariant": 4, "check_capture": False}
     module = autotp.compile(Dropped(), example_inputs=X, **options)
-    with pytest.raises(InputError, match="a batch of 6 is not dealt to 4 virtual micro-batches"):
+    with pytest.raises(InputError, match="a batch of 6 is not divided into 4 virtual micro-batches"):
         module(torch.cat([X, X])[:6])
     with pytest.raises(StateError, match="a loss of a slice is summed in another order on another mesh"):
         module(X).square().mean().backward()
