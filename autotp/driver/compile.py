@@ -109,11 +109,12 @@ class Compilation:
 
     @property
     def every(self) -> Ranks:
-        """The ranks of both axes, which capture and plan together."""
+        """Ranks of all axes, which capture and plan together."""
         return self.ranks.planners
 
     def capture(self, inputs: Inputs) -> Captured:
-        """The model's graph for these inputs, and its notes: rank 0's on every rank, where all models are equal."""
+        """Capture the model's graph for these inputs, and its notes: rank 0's on every rank, where all models are
+        equal."""
         ranks, device = self.every, self.ranks.device
 
         def take(captured: Capture, notes: list[str]) -> Captured:
@@ -125,7 +126,7 @@ class Compilation:
         return capture_once(ranks, agreed, partial(capture_key, *of), partial(capture_model, *of), take)
 
     def solve(self, captured: Capture, notes: list[str]) -> Plan:
-        """The plan, given or solved, once all ranks have the same model.
+        """Return the plan, given or solved, once all ranks have the same model.
 
         It is solved on one rank: equally good plans would otherwise differ between ranks.
         """
@@ -189,7 +190,7 @@ def _anew(
 
 
 def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None = None) -> nn.Module:
-    """The model with plain tensors for weights, and with what its precision remembers from call to call.
+    """Return the model with plain tensors for weights, and with the histories that its precision needs.
 
     Args:
         model: it stays as it is. request: with the precision. lowering: that programs run by.
@@ -211,7 +212,7 @@ def _program(
     captured: Capture, states: Layouts, outputs: str, decided: Decided | None = None, *, plan: Plan,
     options: Options,
 ) -> Sharded:  # fmt: skip
-    """The program of all ranks."""
+    """Make the program of all ranks."""
     return applied(captured, plan, options, outputs, states, decided)[1]
 
 
@@ -219,15 +220,15 @@ def _fits(model: nn.Module, plan: Plan) -> None:
     have = {n: tuple(p.shape) for n, p in model.named_parameters()}
     want = {p.name: tuple(p.shape) for p in plan.parameters}
     if have != want:
-        odd = sorted(set(have.items()) ^ set(want.items()))[:5]
+        differing = sorted(set(have.items()) ^ set(want.items()))[:5]
         raise PlanError(
             f"the plan was made for {plan.model} with other parameters than this {type(model).__name__} has, such as "
-            f"{', '.join(f'{n} {s}' for n, s in odd)}. Plan again for this model."
+            f"{', '.join(f'{n} {s}' for n, s in differing)}. Plan again for this model."
         )
 
 
 def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
-    """Names, shapes and dtypes; with `check` a hash of the values too."""
+    """Describe the parameters by shape and dtype; with `check` by a hash of the values too."""
     out = {}
     for n, p in model.named_parameters():
         values = state.fingerprint(p) if check and not p.is_meta else ""
@@ -246,7 +247,7 @@ def prepare(
     trial: Trial | None = None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> Capture:
-    """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
+    """Capture and canonicalise a skeleton, and compare the result with the model itself where `trial` has it.
 
     Args:
         bare: the model with fake tensors in place of weights.
@@ -273,7 +274,7 @@ def further(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, r
 
 
 def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
-    """The capture of a stand-in, held against it."""
+    """Capture a stand-in, and compare the capture with it."""
     mode, bare = recording_mode(trial.model, trial.device), skeleton(trial.model, trial.device)
     return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, states)
 
@@ -281,7 +282,7 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
 def capture_key(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
 ) -> tuple[str | None, str]:
-    """Return all that `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
+    """Return a digest of all that `capture_model` with these arguments depends on, or None and the reason.
 
     Args:
         model, inputs, device, check, request: see `capture_model`.
@@ -289,10 +290,10 @@ def capture_key(
     try:
         mode = recording_mode(model, device)
         real = any(not p.is_meta for p in model.parameters())
-        more = (inputs.args, inputs.kwargs), mode, check, repr(request), real
-        return model_key(skeleton(model, device), *more), ""
-    except Untold as odd:
-        return None, str(odd)
+        call = inputs.args, inputs.kwargs
+        return model_key(skeleton(model, device), call, mode, check, repr(request), real), ""
+    except Untold as error:
+        return None, str(error)
     except Exception as error:  # whatever a user's class may raise: the capture itself then says what is wrong
         return None, message_of(error)
 
@@ -305,7 +306,7 @@ def capture_model(
     check: bool | None = None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> Captured:
-    """Capture a model's graph for these inputs as the model is now, and what the user should know of it.
+    """Capture a model's graph for these inputs as the model is now, with notes for the user.
 
     Args:
         model: with its weights, or on the meta device. inputs: of one call. device: that the weights are on.
@@ -340,7 +341,7 @@ def capture_model(
 
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
-    """The plan of a captured model; refused where unlike ranks cannot hold what they are dealt."""
+    """Plan a captured model; refuse it where unlike ranks cannot hold their shares."""
     return refuse_full(plan_stages(captured, notes, options, name).plan)
 
 
@@ -348,7 +349,7 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 def plan_stages(
     captured: Capture, notes: list[str], options: Options, name: str, before: Staged | None = None
 ) -> Staged:
-    """The plan of a captured model, the decisions, the program of the ranks, and what priced them.
+    """Plan a captured model; return the plan with its decisions, the program of the ranks, and the prices.
 
     Args:
         captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
@@ -360,9 +361,9 @@ def plan_stages(
 
 
 def _stages(captured: Capture, notes: list[str], options: Options, name: str, before: Staged | None = None) -> Staged:
-    """`plan_stages` by given shares."""
+    """Do what `plan_stages` does, by given shares."""
     check_lengths(captured, options.objective)
-    begun, odd = _begun(captured, options)
+    begun, cache_notes = _begun(captured, options)
     reading = ready(captured, options.tp)
     parts = None if begun is None else cache_parts(reading.program, begun.program, begun.like)
     with stage("plan"):
@@ -373,7 +374,7 @@ def _stages(captured: Capture, notes: list[str], options: Options, name: str, be
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    all_notes = [*notes, *without_rule(planned), *stopped(planned), *([GATHERED] if gathers else []), *odd]
+    all_notes = [*notes, *without_rule(planned), *stopped(planned), *([GATHERED] if gathers else []), *cache_notes]
     cache = None if begun is None else _cache(begun, planned, options)
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, cache)
     plan = with_axis(plan, planned, sharded, builder, options.batch)
@@ -382,7 +383,7 @@ def _stages(captured: Capture, notes: list[str], options: Options, name: str, be
 
 
 def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list[str]]:
-    """The call that begins the model's own cache, where the program carries none, and a note where it is not known."""
+    """Capture the call that begins the model's own cache, where the program carries none; or note why it is unknown."""
     if options.objective.training or captured.has_states or options.batch.cp > 1:
         return None, []
     begun = begun_cache(captured, partial(prepare, request=CaptureRequest(dp=options.batch.dp)))
@@ -392,7 +393,7 @@ def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list
 
 
 def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
-    """Cache of one rank under a plan."""
+    """Return the cache of one rank under a plan."""
     if not begun.program.has_states and not begun.plain:
         return Cache()
     weights = [x for x in planned.program.leaves if x.kind.weight]
@@ -407,8 +408,8 @@ def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
 def apply_plan(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Layouts | None = None
 ) -> tuple[Planned, Sharded]:
-    """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter and state where the plan has it.
+    """Apply a plan to a capture: by its own decisions where it was made for this graph, otherwise solved again with
+    every parameter and state where the plan has it.
 
     Args:
         outputs: see `CaptureRequest`, and `rewrite`.
@@ -421,7 +422,7 @@ def applied(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full",
     states: Layouts | None = None, decided: Decided | None = None,
 ) -> tuple[Planned, Sharded, Builder]:  # fmt: skip
-    """Return what `apply_plan` gives, and what prices it.
+    """Apply a plan as `apply_plan` does, and return the builder that prices it too.
 
     Args:
         captured, plan, options, outputs, states: see `apply_plan`.
@@ -436,17 +437,17 @@ def applied(
 
 
 def decided_for(captured: Capture, states: Layouts, *, plan: Plan, options: Options) -> Decided:
-    """Decisions of a capture under a plan, for every rank to take; arguments as of `apply_plan`."""
+    """Decide a capture under a plan, for every rank to take; arguments as of `apply_plan`."""
     planned = _planned(_under(captured, plan, options, states), plan)
     return Decided({n.name: how for n, how in planned.decisions.items()}, planned.states)
 
 
 def _under(captured: Capture, plan: Plan, options: Options, states: Layouts | None) -> Builder:
-    """Builder of a capture's problem, with weights and states where a plan and the programs since have them."""
-    if odd := plan.tables.keys() & set(captured.mutations.values()):
+    """Make the builder of a capture's problem, with weights and states where a plan and later programs have them."""
+    if written := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
-            f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
-            "it is called in here."
+            f"the plan splits the buffer {min(written)}, which this call writes to. Plan with the model in the mode "
+            "that it is called in here."
         )
     options = replace(options, shares=plan.shares, units=plan.units)
     # What the plan does not split is whole on a rank, also what its own program wrote to and this one does not.
@@ -455,7 +456,7 @@ def _under(captured: Capture, plan: Plan, options: Options, states: Layouts | No
 
 
 def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Planned:
-    """A capture with its decisions: those that are given, the plan's where it was made for this graph, or solved."""
+    """Decide a capture: by given decisions, by the plan's where it was made for this graph, or by the solver."""
     if decided is None and builder.reading.digest != plan.digest:
         with stage("decide"):
             return decide(builder)
@@ -465,9 +466,8 @@ def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Pl
 
 
 def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Sharded:
-    """The program of all ranks. What forces or forbids sequence parallelism has decided the plan, and is no part of it:
-    the program of a loaded plan has the same conversions.
-    """
+    """Rewrite a planned program for all ranks, without the option of sequence parallelism: it has decided the plan and
+    is no part of it, so that the program of a loaded plan has the same conversions."""
     prices = builder.prices if builder.prices.sequence is None else replace(builder.prices, sequence=None)
     program = ShardedProgram(planned, prices.convert)
     run_passes(program, schedule(CaptureRequest(outputs=outputs)).sharded)

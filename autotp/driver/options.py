@@ -1,4 +1,4 @@
-"""Keywords of the public functions, each declared once, and what they ask for: read, and checked at the door."""
+"""Keywords of the public functions, each declared once, and the options that are read from them and checked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RunKeywords(TypedDict, total=False):
 
 
 class ExpertKeywords(TypedDict, total=False):
-    """Keywords of dp, and of experts over it."""
+    """Keywords of dp, and of experts sharded over it."""
 
     dp: int | None
     ep: int | Literal["auto"] | None
@@ -114,7 +114,7 @@ class VerifyKeywords(Steering, ExpertKeywords, total=False):
 
 
 class CapturedAxisKeywords(CaptureKeywords, AxisKeywords, total=False):
-    """Keywords of captures, and of the axes that they are dealt over."""
+    """Keywords of captures, and of the axes that they are sharded over."""
 
 
 class PlanKeywords(Steering, CapturedAxisKeywords, total=False):
@@ -133,7 +133,7 @@ class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
     resume: bool
 
 
-# What has bits that depend on the number of ranks, or is not known not to: the keyword, what it may be, and why.
+# Keywords whose bits depend on the number of ranks, or are not known not to: the values that are allowed, and why.
 UNLIKE: dict[str, tuple[Any, str]] = {
     "tp": ((), "the degree is picked by its own plan, and there is one"),
     "dp": (1, "sums over dp are torch's own, in an order of as many ranks as there are, but with dp_invariant="),
@@ -166,13 +166,13 @@ def with_keywords(function: F) -> F:
     Args:
         function: its last parameter is `**keywords: Unpack[...]`; it refuses others by `refuse_unknown`.
     """
-    own = inspect.signature(function)
-    *parameters, last = own.parameters.values()
+    signature = inspect.signature(function)
+    *parameters, last = signature.parameters.values()
     (kind,) = get_args(get_type_hints(function)[last.name])
     for name, hint in kind.__annotations__.items():
         text, default = getattr(hint, "__forward_arg__", hint), DEFAULTS.get(name)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
-    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 
@@ -273,16 +273,17 @@ class Options:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
-        """Read what a finished plan was made with; h100 where its machines are not known here."""
+        """Read the options that a finished plan was made with; h100 where its machines are not known here."""
         try:
             cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
         except InputError:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)
-        copies = {x.copies for each in plan.decisions.values() for x in (*each.ins, *each.outs)} - {1}
-        groups = tuple(sorted(copies, reverse=True))
-        more = {"batch": plan.batch, "band": plan.totals.band, "groups": groups, "shares": plan.shares}
-        return cls(plan.tp, cluster, {}, None, objective, **more, units=plan.units)
+        copies = {x.copies for choice in plan.decisions.values() for x in (*choice.ins, *choice.outs)} - {1}
+        return cls(
+            plan.tp, cluster, {}, objective=objective, batch=plan.batch, band=plan.totals.band,
+            groups=tuple(sorted(copies, reverse=True)), shares=plan.shares, units=plan.units,
+        )  # fmt: skip
 
 
 def read_invariant(keywords: Keywords, axis: str, ranks: int | None = None) -> int | None:
@@ -310,18 +311,18 @@ def read_invariant(keywords: Keywords, axis: str, ranks: int | None = None) -> i
 
 
 def refuse_unlike(keywords: Keywords) -> None:
-    """Refuse what does not go with equal bits at several degrees, by name.
+    """Refuse keywords that do not go with equal bits at several degrees, by name.
 
     Args:
         keywords: of a public function, with `tp_invariant` or `dp_invariant`.
     """
     names = [name for name in BITS if keywords.get(name) is not None]
-    for name, (allowed, why) in UNLIKE.items():
+    for name, (allowed, reason) in UNLIKE.items():
         value = keywords.get(name)
         if name == "dp" and "dp_invariant" in names:
             continue
         if value is not None and value != allowed and not (isinstance(allowed, tuple) and value in allowed):
-            raise InputError(f"{name}={value!r} with {names[0]}: {why}. Leave out one of them.")
+            raise InputError(f"{name}={value!r} with {names[0]}: {reason}. Leave out one of them.")
     if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         raise InputError(
             f"{names[0]} asks for kernels that give the same bits at every run: call "
@@ -373,7 +374,7 @@ def degrees_of(tp: Any, keywords: Any, model: nn.Module) -> tuple[Any, Any]:
 
 
 def _product_of(tp: tuple[Any, ...], keywords: Any, model: nn.Module) -> tuple[int, Any]:
-    """The degree that is a product, and the keywords with its groups: ranks that differ in the last factors alone."""
+    """Read a degree that is a product, and add its groups to the keywords: ranks that differ in the last factors."""
     if any(isinstance(n, str) for n in tp):
         raise InputError(
             f"tp={tp} names dimensions of a mesh: give compile() that mesh too, mesh=, or numbers, tp=(8, 2)."
@@ -447,15 +448,16 @@ def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
     count = examples_of((inputs.args, inputs.kwargs))
     if axes.dp > 1 and count % axes.dp:
         raise InputError(
-            f"a batch of {count} is not dealt to dp={axes.dp} ranks in slices of one size: the first dimension of the "
-            f"first input must be a multiple of {axes.dp}."
+            f"a batch of {count} is not divided into slices of one size by dp={axes.dp} ranks: the first dimension of "
+            f"the first input must be a multiple of {axes.dp}."
         )
     if axes.cp > 1:
         inputs.part(0, axes.cp)
 
 
 def refuse_late(axes: Axes, inputs: Any, resume: bool = False) -> None:
-    """Refuse to wait for the first call where weights are spread over axes, or loaded, before an optimizer has them."""
+    """Refuse to wait for the first call where weights are sharded over axes, or loaded, before an optimizer has
+    them."""
     if resume and inputs is None:
         raise InputError("resume=True loads weights before the first call: give example_inputs.")
     if axes.size > 1 and inputs is None:
@@ -486,7 +488,7 @@ def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks = P
 def required_inputs(
     model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE, ranks: Ranks = PLAIN_PROCESS
 ) -> Inputs:
-    """Read the example inputs that this public function cannot do without.
+    """Read the example inputs of a public function that needs them.
 
     Args:
         model, example_inputs, axes, ranks: see `example`. function: its name.

@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks = PLAIN_PROCESS) -> Schedule:
-    """The order for what a capture is to be, by these ranks."""
+    """Return the passes for a requested capture, in order, by these ranks."""
     products = Float8Products(request.precision)
     history = request.precision is not None and request.precision.recipe == DELAYED
     early = history or request.cp > 1  # largest values are then of all ranks; with dp alone, of a rank's own slice
@@ -78,7 +78,7 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks = PLAIN_PRO
 
 
 def ready(captured: Capture, tp: int) -> Reading:
-    """The program that rules are asked of, read once for all degrees: the captured one stays as it is."""
+    """Read the program that rules are asked of, once for all degrees; the captured one stays as it is."""
     several = tp > 1
     if several not in captured.readings:
         program = replace(captured)

@@ -78,7 +78,7 @@ def stages(
         model: any `nn.Module` with repeated blocks; it is left as it is. On the meta device too (then load weights).
         pp, tp: ranks of the pipeline, and tensor-parallel ones of each of its places.
         chunks: stages of each rank, for interleaved schedules.
-        order: "loop" deals stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
+        order: "loop" assigns stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
         example_inputs: one micro-batch, of one dp rank and of whole sequences: a tensor, args, kwargs, or `Inputs`.
         loss: the model then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         outputs: "loss": the last stage gives the model's loss; "full": its outputs, a tensor or a tuple of them, for
@@ -116,7 +116,7 @@ def stages(
 def _staged_pipe(
     compilation: Compilation, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool
 ) -> Pipe:
-    """Capture, plan, cut, and a sharded module of this rank's stages."""
+    """Capture, plan and cut a model, and make the sharded module of this rank's stages."""
     model, options = compilation.model, compilation.options
     captured, notes = compilation.capture(inputs)
     plan = compilation.solve(captured, notes)
@@ -132,11 +132,11 @@ def _staged_pipe(
     holdings[grid.places[0]] |= set(first.values()) - set().union(*holdings)
     holders = {}
     for name, _ in model.named_parameters():
-        places = tuple(place for place, own in enumerate(holdings) if name in own)
+        places = tuple(place for place, names in enumerate(holdings) if name in names)
         holders |= {name: places} if len(places) > 1 else {}
     elsewhere = []
-    for own in holdings:
-        elsewhere.append(frozenset(n for n, f in first.items() if f not in own))
+    for names in holdings:
+        elsewhere.append(frozenset(n for n, f in first.items() if f not in names))
     shards = ShardState(
         skeleton(model, ranks.device), ranks, plan.tp, first, plan.batch, elsewhere=elsewhere[grid.rank], staged=True
     )
@@ -156,7 +156,7 @@ def _staged_pipe(
 def _division(
     captured: Capture, plan: Plan, compilation: Compilation, grid: Grid, limit: float | None
 ) -> tuple[Staging, Sharded]:
-    """The best division of the model's blocks into stages, and the program of the ranks, cut so."""
+    """Find the best division of the model's blocks into stages, and cut the program of the ranks by it."""
     check_draws(captured)
     planned, sharded, builder = applied(captured, plan, compilation.options, compilation.request.outputs)
     division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit, grid.places)
@@ -167,7 +167,7 @@ def _cut(
     captured: Capture, states: Layouts, outputs: str, decided: Decided, *, plan: Plan, options: Options,
     division: Staging, absent: Sequence[frozenset[str]],
 ) -> Sharded:  # fmt: skip
-    """The program of the ranks for a further call, cut at the division's blocks.
+    """Make the program of the ranks for a further call, cut at the division's blocks.
 
     Args:
         captured, states, outputs, decided, plan, options: see `applied`. division: of the blocks.
@@ -186,7 +186,7 @@ def _cut(
 
 
 def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords: Keywords) -> Axes:
-    """Read the axes beside stages, and refuse what these cannot be."""
+    """Read the axes beside stages, and refuse arguments that stages cannot have."""
     for name, value in (("pp", pp), ("chunks", chunks)):
         if not counts(value):
             raise InputError(
@@ -228,8 +228,7 @@ def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMes
         raise InputError(f"the mesh has dimensions {sizes}, and {text} are asked for.")
     ranks, world = Ranks.find(tp, mesh, axes.dp, axes.cp), Ranks.find(mesh=compat.flat_mesh(mesh))
     line = world if axes.size == 1 else Ranks.find(mesh=compat.flat_mesh(mesh["pp", "tp"]))
-    there = list(range(pp))
-    places = there * chunks if order == "loop" else [*there, *reversed(there)]
+    places = [*range(pp)] * chunks if order == "loop" else [*range(pp), *reversed(range(pp))]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     world = replace(world, axes=f"{', '.join([*degrees][:-1])} and tp")
     ranks = replace(ranks, every=world, line=replace(line, axes="pp and tp"), place=ranks.every)
