@@ -44,7 +44,7 @@ class Failure:
         kinds: those of `messages.KINDS` that the error is of.
         line: file and number of the user's innermost line; None where the error has none.
         blocks: equal blocks were traced once, and may be at fault.
-        disproved: the model itself refuted what the attempt assumes of it.
+        disproved: the model itself refuted an assumption of the attempt.
         recurs: fixed sizes left a decision open that was met with symbolic ones.
     """
 
@@ -57,11 +57,6 @@ class Failure:
     disproved: bool
     recurs: bool
 
-    @property
-    def names(self) -> set[str]:
-        """Names of the changes."""
-        return {change.name for change in self.changes}
-
     @classmethod
     def of(
         cls, changes: tuple[Change, ...], flat: bool, error: Exception, attempt: Attempt, earlier: Sequence[Failure]
@@ -69,7 +64,7 @@ class Failure:
         """Classify a failure, to skip attempts that would fail the same way.
 
         Args:
-            changes, flat, attempt: what was tried. error: what came of it. earlier: the failures before.
+            changes, flat, attempt: of the failure. error: that it raised. earlier: the failures before.
         """
         kinds, line = kinds_of(error), line_of_error(error)
         # A decision on values stays open whatever way the blocks are traced.
@@ -87,8 +82,7 @@ def worth_trying(changes: tuple[Change, ...], flat: bool, failures: Sequence[Fai
     for change in changes:
         if not any(change.against(f) for f in failures):
             return False
-    names = {change.name for change in changes}
-    return not any(f.disproved and f.names <= names for f in failures)
+    return not any(f.disproved and {*f.changes} <= {*changes} for f in failures)
 
 
 def attempt_errors(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:

@@ -47,7 +47,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a call of a Function within a trace as one operator, whose outputs are fake.
 
     Raises:
-        CaptureError: it is given what may hold tensors, or returns what depends on sizes.
+        CaptureError: an argument may hold tensors, or a result depends on sizes.
     """
     if compat.module_stack() is None or function.__module__.startswith(TORCHS):
         return apply(function, *args, **kwargs)
@@ -146,7 +146,7 @@ def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[
     """Trace a function and its gradient, with a symbol for every size.
 
     Returns: a graph from operands and outputs' gradients to outputs and operands' gradients, None where there is none;
-        the number of outputs; and what had to hold of the sizes.
+        the number of outputs; and the guards on sizes.
     """
     mode, env, values = _symbolic(like)
 

@@ -83,9 +83,9 @@ def capture(
 
     Args:
         bare: the skeleton.
-        inputs: what it is called with.
-        device: where the tensors are to be.
-        passes: what makes a capture canonical.
+        inputs: of the call.
+        device: of the tensors.
+        passes: that make a capture canonical.
         trial: the model itself, to compare captures and the assumptions of attempts with.
         state: the mode that it is captured in, with the grad mode that a forward which asks is to find.
         states: arguments that come back from the call before, of which any dimension may grow.
@@ -222,7 +222,7 @@ def _read(program: torch.export.ExportedProgram, training: bool, writes: Mapping
 
     Args:
         training: whether the model was in training mode.
-        writes: what the forward writes to beside what the exporter says, as `Capture.mutations`.
+        writes: further writes of the forward, which the exporter does not say, as `Capture.mutations`.
     """
     leaves = _leaves(program)
     hints, ranges, guards = compat.read_shape_env(compat.shape_env(program.graph))

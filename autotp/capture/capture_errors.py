@@ -162,13 +162,13 @@ def line_of_error(error: Exception) -> tuple[str, int] | None:
     return None if frame is None else (frame.filename, frame.lineno or 0)
 
 
-def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str = "") -> CaptureError:
+def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str) -> CaptureError:
     """Make the error for a model that no attempt could capture.
 
     Args:
         model: it, or its skeleton.
-        failures: what was tried, "" for the model as it is, and why it failed; at least one.
-        fails: says so where the model itself fails too.
+        failures: names of attempts, "" for the model as it is, with their errors; at least one.
+        fails: the failure of the model itself; "" where it runs.
     """
     error = failures[0][1]
     where = _frame(error)
@@ -395,11 +395,8 @@ def attributes_written(bare: nn.Module) -> Iterator[Stores]:
                 if value is not attributes.get(name) and any(isinstance(x, Tensor) for x in compat.tree_leaves(value)):
                     stores.append((module, name))
 
-    hook = bare.register_forward_hook(read)
-    try:
+    with bare.register_forward_hook(read):
         yield stores
-    finally:
-        hook.remove()
 
 
 def refuse_hidden_state(bare: nn.Module, stores: Stores, forward: Callable[[], Any]) -> None:

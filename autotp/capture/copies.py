@@ -109,7 +109,7 @@ PATTERN = 65521  # a prime: larger tensors repeat so many numbers, and no two ro
 def made_real(tensor: Tensor, device: torch.device, name: str = "") -> Tensor:
     """Make a tensor of the same shape, strides and type that has values; a parameter where this is one.
 
-    Weights are scaled to keep the size of what passes through them; buffers and vectors are positive, whole numbers
+    Weights are scaled to keep the size of activations; buffers and vectors are positive, whole numbers
     zero, truth values a lower triangle, which masks some positions and not all.
 
     Args:
@@ -226,7 +226,7 @@ def plain_state(state: Any) -> Any:
     """Rename a state dict of the model, such as a quantised one's own, to the names of the parts in the copy.
 
     Args:
-        state: tensors by name; what is no mapping, or holds no such weight, is given back as it is.
+        state: tensors by name; any other object, or a mapping without such a weight, is returned as it is.
     """
     if not isinstance(state, Mapping) or not any(isinstance(t, Tensor) and wrapped(t) for t in state.values()):
         return state
@@ -260,8 +260,7 @@ def wrapped(tensor: Tensor) -> bool:
 
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module had before `plain_weights`."""
-    plain: type[nn.Module] = vars(kind).get("of_parts", kind)
-    return plain
+    return vars(kind).get("of_parts", kind)
 
 
 def _weight(module: nn.Module, name: str) -> Any:
@@ -275,5 +274,4 @@ def _reading(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: property(lambda module, name=name: _weight(module, name)) for name in names}
     body |= {n: getattr(kind, n) for n in ("__module__", "__qualname__", "__doc__")}
     make: Any = type(kind)
-    reading: type[nn.Module] = make(kind.__name__, (kind,), {**body, "of_parts": kind})
-    return reading
+    return make(kind.__name__, (kind,), {**body, "of_parts": kind})

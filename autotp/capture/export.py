@@ -124,15 +124,21 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            around = subclass_calls(self.bare), _kwargs_in_signature(self.bare, self.kwargs), _records(self.bare)
-            for context in (restored(self.bare), *self.contexts, *around):
+            named = _kwargs_in_signature(self.bare, self.kwargs)
+            for context in (restored(self.bare), *self.contexts, subclass_calls(self.bare), named):
                 stack.enter_context(context)
+            # Plain dataclasses that it gives are to be known as containers before an export meets them.
+            stack.enter_context(self.bare.register_forward_hook(lambda *call: compat.know_records(call[-1])))
             # The forward wants the cache that it is called with, and a graph takes tensors alone.
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            recorded = (
+            for context in (
+                compat.quiet_export(),
+                compat.quick_export(),
+                _silent(),
+                _unmoved(),
                 compat.recorded_inference(),
                 compat.recorded_regions(),
                 regions_kept(),
@@ -142,8 +148,7 @@ class Attempt:
                 refuse_gradients(),
                 unvalidated(),
                 compat.flex_as_products(),
-            )
-            for context in (compat.quiet_export(), compat.quick_export(), _silent(), _unmoved(), *recorded):
+            ):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             # Torch takes a size of 1 for a constant: a cache of one token would never grow.
@@ -238,32 +243,14 @@ def lengths(state: Tensor) -> list[int]:
 def _kwargs_in_signature(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which forward's signature names the keywords of `**kwargs`: without, torch.export refuses symbolic
     sizes."""
-    original, signature = bare.forward, inspect.signature(bare.forward)
+    signature = inspect.signature(bare.forward)
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
     if not extra:
         yield
         return
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
     *parameters, rest = signature.parameters.values()
-    with forwarding(bare, forward, signature.replace(parameters=[*parameters, *extra, rest])):
+    with forwarding(bare, bare.forward, signature.replace(parameters=[*parameters, *extra, rest])):
         yield
-
-
-@contextmanager
-def _records(bare: nn.Module) -> Iterator[None]:
-    """Context in which plain dataclasses that `bare` gives are known as containers before an export meets them."""
-
-    def know(module: nn.Module, args: Any, output: Any) -> None:
-        compat.know_records(output)
-
-    handle = bare.register_forward_hook(know)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -322,7 +309,7 @@ class _OfFakes(type):
     """Class of `PlainType`, which stands for `type` in every other use of the name."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Do what `type` does, but for fake tensors."""
+        """Call `type`, but for fake tensors."""
         if len(args) == 1 and not kwargs and isinstance(args[0], compat.FakeTensor):
             return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return type(*args, **kwargs)
@@ -366,7 +353,7 @@ def _plain(value: Any) -> Any:
 def plain_values(model: nn.Module) -> Iterator[None]:
     """Context in which the files of a model find plain types and bools where the model itself finds them.
 
-    `type(x)` of a fake tensor is what it would be of the real one, and attention takes a condition on sizes as a flag.
+    `type(x)` of a fake tensor is the real one's, and attention takes a condition on sizes as a flag.
     """
     attention = F.scaled_dot_product_attention
     flagged = _decided(attention)

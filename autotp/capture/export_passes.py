@@ -57,7 +57,7 @@ class RetraceVmap(Pass[Exported]):
     name = "retrace-vmap"
 
     def idle(self, program: Exported) -> str:
-        """Only where it is used."""
+        """Skip the pass where it is not used."""
         return "" if compat.vmapped(program.graph) else "no torch.vmap"
 
     def run(self, program: Exported) -> Changes:
@@ -106,7 +106,7 @@ class RepeatBlocks(Pass[Exported]):
     name = "repeat-blocks"
 
     def idle(self, program: Exported) -> str:
-        """Only where blocks were."""
+        """Skip the pass where every block was traced."""
         return "" if program.repeats else "every block was traced"
 
     def run(self, program: Exported) -> Changes:

@@ -27,7 +27,7 @@ from .autograd_functions import PLAIN_TYPES
 from .copies import tensors_of
 
 T = TypeVar("T")
-Captured = tuple[Capture, T]  # with its notes
+Captured = tuple[Capture, T]  # with further results of capturing, such as notes
 Make = Callable[[], Captured[T]]
 RankKey = tuple[str | None, str]  # a digest of all that a rank's capture depends on, or None and the reason
 WHAT = "capturing the model"
@@ -39,14 +39,14 @@ def capture_once(
     agreed: Sequence[Pass[Capture]],
     key: Callable[[], RankKey],
     make: Make[T],
-    take: Callable[[Capture, T], Captured[T]] = lambda captured, rest: (captured, rest),
+    take: Callable[[Capture, T], Captured[T]],
 ) -> Captured[T]:
     """Capture a model for all ranks: by rank 0, or by each rank where captures may differ. A collective call.
 
     Args:
         ranks: that capture. agreed: passes where every rank has captured for itself.
         key: all that a capture depends on; equal keys are equal captures.
-        make: captures here, and gives notes with it, which pickle.
+        make: captures here; its further results pickle.
         take: makes rank 0's capture this rank's.
 
     Raises:
@@ -205,7 +205,7 @@ def model_key(bare: nn.Module, *extra: Any) -> str:
         bare: the skeleton. extra: further values that it depends on, such as the inputs: of tensors shapes and types.
 
     Raises:
-        Untold: the model holds what cannot be compared, such as closures.
+        Untold: the model holds a value that cannot be compared, such as a closure.
     """
     first: dict[int, str] = {}
     named_tensors = tensors_of(bare, every_name=True).items()

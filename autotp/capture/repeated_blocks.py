@@ -314,7 +314,7 @@ def _rebuilt(leaves: list[Any], values: list[Tensor], spec: Any) -> Any:
 
 
 def refuse_writes(graph: fx.Graph) -> None:
-    """Refuse a block that writes to what it is given or holds: its copies would not.
+    """Refuse a block that writes to its arguments or weights: its copies would not.
 
     Raises:
         CannotRepeat: it does.
@@ -337,7 +337,7 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
         The number of short calls.
 
     Raises:
-        CannotRepeat: a block reads what is not its own.
+        CannotRepeat: a block reads a value that is not its own.
     """
     bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
     for kind in dict.fromkeys(n.args[1] for n in short):

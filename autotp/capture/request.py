@@ -31,7 +31,7 @@ class CaptureRequest:
         dp: number of slices of the batch, of which one is captured; `cp`: of every sequence.
         inner: with cp, number of tp ranks, which split heads before it does; `cluster`: that prices it.
         outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
-        random: what draws random numbers: "counter", or "torch".
+        random: the source of random numbers: "counter", or "torch".
         carried: which outputs come back as which inputs.
         precision: of large products; None for the model's own.
         ep: ranks of dp that experts are sharded over.
@@ -54,17 +54,16 @@ class CaptureRequest:
 
     @classmethod
     def read(
-        cls, axes: Axes | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
+        cls, axes: Axes = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
         precision: Any = None,
     ) -> CaptureRequest:  # fmt: skip
         """Read the request from a public function's arguments, checked.
 
         Args:
-            axes: beside tp; an int is dp. outputs, random, carried, precision: see `autotp.compile`.
+            axes: beside tp. outputs, random, carried, precision: see `autotp.compile`.
         """
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
-        axes = Axes(axes) if isinstance(axes, int) else axes
         names = read_carried(carried)
         cp = 1 if names else axes.cp  # a call that goes on with a state is computed by each rank of cp
         return cls(axes.dp, outputs, random, names, Precision.read(precision), cp, ep=axes.ep)

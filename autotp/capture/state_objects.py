@@ -27,12 +27,16 @@ KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
 
 @contextmanager
-def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+def forwarding(bare: nn.Module, function: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
     """Context in which a skeleton is called through another function.
 
     Args:
-        bare: the skeleton. forward: called in place of its own. signature: that the exporter sees.
+        bare: the skeleton. function: called in place of its forward. signature: that the exporter sees.
     """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
     forward.__signature__ = signature  # type: ignore[attr-defined]
     with mock.patch.object(bare, "forward", forward):  # which puts back a forward that it has of its own
         yield
@@ -138,9 +142,5 @@ def entering(bare: nn.Module, path: str) -> Iterator[None]:
         yield
         return
     part = bare.get_submodule(path)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return part(*args, **kwargs)
-
-    with forwarding(bare, forward, inspect.signature(part.forward)):
+    with forwarding(bare, part, inspect.signature(part.forward)):
         yield

@@ -1,8 +1,8 @@
 """The cache that a model makes when it generates, for plans of calls without one.
 
 A call that begins a cache is captured besides, and solved with every parameter where the plan has it, as the first call
-of `generate()` is: what it leaves is what a rank holds. The capture is of the model with as few blocks of each stack as
-hold every kind; what such a block leaves counts for all that are alike.
+of `generate()` is: a rank holds the cache that it leaves. The capture is of the model with as few blocks of each stack
+as hold every kind; the cache of such a block counts for all that are alike.
 """
 
 from __future__ import annotations

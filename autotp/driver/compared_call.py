@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class Call:
     Attributes:
         flat, spec: its inputs, which it may write to, as this rank has them. states: which of them are states, by name.
         buffers: by first name, before it. device: of the module. random: the state of torch's generators.
-        part_values: what each part gave, in order.
+        part_values: the outputs of each part, in order.
     """
 
     flat: list[Any]
@@ -88,12 +88,10 @@ def listening(module: ShardedModule) -> Iterator[PartValues]:
     parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
     if module._source.lowering.name != "eager":
         parts = {}
-    handles = [noting(part, path, values) for path, part in parts.values()]
-    try:
+    with ExitStack() as stack:
+        for path, part in parts.values():
+            stack.enter_context(noting(part, path, values))
         yield values
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def noting(module: nn.Module, path: str, values: PartValues) -> RemovableHandle:

@@ -1,13 +1,13 @@
-"""Pipeline of `autotp.compile`: from a model to its capture, to a plan, and to what a `ShardedModule` is made from.
+"""Pipeline of `autotp.compile`: from a model to its capture, to a plan, and to the source of a `ShardedModule`.
 
-`Compilation` is the whole of it, in order and the same on all ranks; what follows are its steps on one rank.
+`Compilation` is the whole of it, in order and the same on all ranks; the functions below are its steps on one rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,7 +58,7 @@ from .options import Options
 from .schedule import ready, schedule
 from .shares import Staged, find_shares, refuse_full, unlike
 
-ModuleSource = tuple[nn.Module, Plan, Source]  # what a `ShardedModule` takes
+ModuleSource = tuple[nn.Module, Plan, Source]  # arguments of `ShardedModule`
 
 
 Captured = tuple[Capture, list[str]]  # a graph, and what the user should know of it
@@ -78,12 +78,12 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Compilation:
-    """Compilation of a model once its inputs are known: called with them, it gives what a `ShardedModule` takes.
+    """Compilation of a model once its inputs are known: called with them, it returns the arguments of `ShardedModule`.
 
     Attributes:
         model: as `plain` gives it. ranks: of tp.
-        options: what planning is for; of a given plan, what that was made for.
-        request: what captures are to be; `lowering`: how programs run.
+        options: of planning; of a given plan those that it was made for.
+        request: of captures; `lowering`: of programs.
         plan: None to solve one for the inputs.
         check: compare values between the ranks; `check_capture`: compare the captured graph with the model.
         captured: the model's graph for the inputs and its notes, where they exist already.
@@ -138,7 +138,7 @@ class Compilation:
         return of_first(ranks, "planning", solve)
 
     def source(self, plan: Plan, captured: Capture | None) -> ModuleSource:
-        """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
+        """Return the arguments of `ShardedModule` under this plan; `captured` is then ready to run."""
         together(self.every, "fitting the plan to the model", lambda: _fits(self.model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         facts = {**versions(), "plan": digest, "wanted": self.request, **_parameters(self.model, None)}
@@ -146,26 +146,31 @@ class Compilation:
             facts |= machine(self.ranks.device)
         agree(self.every, "the plan", facts)
         self.compare_weights()
-        # Of no part of `self`: the module lives on with this, and would keep the original's weights.
-        of_plan: dict[str, Any] = {"plan": plan, "options": self.options}
-        make = partial(_program, **of_plan)
+        make = partial(_program, plan=plan, options=self.options)
         virtual = {**plan.batch.degrees, "tp": plan.tp} if self.hosts else {}
         shards = ShardState(
             skeleton(self.model, self.ranks.device), self.ranks, self.hosts.get("tp", plan.tp), aliases(self.model),
             Axes(self.hosts.get("dp", 1)) if virtual else plan.batch, hosts=hosts_of(self.ranks, virtual, self.hosts),
         )  # fmt: skip
-        source = Source(
-            shards, decide=partial(decided_for, **of_plan), make=make,
-            capture=further, agreed=schedule(ranks=self.ranks).agreed, want=self.request,
-            check=bool(self.check), sample=self.check is not False,
-            lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
-            again=partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering),
-            origin=captured.origin[1] if captured is not None and captured.origin is not None else None,
-        )  # fmt: skip
+        again = partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering)
+        origin = captured.origin[1] if captured is not None and captured.origin is not None else None
+        source = self.source_of(shards, plan, make, check=bool(self.check), again=again, origin=origin)
         if captured is not None:
             sharded = together(self.every, "rewriting the graph", lambda: make(captured, {}, self.request.outputs))
             source.ready.append((captured, sharded))
         return self.model, plan, source
+
+    def source_of(self, shards: ShardState, plan: Plan, make: Callable[..., Sharded], **others: Any) -> Source:
+        """Make the source of programs under a plan, with its further attributes.
+
+        It holds no part of `self`: the module lives on with it, and would keep the original's weights.
+        """
+        return Source(
+            shards, decide=partial(decided_for, plan=plan, options=self.options), make=make,
+            capture=further, agreed=schedule(ranks=self.ranks).agreed, want=self.request,
+            sample=self.check is not False,
+            lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank), **others,
+        )  # fmt: skip
 
     def compare_weights(self) -> None:
         """Make sure that all ranks have the same weights, by a few values of each, where `check` is left open."""
@@ -178,7 +183,7 @@ def _anew(
     model: nn.Module, inputs: Inputs, tp: int, axes: Axes, *, ranks: Ranks, options: Options,
     request: CaptureRequest, lowering: Lowering,
 ) -> ModuleSource:  # fmt: skip
-    """Return what a `ShardedModule` takes for other degrees over the same ranks, all else as of the one before.
+    """Return the arguments of `ShardedModule` for other degrees over the same ranks, all else as of the one before.
 
     Args:
         model: on the meta device. inputs, tp, axes: to plan for. ranks, options, request, lowering: of the one before.
@@ -196,7 +201,7 @@ def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None =
         model: it stays as it is. request: with the precision. lowering: that programs run by.
 
     Raises:
-        InputError: a backward writes to a buffer, which what a backend compiles would leave out.
+        InputError: a backward writes to a buffer, which a compiled program would leave out.
     """
     precision = request.precision
     if precision is not None and precision.recipe == DELAYED and lowering is not None and lowering.backend != EAGER:
@@ -252,9 +257,9 @@ def prepare(
     Args:
         bare: the model with fake tensors in place of weights.
         inputs: of one call; with dp > 1 a slice of the batch, and the capture is that of one data-parallel rank.
-        device: that the weights are on. mode: what the model is in now, as `mode_of` reads it.
+        device: that the weights are on. mode: of the model now, as `mode_of` reads it.
         trial: the model with its weights, to be run beside the capture; None: the capture is not compared.
-        request: what else the public functions were asked for.
+        request: of the capture.
     """
     order = schedule(request)
     with stage("capture"):
@@ -311,7 +316,7 @@ def capture_model(
     Args:
         model: with its weights, or on the meta device. inputs: of one call. device: that the weights are on.
         check: `check_capture` of the public functions.
-        request: what else they were asked for.
+        request: of the capture.
     """
     warn_of_cache(os.environ.get(FOLDER, ""))
     inputs, note = without_cache(model, inputs)
@@ -353,7 +358,7 @@ def plan_stages(
 
     Args:
         captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
-        before: what was made of the same with another `memory`.
+        before: the result for the same with another `memory`.
     """
     if before is None and unlike(options):
         return find_shares(partial(_stages, captured, notes, name=name), options)
@@ -426,7 +431,7 @@ def applied(
 
     Args:
         captured, plan, options, outputs, states: see `apply_plan`.
-        decided: what `decided_for` gave for the same; None to decide here.
+        decided: the result of `decided_for` for the same; None to decide here.
     """
     builder = _under(captured, plan, options, states)
     planned = _planned(builder, plan, decided)

@@ -148,7 +148,6 @@ class Decoding:
         programs: with the decisions of each. calls: of the model, not of its parts.
         error, model_error: largest differences of the ranks, in float64, and of the captured graphs from the model.
         values: compared on the ranks. difference: the first, None where all agree.
-        rewritten: how many attentions of the programs read their cache as it is, as on the ranks.
     """
 
     model: nn.Module
@@ -163,7 +162,6 @@ class Decoding:
     model_error: float = 0.0
     values: int = 0
     difference: Difference | None = None
-    rewritten: int = 0
 
     def __post_init__(self) -> None:
         self.bare = skeleton(self.model, CPU).eval()
@@ -252,8 +250,7 @@ class Decoding:
                 detail = f"one call leaves it {self.layouts[name]}, and another takes it {sharded.states[name]}"
                 self.difference = self.difference or Difference("decoding", name, "", "", float("inf"), detail)
         self.layouts |= sharded.states
-        sharded, count = as_it_runs(sharded, self.plan.tp, self.options.objective)
-        self.rewritten += count
+        sharded = as_it_runs(sharded, self.plan.tp, self.options.objective)
         values = [x.node.meta.get("val") for x in captured.inputs]
         call_form, _ = form(self.bare.get_submodule(call.entry), values, captured.in_spec)
         self.planned.append(planned)
@@ -280,24 +277,23 @@ def _tensors(outputs: Any) -> dict[int, Tensor]:
     return dict(enumerate(x for x in leaves if isinstance(x, Tensor)))
 
 
-def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> tuple[Sharded, int]:
+def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> Sharded:
     """Rewrite attention over a cache as one call in the program of all ranks, which is proved as it runs.
 
     Args:
         sharded: the program before the rank is known; it stays as it is. tp: number of ranks.
-        objective: what it is planned for.
+        objective: that it is planned for.
 
     Returns:
-        A copy, with layouts of its inputs and of what is left of the original's nodes, and how many attentions were
-        rewritten.
+        A copy, with layouts of its inputs and of the original's nodes that are left.
     """
     graph, copies = copy_graph(sharded.graph.nodes)
     setting = Setting(MeshPlace(0, tp, ""), Cluster.resolve(None), objective, torch.device("cpu"))
     program = RankProgram(graph, setting)
-    changes = CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
+    CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
     present = set(program.graph.nodes)
     left = {old: new for old, new in copies.items() if new in present}
     layouts = {left[n]: layout for n, layout in sharded.layouts.items() if n in left}
     origin = {left[n]: value for n, value in sharded.origin.items() if n in left}
     ends = {left[n]: copies[end] for n, end in sharded.ends.items() if n in left}
-    return Sharded(program.graph, layouts, origin, ends, sharded.states), changes.count
+    return Sharded(program.graph, layouts, origin, ends, sharded.states)

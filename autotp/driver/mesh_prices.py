@@ -120,10 +120,10 @@ class Pricer:
     machines: Callable[[int], Machines] = lambda pp: ((), ())
 
     def __post_init__(self) -> None:
-        self._sums: dict[tuple[int, str, int], UnitSums] = {}
-        self._ranks: dict[tuple[int, str, int, int, int], RankSums] = {}
+        self._sums: dict[object, UnitSums] = {}
+        self._ranks: dict[object, RankSums] = {}
         self.starts, self.price = cache(self._division), cache(self._step)  # a search asks for a mesh again
-        self._sends: dict[tuple[bool, int], list[Sends]] = {}
+        self._sends: dict[object, list[Sends]] = {}
 
     @cached_property
     def steady(self) -> dict[str, Array]:

@@ -285,7 +285,7 @@ def choose_experts(
         options: with dp; `memory`: bytes that a rank may hold, by default the device's.
 
     Raises:
-        InputError: there is no dp, or what goes with whole experts alone. PlanError: nothing fits `memory`.
+        InputError: there is no dp, or a keyword goes with replicated experts alone. PlanError: nothing fits `memory`.
     """
     axes, tp = options.batch, options.tp
     if axes.dp == 1:

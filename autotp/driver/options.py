@@ -49,21 +49,21 @@ class Steering(TypedDict, total=False):
 
 
 class StateKeywords(TypedDict, total=False):
-    """Keywords that say what a call carries to the next; `autotp.compile` documents each."""
+    """Keywords of the states that calls carry, and of the precision; `autotp.compile` documents each."""
 
     carried: Mapping[Any, str] | None
     precision: str | Mapping[str, Any] | None
 
 
 class CaptureKeywords(StateKeywords, total=False):
-    """Keywords that say what captures are to be; `autotp.compile` documents each."""
+    """Keywords of captures; `autotp.compile` documents each."""
 
     outputs: str
     random: str
 
 
 class RunKeywords(TypedDict, total=False):
-    """Keywords that say how programs run; `autotp.compile` documents each."""
+    """Keywords of running programs; `autotp.compile` documents each."""
 
     backend: str | Callable[..., Any]
     options: Mapping[str, Any] | None
@@ -90,7 +90,7 @@ class AxisKeywords(ExpertKeywords, total=False):
 
 
 class AxisRunKeywords(AxisKeywords, StateKeywords, total=False):
-    """Keywords of axes, and of what a call carries over them."""
+    """Keywords of axes, and of the states that calls carry over them."""
 
 
 class StagedKeywords(AxisRunKeywords, RunKeywords, total=False):
@@ -218,10 +218,10 @@ class Options:
     Attributes:
         tp: number of ranks; `cluster`: the machines that it is priced on.
         pins: a dimension for each pattern, or None for whole; `sequence`: None where the cost decides.
-        objective: what a step is, and whose optimizer's states count.
+        objective: of a step, with the optimizer whose states count.
         memory: bytes that a rank may hold; None for no limit. batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less. seconds: of the search, CPU time.
-        groups: ranks that a group with copies of a slice may have; () for what heads and nodes suggest.
+        groups: ranks that a group with copies of a slice may have; () for those that heads and nodes suggest.
         shares: of the work, one for each rank; () for equal ones. units: of some lengths. search: find both, if unlike.
     """
 
@@ -241,7 +241,7 @@ class Options:
 
     @classmethod
     def read(cls, tp: int, keywords: Keywords | None = None, batch: Axes = ALONE) -> Options:
-        """Options for a number of ranks, from what the caller gave.
+        """Read the options for a number of ranks from the caller's keywords.
 
         Args:
             tp: ranks. keywords: of a public function, those of `Steering` among them. batch: the axes beside tp.
@@ -354,7 +354,7 @@ def degrees_of(tp: Any, keywords: Any, model: nn.Module) -> tuple[Any, Any]:
     """Read the degree that is given as `tp`, and the keywords with dp and cp of a mesh, or the groups of a product.
 
     Args:
-        tp: what a public function was given, a number too. keywords: of that function. model: that is to be split.
+        tp: of a public function, a number too. keywords: of that function. model: that is to be split.
 
     Raises:
         InputError: the mesh cannot give degrees, or `keywords` give one too; a factor is none, or splits nothing.

@@ -32,7 +32,7 @@ RISING = (
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with what it was made from."""
+    """A plan with the decisions, program, prices and problem that it was made from."""
 
     plan: Plan
     planned: Planned

@@ -8,9 +8,8 @@ from functools import partial
 from math import prod
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autotp import compat
 from autotp.capture.capture import aliases, skeleton
@@ -28,14 +27,13 @@ from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
-from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.stage import Grid, Pipeline
 from autotp.runtime.storage import ShardState
 from autotp.text import axis_text, counts
 
 from .compare import kind_of
-from .compile import Compilation, applied, decided_for, further, plain
+from .compile import Compilation, applied, plain
 from .options import (
     Keywords,
     Options,
@@ -48,7 +46,6 @@ from .options import (
     required_inputs,
     with_keywords,
 )  # fmt: skip
-from .schedule import schedule
 from .staging import check_draws, in_pieces, staging
 
 ORDERS = ("loop", "v")
@@ -117,7 +114,7 @@ def _staged_pipe(
     compilation: Compilation, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool
 ) -> Pipe:
     """Capture, plan and cut a model, and make the sharded module of this rank's stages."""
-    model, options = compilation.model, compilation.options
+    model = compilation.model
     captured, notes = compilation.capture(inputs)
     plan = compilation.solve(captured, notes)
     compilation.compare_weights()
@@ -140,17 +137,11 @@ def _staged_pipe(
     shards = ShardState(
         skeleton(model, ranks.device), ranks, plan.tp, first, plan.batch, elsewhere=elsewhere[grid.rank], staged=True
     )
-    source = Source(
-        shards,
-        decide=partial(decided_for, plan=plan, options=options),
-        make=partial(_cut, plan=plan, options=options, division=division, absent=[elsewhere[i] for i in grid.places]),
-        capture=further, agreed=schedule(ranks=grid.world).agreed,
-        want=compilation.request, sample=compilation.check is not False,
-        lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
-        ready=[(captured, sharded)], pipeline=Pipeline(grid, holders, loss),
-    )  # fmt: skip
-    module = ShardedModule(model, plan, source)
-    return Pipe(plan, module, division, without_cache(model, inputs)[0])
+    absent = [elsewhere[i] for i in grid.places]
+    make = partial(_cut, plan=plan, options=compilation.options, division=division, absent=absent)
+    pipeline = Pipeline(grid, holders, loss)
+    source = compilation.source_of(shards, plan, make, ready=[(captured, sharded)], pipeline=pipeline)
+    return Pipe(plan, ShardedModule(model, plan, source), division, without_cache(model, inputs)[0])
 
 
 def _division(
@@ -219,8 +210,7 @@ def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMes
                 f"{text} makes {count} ranks; the world has {every.tp}. Launch as many, or pass a mesh with dimensions "
                 "of these names over a part of them."
             )
-        ranks_of = torch.arange(count).view(*degrees.values())
-        mesh = DeviceMesh(every.device.type, ranks_of, mesh_dim_names=tuple(degrees))
+        mesh = init_device_mesh(every.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     names = mesh.mesh_dim_names or ()
     check_order(names)
     sizes = dict(zip(names, mesh.shape, strict=False))

@@ -84,9 +84,9 @@ def machines_of(
 
     Args:
         planned, sharded, prices, units: of the plan. places: the machines of each.
-        limit: bytes that any rank may hold; None: of unlike devices what each has.
+        limit: bytes that any rank may hold; None: the memory of each of unlike devices.
 
-    Returns: nothing of what does not limit, and no rates where places are alike.
+    Returns: bytes, none where nothing limits them; and speeds, none where places are alike.
     """
     if len({*places}) == 1:
         return [] if limit is None else [limit] * len(places), []

@@ -163,7 +163,7 @@ def prove_call(
         axes: beside tp. bits: compare numbers of processes with each other, in place of the original.
         pp: number of stages.
 
-    Returns: the report, with the plan, and what that was made for.
+    Returns: the report, with the plan, and the options that it was made for.
     """
     refuse_travel(axes, {"pp": pp if pp > 1 else None, "precision": request.precision})
     if plan is not None and plan.tp != tp:
@@ -201,8 +201,8 @@ def programs_on(
     """Capture a model, shard its program over the axes beside tp, and plan the program of a rank of these.
 
     Args:
-        model, inputs: of a call with all examples and whole sequences. options: with the axes. request: what captures
-            are to be. plan: by this one; None makes one. pp: number of stages, one after another.
+        model, inputs: of a call with all examples and whole sequences. options: with the axes. request: of
+            captures. plan: by this one; None makes one. pp: number of stages, one after another.
     """
     degrees = options.batch.degrees
     request = replace(request, random="torch") if "dp" in degrees else request
