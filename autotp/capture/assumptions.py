@@ -1,4 +1,4 @@
-"""Changes of a capture that assume something of the model, each with the proof of it on the model itself."""
+"""Changes of a capture that rest on an assumption, each with its proof on the model itself."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .capture_errors import running_line
 from .export import Attempt, forwarding
 from .selfcheck import Trial
 
-# Raises CaptureError; returns a trial on inputs that show it, for the capture itself
+# Raises CaptureError; returns a trial on the inputs of the proof, for the capture itself
 AssumptionProof = Callable[[Trial], Trial]
 Missing = dict[str, tuple[str, tuple[int, ...]]]  # a mask -> the input that tells its shape, and by which dimensions
 
 
 class EveryIndex(TorchFunctionMode):
-    """`for i in hit.nonzero()` runs over every index of the flags `hit`, as numbers that can be traced.
+    """Mode in which `for i in hit.nonzero()` runs over every index of the flags `hit`, as numbers that can be traced.
 
     Attributes:
         spared: for every such loop whether it left anything out in the original.
@@ -52,7 +52,7 @@ class EveryIndex(TorchFunctionMode):
 
 
 def _function() -> tuple[str, str]:
-    """File and name of the user's function that runs."""
+    """Return file and name of the user's function that runs."""
     line = running_line()
     assert line is not None
     return line.filename, line.name
@@ -64,21 +64,21 @@ def _is_flags(value: Any) -> bool:
 
 
 def every_index(attempt: Attempt, beyond: int = 0) -> tuple[str, AssumptionProof]:
-    """Loops over the indices that are hit, such as experts with tokens, run over all indices."""
+    """Run loops over the indices that are hit, such as experts with tokens, over all indices."""
     attempt.contexts.append(EveryIndex(tracing=True, beyond=beyond))
     note = "captured with loops over the indices that are hit (such as experts with tokens) running over all indices"
     return note, lambda trial: _prove_every_index(trial, beyond)
 
 
 def all_but_the_last(attempt: Attempt) -> tuple[str, AssumptionProof]:
-    """Loops over all indices but the last, on which the model itself fails: a class for tokens without an expert,
-    which no call hits."""
+    """Run these loops over all indices but the last, on which the model itself fails: a class for tokens without an
+    expert, which no call hits."""
     note, proof = every_index(attempt, beyond=1)
     return f"{note} but the last, on which the model itself fails", proof
 
 
 def _prove_every_index(trial: Trial, beyond: int) -> Trial:
-    """The model computes the same, on inputs for which each of its loops leaves something out."""
+    """Prove that the model computes the same, on inputs for which each of its loops leaves something out."""
     outside: IndexError | None = None
     for dims in range(3):
         inputs = trial.mapped(lambda t, dims=dims: alike(t, dims))
@@ -113,15 +113,15 @@ MASKS = (
 
 
 def masks_of_ones(attempt: Attempt) -> tuple[str, AssumptionProof] | None:
-    """Masks that were not given are given: a default that the model makes for itself is left out under torch.export."""
-    own, signature = attempt.bare.forward, inspect.signature(attempt.bare.forward)
+    """Give the masks that were not given: a default that the model makes for itself is left out under torch.export."""
+    original, signature = attempt.bare.forward, inspect.signature(attempt.bare.forward)
     missing = _missing(signature, attempt.args, attempt.kwargs)
     if not missing:
         return None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         full = _with_ones(signature, missing, args, kwargs)
-        return own(*full.args, **full.kwargs)
+        return original(*full.args, **full.kwargs)
 
     attempt.contexts.append(forwarding(attempt.bare, forward, signature))
     names = ", ".join(missing)
@@ -130,7 +130,7 @@ def masks_of_ones(attempt: Attempt) -> tuple[str, AssumptionProof] | None:
 
 
 def _missing(signature: inspect.Signature, args: Any, kwargs: Any) -> Missing:
-    """The masks that were not given."""
+    """List the masks that were not given."""
     missing: Missing = {}
     arguments = signature.bind(*args, **kwargs).arguments
     for name, parameter in signature.parameters.items():
@@ -155,7 +155,7 @@ def _with_ones(signature: inspect.Signature, missing: Missing, args: Any, kwargs
 
 
 def _prove_masks(trial: Trial, signature: inspect.Signature, missing: Missing) -> Trial:
-    """The model computes the same with and without the masks, where the inputs hold padding too."""
+    """Prove that the model computes the same with and without the masks, where the inputs hold padding too."""
     inputs = trial.mapped()
     bound = signature.bind(*inputs.args, **inputs.kwargs)
     for like, _ in missing.values():
@@ -168,7 +168,7 @@ def _prove_masks(trial: Trial, signature: inspect.Signature, missing: Missing) -
 
 
 def _padded(tensor: Tensor, model: nn.Module) -> Tensor:
-    """Token ids that end in what a model may take for padding."""
+    """End token ids in ids that a model may take for padding."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     padding_ids = [getattr(getattr(model, "config", None), "pad_token_id", None), *(m.padding_idx for m in tables)]
     words = max((m.num_embeddings for m in tables), default=0)

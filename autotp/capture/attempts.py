@@ -1,4 +1,4 @@
-"""Table of what capture tries, in order, where `torch.export` refuses a model as it is.
+"""Table of the attempts of a capture, in order, where `torch.export` refuses a model as it is.
 
 A change alters the arguments, the skeleton or the exporter, never the user's model. It is tried only if an earlier
 attempt failed with an error that it can fix, and no earlier failure rules it out. Each row is tried with equal blocks
@@ -21,13 +21,13 @@ from .repeated_blocks import CannotRepeat
 
 @dataclass(frozen=True)
 class Change:
-    """One thing to do otherwise.
+    """A change of an attempt.
 
     Attributes:
         name: for messages.
         against: says whether it may help where an attempt without it failed so.
-        apply: makes the change; returns what was done, for the plan's notes, and a proof that the model computes the
-            same with it, or None where it changes nothing for this model.
+        apply: makes the change; returns a note for the plan, and a proof that the model computes the same with it; or
+            None where it changes nothing for this model.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Failure:
         kinds: those of `messages.KINDS` that the error is of.
         line: file and number of the user's innermost line; None where the error has none.
         blocks: equal blocks were traced once, and may be at fault.
-        disproved: the model itself refuted what the attempt assumes of it.
+        disproved: the model itself refuted an assumption of the attempt.
         recurs: fixed sizes left a decision open that was met with symbolic ones.
     """
 
@@ -57,11 +57,6 @@ class Failure:
     disproved: bool
     recurs: bool
 
-    @property
-    def names(self) -> set[str]:
-        """The changes by name."""
-        return {change.name for change in self.changes}
-
     @classmethod
     def of(
         cls, changes: tuple[Change, ...], flat: bool, error: Exception, attempt: Attempt, earlier: Sequence[Failure]
@@ -69,7 +64,7 @@ class Failure:
         """Classify a failure, to skip attempts that would fail the same way.
 
         Args:
-            changes, flat, attempt: what was tried. error: what came of it. earlier: the failures before.
+            changes, flat, attempt: of the failure. error: that it raised. earlier: the failures before.
         """
         kinds, line = kinds_of(error), line_of_error(error)
         # A decision on values stays open whatever way the blocks are traced.
@@ -87,12 +82,11 @@ def worth_trying(changes: tuple[Change, ...], flat: bool, failures: Sequence[Fai
     for change in changes:
         if not any(change.against(f) for f in failures):
             return False
-    names = {change.name for change in changes}
-    return not any(f.disproved and f.names <= names for f in failures)
+    return not any(f.disproved and {*f.changes} <= {*changes} for f in failures)
 
 
 def attempt_errors(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:
-    """Name what was tried, with the error; of one attempt in both ways to trace the blocks the last."""
+    """List the changes that were tried, with the error; of an attempt in both ways to trace the blocks the last."""
     errors: dict[str, Exception] = {}
     for failure in failures:
         errors[" and ".join(change.name for change in failure.changes)] = failure.error
@@ -143,12 +137,12 @@ def _experts(implementation: str) -> Change:
         if can and not any(ask() for ask in can):
             return None
         configs = {id(c): c for m in attempt.bare.modules() if (c := getattr(m, "config", None)) is not None}
-        own = {i: getattr(c, "_experts_implementation", None) for i, c in configs.items()}
-        others = [i for i, value in own.items() if value not in (None, implementation)]
+        values = {i: getattr(c, "_experts_implementation", None) for i, c in configs.items()}
+        others = [i for i, value in values.items() if value not in (None, implementation)]
         attempt.contexts += [_set(configs[i], "_experts_implementation", implementation) for i in others]
         if not others:
             return None
-        return f"captured with the experts implementation {implementation!r} in place of {own[others[0]]!r}", None
+        return f"captured with the experts implementation {implementation!r} in place of {values[others[0]]!r}", None
 
     return Change(f"the experts implementation {implementation!r}", _kind("value"), apply)
 

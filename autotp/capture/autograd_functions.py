@@ -1,8 +1,8 @@
 """Functions with a backward of their own (`torch.autograd.Function`): each call is one operator of the graph.
 
 Tracing through would keep the forward and lose the backward. The operator calls the user's Function itself
-(`autotp.kernels.functions`). What may be split is read off its forward and backward, traced by themselves with every
-size a symbol (`autotp.rules.function_rules`).
+(`autotp.kernels.functions`). The dimensions that may be split are read off its forward and backward, traced by
+themselves with every size a symbol (`autotp.rules.function_rules`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ TORCHS = ("torch._", "torch.nn.modules._functions")  # what torch makes of its o
 
 @contextmanager
 def functions_kept() -> Iterator[None]:
-    """Within this context a Function that a trace comes to is an operator of the graph."""
+    """Context in which a Function that a trace comes to is an operator of the graph."""
     with functions_as(_call):
         yield
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a Function within a trace: recorded as one operator, whose outputs are fake.
+    """Record a call of a Function within a trace as one operator, whose outputs are fake.
 
     Raises:
-        CaptureError: it is given what may hold tensors, or returns what depends on sizes.
+        CaptureError: an argument may hold tensors, or a result depends on sizes.
     """
     if compat.module_stack() is None or function.__module__.startswith(TORCHS):
         return apply(function, *args, **kwargs)
@@ -76,14 +76,14 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _slot(x: Any) -> Any:
-    """Stand-in for an argument in the record of a call: tensors and sizes differ from call to call."""
+    """Return the stand-in for an argument in the record of a call: tensors and sizes differ from call to call."""
     if isinstance(x, Tensor):
         return TENSOR
     return SIZE if isinstance(x, torch.SymInt) else x
 
 
 def writes_to(node: fx.Node) -> list[fx.Node]:
-    """The operands that a node of an export writes to; a Function may write to any of its tensors."""
+    """List the operands that a node of an export writes to; a Function may write to any of its tensors."""
     if node.target is CALL:
         return list(node.args[0]) if CALLS[node.args[2]].writes else []  # type: ignore[arg-type, index]
     return [written_operand(node) or node] if mutates(node) else []
@@ -104,9 +104,9 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
         drop_inert(graph)
     places_of = memory(graph) if calls else {}
     for node in calls:
-        # All values that lie in the same memory, views and what they are views of: a write to one is seen in all.
-        places = set().union(*(places_of[x] for x in writes_to(node)))
-        names = [n for n, own in places_of.items() if own & places and n < node]
+        # All values in the same memory, views and what they are views of: a write to one is seen in all.
+        written = set().union(*(places_of[x] for x in writes_to(node)))
+        names = [n for n, places in places_of.items() if places & written and n < node]
         record = CALLS[node.args[2]]
         # The caller, or the next step, would see the change in the model and not here.
         if any(n.op in ("placeholder", "get_attr") for n in names):
@@ -117,7 +117,7 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
 
 
 def read_functions(graph: fx.Graph) -> None:
-    """Read off every Function of an exported graph how it may be split, and whether it draws random numbers.
+    """Find how every Function of an exported graph may be split, and whether it draws random numbers.
 
     Raises:
         CaptureError: it reads tensors that are not its arguments, or its backward cannot be traced.
@@ -130,8 +130,8 @@ def read_functions(graph: fx.Graph) -> None:
         try:
             graph, count, guards = _traced(lambda *xs, node=node: _again(node, xs), values)
         except Exception as error:  # whatever the user's code may raise
-            why = f"its forward and backward cannot be traced by themselves ({failure(error)})"
-            raise _refused(record.function, why, record.where) from error
+            reason = f"its forward and backward cannot be traced by themselves ({failure(error)})"
+            raise _refused(record.function, reason, record.where) from error
         # One that draws random numbers is another operator, which no rule splits.
         if any(draws(n) for n in graph.nodes if n.op == "call_function"):
             node.target = DRAW
@@ -143,15 +143,22 @@ def read_functions(graph: fx.Graph) -> None:
 
 
 def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[fx.Graph, int, list[sympy.Basic]]:
-    """The graph of a function and of its gradient, with a symbol for every size.
+    """Trace a function and its gradient, with a symbol for every size.
 
     Returns: a graph from operands and outputs' gradients to outputs and operands' gradients, None where there is none;
-        the number of outputs; and what had to hold of the sizes.
+        the number of outputs; and the guards on sizes.
     """
     mode, env, values = _symbolic(like)
 
-    def both(xs: list[Tensor], toward: list[Tensor]) -> tuple[list[Any], list[Any]]:
-        return _with_gradient(function, xs, toward)
+    def both(xs: list[Tensor], toward: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Return the outputs of the function, and its operands' gradients where those of the outputs are given."""
+        operands: list[Tensor] = []
+        for x in xs:
+            operands.append(x.detach().requires_grad_() if floating(x) else x)
+        with torch.enable_grad():
+            outs = function(*operands)
+        computed = gradients(outs, toward, operands)
+        return [y.detach() for y in outs], computed
 
     with mode:
         outs, _ = both(values, [])
@@ -160,25 +167,8 @@ def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[
     return traced.graph, len(toward), [g.expr for g in env.guards]
 
 
-def _with_gradient(
-    function: Callable[..., list[Tensor]], xs: list[Tensor], toward: list[Tensor]
-) -> tuple[list[Any], list[Any]]:
-    """The outputs of a function, and its operands' gradients, None where there is none.
-
-    Args:
-        xs: the operands. toward: gradients of the outputs, of their shapes; without them no gradients are computed.
-    """
-    operands: list[Tensor] = []
-    for x in xs:
-        operands.append(x.detach().requires_grad_() if floating(x) else x)
-    with torch.enable_grad():
-        outs = function(*operands)
-    computed = gradients(outs, toward, operands)
-    return [y.detach() for y in outs], computed
-
-
 def _symbolic(like: list[Tensor]) -> tuple[Any, ShapeEnv, list[Tensor]]:
-    """Fake values as large as others, with a symbol of its own for every size, in a mode of their own."""
+    """Make fake values as large as others, with a symbol of its own for every size, in a mode of their own."""
     env = ShapeEnv(duck_shape=False)
     mode, values = compat.FakeTensorMode(shape_env=env), []
     for x in like:
@@ -194,9 +184,9 @@ def _again(node: fx.Node, xs: tuple[Tensor, ...]) -> list[Tensor]:
     return CALL(list(xs), fx.map_arg(sizes, lambda n: example(n.meta["val"])), key)
 
 
-def _refused(function: Any, why: str, where: str) -> CaptureError:
+def _refused(function: Any, reason: str, where: str) -> CaptureError:
     at = f" ({where})" if where else ""
-    return CaptureError(f"{function.__qualname__}.apply{at} cannot be captured with its own backward: {why}")
+    return CaptureError(f"{function.__qualname__}.apply{at} cannot be captured with its own backward: {reason}")
 
 
 def _text(x: Any) -> str:
@@ -204,6 +194,6 @@ def _text(x: Any) -> str:
 
 
 def _line() -> str:
-    """The user's line that is running, as `file:line: code`."""
+    """Return the user's line that is running, as `file:line: code`."""
     at = running_line()
     return f"{at.filename}:{at.lineno}: {at.line}" if at is not None else ""

@@ -1,4 +1,4 @@
-"""Capture: an `nn.Module` becomes a flat torch.fx graph of ATen operators through `torch.export`.
+"""Capture of an `nn.Module` as a flat torch.fx graph of ATen operators, through `torch.export`.
 
 Sizes are symbolic from the start: the first two dimensions of token inputs and the batch of all others are dynamic
 where the model allows it. The model's weights are never touched: a skeleton of fake tensors is exported.
@@ -47,7 +47,7 @@ from .selfcheck import Trial
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name under which the same tensor is held."""
+    """Map every name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in tensors_of(model, every_name=True).items()}
 
@@ -55,7 +55,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 def skeleton(
     model: nn.Module, device: torch.device | str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> nn.Module:
-    """A copy of the module that holds fake tensors in place of parameters and buffers.
+    """Copy a module, with fake tensors in place of parameters and buffers.
 
     Args:
         model: stays as it is. device: that the fake tensors are on.
@@ -79,14 +79,14 @@ def capture(
     state: tuple[Any, ...] = (),
     states: Collection[str] = (),
 ) -> Capture:
-    """The program of a skeleton for these inputs: of the first of `ATTEMPTS` that can be exported and is the model.
+    """Capture the program of a skeleton for these inputs, by the first of `ATTEMPTS` that exports and is the model.
 
     Args:
         bare: the skeleton.
-        inputs: what it is called with.
-        device: where the tensors are to be.
-        passes: what makes a capture canonical.
-        trial: the model itself, to hold captures and what an attempt assumes against.
+        inputs: of the call.
+        device: of the tensors.
+        passes: that make a capture canonical.
+        trial: the model itself, to compare captures and the assumptions of attempts with.
         state: the mode that it is captured in, with the grad mode that a forward which asks is to find.
         states: arguments that come back from the call before, of which any dimension may grow.
 
@@ -118,7 +118,7 @@ def capture(
 
 
 def _twice(inputs: Inputs) -> Inputs:
-    """The inputs, their one sequence twice where they have only one: of a size of 1 torch makes a constant."""
+    """Repeat the inputs' one sequence where they have only one: torch makes a constant of a size of 1."""
 
     def batched(x: Tensor) -> bool:
         return x.ndim > 1 and x.numel() > 0
@@ -141,8 +141,8 @@ class _Request:
     states: frozenset[str]
 
     def of_any_size(self) -> Capture | None:
-        """The capture of a call with states that takes any batch and any length of these, 1 too; None where there are
-        none, or it fails, or does not take the inputs."""
+        """Capture a call with states for any batch and any length of these, 1 too; None where there are none, or it
+        fails, or does not take the inputs."""
         attempt = self.attempt(_twice(self.inputs))
         try:
             attempt.short = bool(carried_in(attempt.args, attempt.kwargs)) or any(map(lengths, attempt.state_tensors()))
@@ -159,10 +159,11 @@ class _Request:
         return None
 
     def program(self, attempt: Attempt, changes: tuple[Change, ...]) -> Capture | None:
-        """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
+        """Make the canonical capture of an attempt, and compare it with the model; None where a change changes
+        nothing."""
         # What changes nothing for this model, as masks of ones where none is missing, was tried by another row.
         changes_made = [change.apply(attempt) for change in changes]
-        applied = [each for each in changes_made if each is not None]
+        applied = [change for change in changes_made if change is not None]
         if len(applied) < len(changes_made):
             return None
         proofs = [proof for _, proof in applied if proof is not None]
@@ -170,9 +171,7 @@ class _Request:
         compared = None if skip else self.trial
         # The model itself is asked before anything is traced: an assumption that it refutes rules out further attempts.
         attempt.assumes = True
-        trials = []
-        if compared is not None:
-            trials = [proof(compared) for proof in proofs]
+        trials = [proof(compared) for proof in proofs if compared is not None]
         attempt.assumes = False
         program = self._exported(attempt)
         if compared is None:  # else the comparison shows it: the model itself is called twice
@@ -186,21 +185,21 @@ class _Request:
             with stage("self-check"):
                 program.error = compared.compare(program)
         # Once more on the inputs of each proof, for the example's may hide the difference.
-        for each in trials:
-            each.compare(program)
+        for trial in trials:
+            trial.compare(program)
         return program
 
     def attempt(self, inputs: Inputs) -> Attempt:
-        """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic
-        sizes."""
-        own = mapped(inputs, lambda t: _example(t, self.device))
+        """Make an attempt without changes, on copies of tensors: an export that fails leaves marks of symbolic sizes
+        on them."""
+        copies = mapped(inputs, lambda t: _example(t, self.device))
         grad_mode = GradModeAnswers(self.state[2] if self.state else GRAD)
         return Attempt(
-            self.bare, own.args, own.kwargs, repeats=Repeats(self.bare), grad_mode=grad_mode, states=self.states
+            self.bare, copies.args, copies.kwargs, repeats=Repeats(self.bare), grad_mode=grad_mode, states=self.states
         )
 
     def _exported(self, attempt: Attempt) -> Capture:
-        """The capture of an attempt, not canonical yet."""
+        """Run an attempt and read its capture, which is not canonical yet."""
         exported, state = attempt.run(), self.state
         program = _read(exported.program, self.bare.training, exported.writes)
         program.asks_grad_mode, program.asks_gradients = attempt.grad_mode.asks, attempt.grad_mode.tensors
@@ -223,7 +222,7 @@ def _read(program: torch.export.ExportedProgram, training: bool, writes: Mapping
 
     Args:
         training: whether the model was in training mode.
-        writes: what the forward writes to beside what the exporter says, as `Capture.mutations`.
+        writes: further writes of the forward, which the exporter does not say, as `Capture.mutations`.
     """
     leaves = _leaves(program)
     hints, ranges, guards = compat.read_shape_env(compat.shape_env(program.graph))
@@ -238,7 +237,7 @@ def _read(program: torch.export.ExportedProgram, training: bool, writes: Mapping
 
 
 def _leaves(program: torch.export.ExportedProgram) -> list[Leaf]:
-    """The placeholders with what each holds; of the inputs, which are states by the description that came with them."""
+    """List the placeholders with their kinds; of the inputs, those are states that the description of them says."""
     kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     leaves = []
@@ -257,7 +256,7 @@ def _leaves(program: torch.export.ExportedProgram) -> list[Leaf]:
 
 
 def _symbols(leaves: Sequence[Leaf]) -> Symbols:
-    """The first dimension of a placeholder that is each symbol: where its value is read."""
+    """Map each symbol to the first dimension of a placeholder that is the symbol: its value is read there."""
     symbols = Symbols()
     for leaf in leaves:
         val = leaf.node.meta.get("val")
@@ -269,7 +268,7 @@ def _symbols(leaves: Sequence[Leaf]) -> Symbols:
 
 
 def _carried(program: torch.export.ExportedProgram, capture: Capture) -> dict[int, str]:
-    """Find the outputs that become states: those that the outputs' description says, and what is written over a
+    """Find the outputs that become states: those that the outputs' description says, and values written over a
     state."""
     specs = program.graph_signature.output_specs
     outputs = [i for i, spec in enumerate(specs) if spec.kind.name == "USER_OUTPUT"]
@@ -283,7 +282,7 @@ def _carried(program: torch.export.ExportedProgram, capture: Capture) -> dict[in
 
 
 def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
-    """Tell buffers that are weights: in the state dict, never written, of two dimensions or more, and no indices."""
+    """Mark buffers that are weights: in the state dict, never written, of two dimensions or more, and no indices."""
     mutated = {name for name in program.mutations.values() if isinstance(name, str)}
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
@@ -292,7 +291,7 @@ def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> Mutations:
-    """Read what the forward writes to: position of the output -> name of the buffer, or place among the input
+    """Read the writes of the forward: position of the output -> name of the buffer, or place among the input
     tensors."""
     tensors = [x.node.name for x in leaves if x.kind.passed and x.is_tensor]
     mutations: Mutations = {}

@@ -1,8 +1,7 @@
-"""Errors of capture in words: the user's line, what was tried, and the way out for this kind of error."""
+"""Messages of capture errors: the user's line, the attempts, and the way out for this kind of error."""
 
 from __future__ import annotations
 
-import linecache
 import re
 import sys
 import sysconfig
@@ -31,9 +30,9 @@ NOT_THE_USERS = (  # files of torch and numpy, of this library (two folders are 
     *(f"{(HERE / room).resolve()}/" for room in ("passes", "cost")),
     "<",
 )
-STANDARD = f"{sysconfig.get_paths()['stdlib']}/"  # the interpreter's own; installed packages may lie in there
+STANDARD = f"{sysconfig.get_paths()['stdlib']}/"  # the interpreter's own; installed packages may be in there
 
-# Kind of error -> what its type, message and the user's line look like, each on a line of its own.
+# Kind of error -> a pattern of its type, message and the user's line, each on a line of its own.
 KINDS: dict[str, str] = {
     "value": r"GuardOnDataDependentSymNode|[Dd]ata.dependent|DynamicOutputShape|PendingUnbacked",
     "loop": r"(?s)(GuardOnDataDependentSymNode|[Dd]ata.dependent).*\n\s*(async )?for ",
@@ -152,30 +151,30 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
 
 
 def kinds_of(error: Exception) -> set[str]:
-    """The kinds of `KINDS` that an error is of."""
+    """Return the kinds of `KINDS` that an error is of."""
     text = _text(error)
     return {kind for kind, pattern in KINDS.items() if re.search(pattern, text)}
 
 
 def line_of_error(error: Exception) -> tuple[str, int] | None:
-    """File and number of the innermost line that is neither torch's, Python's nor ours."""
+    """Return file and number of the innermost line that is neither torch's, Python's nor ours."""
     frame = _frame(error)
     return None if frame is None else (frame.filename, frame.lineno or 0)
 
 
-def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str = "") -> CaptureError:
-    """The error for a model that no attempt could capture.
+def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str) -> CaptureError:
+    """Make the error for a model that no attempt could capture.
 
     Args:
         model: it, or its skeleton.
-        failures: what was tried, "" for the model as it is, and why it failed; at least one.
-        fails: says so where the model itself fails too.
+        failures: names of attempts, "" for the model as it is, with their errors; at least one.
+        fails: the failure of the model itself; "" where it runs.
     """
     error = failures[0][1]
     where = _frame(error)
     lines = [f"{type(model).__name__} cannot be captured as one graph: {_first_line(error)}"]
     if where is not None:
-        lines += [f"  at {where.filename}:{where.lineno} in {where.name}", f"    {_code(where)}"]
+        lines += [f"  at {where.filename}:{where.lineno} in {where.name}", f"    {where.line}"]
     for name, e in failures[1:]:
         reason = f"{_first_line(e)}{_elsewhere(e, where)}"
         lines.append(f"Tried with {name}: {'the same' if reason == _first_line(error) else reason}")
@@ -187,16 +186,15 @@ def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's line that made a node, as `file:line: code`; "" where the export does not tell."""
+    """Return the user's line that made a node, as `file:line: code`; "" where the export does not tell."""
     places = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [place for place in places if the_users(place[0])]
-    return "{}:{}: {}".format(*own[-1]) if own else ""
+    return next(("{}:{}: {}".format(*place) for place in reversed(places) if the_users(place[0])), "")
 
 
 def _text(error: Exception) -> str:
-    """Type and message, then the user's line."""
+    """Return type and message, then the user's line."""
     where = _frame(error)
-    return f"{type(error).__name__}: {error}\n{_code(where) if where is not None else ''}"
+    return f"{type(error).__name__}: {error}\n{where.line if where is not None else ''}"
 
 
 def _first_line(error: Exception) -> str:
@@ -206,12 +204,13 @@ def _first_line(error: Exception) -> str:
 def _elsewhere(error: Exception, before: traceback.FrameSummary | None) -> str:
     """Locate this error, unless it is at the line that was named before."""
     at = _frame(error)
-    same = at is None or (before is not None and (at.filename, at.lineno) == (before.filename, before.lineno))
-    return "" if at is None or same else f" (at {at.filename}:{at.lineno}: {_code(at)})"
+    if at is None or (before is not None and (at.filename, at.lineno) == (before.filename, before.lineno)):
+        return ""
+    return f" (at {at.filename}:{at.lineno}: {at.line})"
 
 
 def _frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost line that is neither torch's, Python's nor ours."""
+    """Return the innermost line that is neither torch's, Python's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((f for f in reversed(frames) if the_users(f.filename)), None)
 
@@ -223,7 +222,7 @@ def the_users(filename: str) -> bool:
 
 
 def running_line() -> traceback.FrameSummary | None:
-    """The user's line that is running."""
+    """Return the user's line that is running."""
     return next((f for f in reversed(traceback.extract_stack()) if the_users(f.filename)), None)
 
 
@@ -232,13 +231,9 @@ def library_calls() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp")
 
 
-def _code(frame: traceback.FrameSummary) -> str:
-    return linecache.getline(frame.filename, frame.lineno or 0).strip()
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-# What a captured graph cannot say, and is refused before it would be left out in silence.
+# Refusals of models that a captured graph cannot express, before a part would be left out in silence.
 
 OWN = "autotp.runtime."
 HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -252,11 +247,10 @@ def refuse_scripted(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            where = f"{name}, a {module.original_name}," if name else f"the model, a {module.original_name},"
             raise CaptureError(
-                f"{where} is TorchScript (torch.jit.script, torch.jit.trace or torch.jit.load), which a capture cannot "
-                "look into. Give the module that it was made from, without torch.jit, and load the same state dict; "
-                "functions under torch.jit.script may stay."
+                f"{name or 'the model'}, a {module.original_name}, is TorchScript (torch.jit.script, torch.jit.trace "
+                "or torch.jit.load), which a capture cannot look into. Give the module that it was made from, without "
+                "torch.jit, and load the same state dict; functions under torch.jit.script may stay."
             )
 
 
@@ -301,7 +295,7 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
                 "sharded module, after compile."
             )
     for i, x in enumerate(inputs.leaves):
-        # Rows of 3 and of 5 tokens have no one size that could be dealt out.
+        # Rows of 3 and of 5 tokens have no common size that could be sharded.
         if isinstance(x, Tensor) and x.is_nested:
             raise CaptureError(f"input {i} is a nested tensor. Pass a padded one, and a mask of what counts.")
 
@@ -319,14 +313,14 @@ GRADIENTS: tuple[tuple[Any, str, str], ...] = (
 
 @contextmanager
 def refuse_gradients() -> Iterator[None]:
-    """Within this context a forward may neither hook a gradient nor take one itself."""
+    """Context in which a forward may neither hook a gradient nor take one itself."""
 
     def refusing(owner: Any, name: str, what: str) -> Any:
-        own = getattr(owner, name)
+        original = getattr(owner, name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if library_calls():
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             raise CaptureError(what.format(f"{owner.__name__}.{name}"))
 
         return mock.patch.object(owner, name, refuse)
@@ -354,18 +348,18 @@ def refuse_higher_order(graph: fx.Graph) -> None:
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """Without the checks of `torch.distributions` on the values of its arguments, which are branches."""
+    """Context without the checks of `torch.distributions` on the values of its arguments, which are branches."""
     kind: Any = torch.distributions.Distribution
     with mock.patch.object(kind, "_validate_args", False):
         yield
 
 
 class HiddenState(CaptureError):
-    """The forward reads what an earlier call left in an attribute: no other way to capture it changes that."""
+    """Error of a forward that reads the value of an earlier call in an attribute: no other attempt changes that."""
 
 
 class EarlierValue:
-    """Stands in an attribute for what an earlier call left there; `was_read` once the forward does anything with it."""
+    """Stand-in for the value of an earlier call in an attribute; `was_read` once the forward does anything with it."""
 
     was_read = False
 
@@ -388,7 +382,7 @@ Stores = list[tuple[nn.Module, str]]  # attributes that a forward sets to tensor
 
 @contextmanager
 def attributes_written(bare: nn.Module) -> Iterator[Stores]:
-    """Within this context: the plain attributes in which a forward left tensors, one by one or nested.
+    """Context that collects the plain attributes in which a forward left tensors, one by one or nested.
 
     They are read as the forward ends, for torch's exporter puts them back.
     """
@@ -401,15 +395,12 @@ def attributes_written(bare: nn.Module) -> Iterator[Stores]:
                 if value is not attributes.get(name) and any(isinstance(x, Tensor) for x in compat.tree_leaves(value)):
                     stores.append((module, name))
 
-    hook = bare.register_forward_hook(read)
-    try:
+    with bare.register_forward_hook(read):
         yield stores
-    finally:
-        hook.remove()
 
 
 def refuse_hidden_state(bare: nn.Module, stores: Stores, forward: Callable[[], Any]) -> None:
-    """Refuse a forward that reads what an earlier call left in plain attributes, which a program has no place for.
+    """Refuse a forward that reads values of an earlier call in plain attributes, which a program has no place for.
 
     RecurrentGemma keeps its recurrent states so: without them every decoded token would be computed from zeros.
 
@@ -431,10 +422,10 @@ def refuse_hidden_state(bare: nn.Module, stores: Stores, forward: Callable[[], A
     pairs = zip(stores, values, strict=True)
     read = [f"{paths.get(id(module), '')}.{name}".strip(".") for (module, name), value in pairs if value.was_read]
     if read:
-        more = f" and {len(read) - 2} more" if len(read) > 2 else ""
+        rest = f" and {len(read) - 2} more" if len(read) > 2 else ""
         raise HiddenState(
             f"{type(bare).__name__} keeps what one call leaves for the next in plain attributes of its modules "
-            f"({', '.join(read[:2])}{more}): a program of the ranks would begin without it at every call. Where it is "
+            f"({', '.join(read[:2])}{rest}): a program of the ranks would begin without it at every call. Where it is "
             "a cache, call without one (use_cache=False); else register it as a buffer, or take it as an argument and "
             "return it (states=)."
         )

@@ -23,14 +23,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def tensors_of(module: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers of a module by name, each tensor under its first one, or under every one."""
+    """Return parameters and buffers of a module by name, each tensor under its first one, or under every one."""
     how: dict[str, Any] = {"remove_duplicate": False} if every_name else {}
-    return {**dict(module.named_parameters(**how)), **dict(module.named_buffers(**how))}
+    return dict([*module.named_parameters(**how), *module.named_buffers(**how)])
 
 
 class _Detached(TorchFunctionMode):
-    """Tensors that were computed, such as a weight that a hook makes anew at every call, are copied without their
-    history; torch refuses to copy them."""
+    """Mode that copies computed tensors, such as a weight that a hook makes anew at every call, without their history;
+    torch refuses to copy them."""
 
     def __init__(self, other: Callable[[Tensor], Tensor | None] | None) -> None:
         super().__init__()
@@ -52,21 +52,19 @@ class _Detached(TorchFunctionMode):
 def copied(
     model: Module, replace: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor | None] | None = None
 ) -> Module:
-    """A deep copy of a model; the user's own is left as it is.
+    """Copy a model deeply; the user's own is left as it is.
 
     Args:
-        replace: what the copy holds in place of a parameter or buffer.
+        replace: from a parameter or buffer to the tensor that the copy holds in its place.
         other: the same for any other tensor in an attribute; where it is left out or gives None, a copy of its values.
     """
-    memo: dict[int, Any] = {}
-    for tensor in tensors_of(model).values():
-        memo[id(tensor)] = replace(tensor)
+    memo: dict[int, Any] = {id(tensor): replace(tensor) for tensor in tensors_of(model).values()}
     with _Detached(other), torch.inference_mode(False):
         return copy.deepcopy(model, memo)
 
 
 def with_histories(model: Any, precision: Precision | None) -> Any:
-    """A copy of the model whose large linear layers have histories; the model itself where that is so, or not wanted.
+    """Copy a model with histories in its large linear layers; return the model itself where it has or needs none.
 
     A history is [3, length]: of the input, the weight and the product's gradient, the newest last; zeros at first.
     Beside it is the gradient's value of the last backward, [], which the next call records. They are in a copy, and not
@@ -92,7 +90,7 @@ def with_histories(model: Any, precision: Precision | None) -> Any:
 
 
 def _takes(precision: Precision, name: str, module: nn.Module) -> bool:
-    """Say whether it is a linear layer that the recipe may take."""
+    """Say whether a module is a linear layer that the recipe may take."""
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
         return False
     return precision.takes(f"{name}.weight".removeprefix("."), *module.weight.shape)
@@ -109,9 +107,9 @@ PATTERN = 65521  # a prime: larger tensors repeat so many numbers, and no two ro
 
 
 def made_real(tensor: Tensor, device: torch.device, name: str = "") -> Tensor:
-    """A tensor of the same shape, strides and type that has values; a parameter where this is one.
+    """Make a tensor of the same shape, strides and type that has values; a parameter where this is one.
 
-    Weights are scaled to keep the size of what passes through them; buffers and vectors are positive, whole numbers
+    Weights are scaled to keep the size of activations; buffers and vectors are positive, whole numbers
     zero, truth values a lower triangle, which masks some positions and not all.
 
     Args:
@@ -129,7 +127,8 @@ def made_real(tensor: Tensor, device: torch.device, name: str = "") -> Tensor:
 def _values(tensor: Tensor, name: str, weight: bool) -> Tensor:
     shape = tensor.shape
     if tensor.dtype == torch.bool:
-        return torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 1 else torch.ones(shape, dtype=torch.bool)
+        ones = torch.ones(shape, dtype=torch.bool)
+        return ones.tril() if len(shape) > 1 else ones
     if not floating(tensor):
         return torch.zeros(shape, dtype=tensor.dtype)
     draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {tuple(shape)}".encode()))
@@ -159,8 +158,8 @@ class Recipe:
     """Recipe that makes a tensor subclass of its parts.
 
     Attributes:
-        kind: the subclass. described: what it said of itself beside its parts. size, strides: of the tensor.
-        parts: its attributes, each with the recipe of what it holds; None where that is a plain tensor.
+        kind: the subclass. described: its own description beside its parts. size, strides: of the tensor.
+        parts: its attributes, each with the recipe of its value; None where that is a plain tensor.
     """
 
     kind: type[Any]
@@ -171,7 +170,7 @@ class Recipe:
 
     @classmethod
     def of(cls, tensor: Any) -> Recipe:
-        """Read how this tensor is made."""
+        """Read the recipe of a tensor."""
         names, described = tensor.__tensor_flatten__()
         tensors = [(name, getattr(tensor, name)) for name in names]
         inner = {name: cls.of(part) for name, part in tensors if compat.wraps_tensors(part)}
@@ -179,17 +178,17 @@ class Recipe:
         return cls(type(tensor), described, tuple(tensor.shape), tuple(tensor.stride()), parts)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """A name for each plain tensor that the subclass is made of, in order."""
+        """Yield a name for each plain tensor that the subclass is made of, in order."""
         for name, recipe in self.parts:
             yield from recipe.names(f"{prefix}_{name}") if recipe else (f"{prefix}_{name}",)
 
     def plain_parts(self, tensor: Any) -> Iterator[Tensor]:
-        """These plain tensors."""
+        """Yield these plain tensors."""
         for name, recipe in self.parts:
             yield from recipe.plain_parts(getattr(tensor, name)) if recipe else (getattr(tensor, name),)
 
     def tensor(self, parts: Iterator[Any]) -> Any:
-        """The subclass of its plain tensors."""
+        """Make the subclass of its plain tensors."""
         inner: dict[str, Any] = {}
         for name, recipe in self.parts:
             inner[name] = recipe.tensor(parts) if recipe else next(parts)
@@ -197,7 +196,7 @@ class Recipe:
 
 
 def plain_weights(model: Any) -> Any:
-    """A copy of the model in which every weight is plain; the model itself where that is so already.
+    """Copy a model with every weight plain; return the model itself where that is so already.
 
     Weights that are trained stay: their parts have no gradient that would be theirs.
 
@@ -209,11 +208,12 @@ def plain_weights(model: Any) -> Any:
     model_copy = copied(model, lambda tensor: tensor)
     parts_by_id: dict[int, list[nn.Parameter]] = {}  # a weight that stands in two places has one set of parts
     for module in list(model_copy.modules()):
-        own = {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
-        recipes = {name: Recipe.of(tensor) for name, tensor in own.items() if wrapped(tensor)}
+        held = {**module._parameters, **module._buffers}
+        wraps = {name: tensor for name, tensor in held.items() if tensor is not None and wrapped(tensor)}
+        recipes = {name: Recipe.of(tensor) for name, tensor in wraps.items()}
         for name, recipe in recipes.items():
-            frozen = [nn.Parameter(part.detach(), False) for part in recipe.plain_parts(own[name])]
-            parts = parts_by_id.setdefault(id(own[name]), frozen)
+            frozen = [nn.Parameter(part.detach(), False) for part in recipe.plain_parts(wraps[name])]
+            parts = parts_by_id.setdefault(id(wraps[name]), frozen)
             (module._parameters if name in module._parameters else module._buffers).pop(name)
             module._parameters.update(zip(part_names(name, recipe), parts, strict=True))
         if recipes:
@@ -223,10 +223,10 @@ def plain_weights(model: Any) -> Any:
 
 
 def plain_state(state: Any) -> Any:
-    """A state dict of the model, such as a quantised one's own, by the names that its parts have in the copy.
+    """Rename a state dict of the model, such as a quantised one's own, to the names of the parts in the copy.
 
     Args:
-        state: tensors by name; what is no mapping, or holds no such weight, is given back as it is.
+        state: tensors by name; any other object, or a mapping without such a weight, is returned as it is.
     """
     if not isinstance(state, Mapping) or not any(isinstance(t, Tensor) and wrapped(t) for t in state.values()):
         return state
@@ -243,7 +243,7 @@ def plain_state(state: Any) -> Any:
 
 
 def part_names(name: str, recipe: Recipe) -> list[str]:
-    """The names under which a module holds the parts of the weight of this name."""
+    """List the names under which a module holds the parts of the weight of this name."""
     return list(recipe.names(f"_{name}"))
 
 
@@ -254,14 +254,13 @@ def parts_of(module: nn.Module, name: str) -> list[str]:
 
 
 def wrapped(tensor: Tensor) -> bool:
-    """Say whether a weight is made of others. DTensors are not: they say where numbers lie, not how they are stored."""
+    """Say whether a weight wraps other tensors. DTensors do not count: they say the placement, not the storage."""
     return compat.wraps_tensors(tensor) and not isinstance(tensor, DTensor) and not tensor.requires_grad
 
 
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before `plain_weights`."""
-    plain: type[nn.Module] = vars(kind).get("of_parts", kind)
-    return plain
+    """Return the class that a module had before `plain_weights`."""
+    return vars(kind).get("of_parts", kind)
 
 
 def _weight(module: nn.Module, name: str) -> Any:
@@ -271,9 +270,8 @@ def _weight(module: nn.Module, name: str) -> Any:
 
 @cache
 def _reading(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A class of modules that make the weights of these names anew whenever they are read."""
+    """Make a class of modules that make the weights of these names anew whenever they are read."""
     body: dict[str, Any] = {name: property(lambda module, name=name: _weight(module, name)) for name in names}
     body |= {n: getattr(kind, n) for n in ("__module__", "__qualname__", "__doc__")}
     make: Any = type(kind)
-    reading: type[nn.Module] = make(kind.__name__, (kind,), {**body, "of_parts": kind})
-    return reading
+    return make(kind.__name__, (kind,), {**body, "of_parts": kind})

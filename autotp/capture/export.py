@@ -1,4 +1,4 @@
-"""One attempt to export a skeleton: what is traced, for which arguments, and how."""
+"""One attempt to export a skeleton, with its arguments and options."""
 
 from __future__ import annotations
 
@@ -48,44 +48,45 @@ class GradModeAnswers:
 
     @contextmanager
     def answered(self, files: Sequence[dict[str, Any]] = ()) -> Iterator[None]:
-        """Let a forward find that mode; torch and this library find what is.
+        """Let a forward find that mode; torch and this library find the true one.
 
-        `files` are what the model's files name: `from torch import is_grad_enabled` is a name there.
+        Args:
+            files: the globals of the model's files: `from torch import is_grad_enabled` is a name there.
         """
 
         def answering(name: str, answer: Callable[[bool], bool]) -> Iterator[Any]:
-            own: Callable[[], bool] = getattr(torch, name)
+            original: Callable[[], bool] = getattr(torch, name)
 
             def ask() -> bool:
                 if library_calls():
-                    return own()
+                    return original()
                 self.asks = True
-                return answer(own())
+                return answer(original())
 
             yield mock.patch.object(torch, name, ask)
             for file in files:
-                yield mock.patch.dict(file, {n: ask for n, value in file.items() if value is own})
+                yield mock.patch.dict(file, {n: ask for n, value in file.items() if value is original})
 
         enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
         inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
         with ExitStack() as stack:
             stack.enter_context(compat.tables_of_dynamo())
-            for each in [*enabled, *inference, mock.patch.object(Tensor, "requires_grad", self._of_tensors())]:
-                stack.enter_context(each)
+            for patch in [*enabled, *inference, mock.patch.object(Tensor, "requires_grad", self._of_tensors())]:
+                stack.enter_context(patch)
             yield
 
     def _of_tensors(self) -> property:
-        """`Tensor.requires_grad` as the forward finds it: of what it computes, no where no gradients are recorded."""
-        own: Any = Tensor.requires_grad
+        """Make `Tensor.requires_grad` as the forward finds it: False of computed values where none are recorded."""
+        original: Any = Tensor.requires_grad
 
         def read(tensor: Tensor) -> bool:
-            own_flag = own.__get__(tensor)
+            flag = original.__get__(tensor)
             if library_calls():
-                return own_flag
+                return flag
             self.asks = self.tensors = True
-            return own_flag and (self.mode == GRAD or tensor.is_leaf)
+            return flag and (self.mode == GRAD or tensor.is_leaf)
 
-        return property(read, own.__set__)
+        return property(read, original.__set__)
 
 
 @dataclass
@@ -93,15 +94,15 @@ class Attempt:
     """Arguments and options of one export; the changes of `attempts` alter it.
 
     Attributes:
-        bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
+        bare: the skeleton. args, kwargs: of the call, with real tensors.
         symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
-        draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
+        draft: decide branches on values by the values of the inputs, and keep the decisions as conditions.
         repeats: blocks that are traced once for all that are alike.
         grad_mode: the one that the forward is to find, and whether it asks.
         states: names of the arguments that come back from the call before; any of their dimensions may grow.
-        contexts: what to trace in.
+        contexts: to trace in.
         short: states of length 1, of which programs take any length; all other sizes of 1 stay.
-        assumes: while the model itself is asked about what the attempt assumes of it.
+        assumes: true while an assumption of the attempt is proved on the model itself.
         stores: plain attributes of modules in which the forward left tensors.
         branches: the conditions on sizes that the forward branched on, where it is `short`.
     """
@@ -123,15 +124,21 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            around = subclass_calls(self.bare), _kwargs_in_signature(self.bare, self.kwargs), _records(self.bare)
-            for context in (restored(self.bare), *self.contexts, *around):
+            named = _kwargs_in_signature(self.bare, self.kwargs)
+            for context in (restored(self.bare), *self.contexts, subclass_calls(self.bare), named):
                 stack.enter_context(context)
+            # Plain dataclasses that it gives are to be known as containers before an export meets them.
+            stack.enter_context(self.bare.register_forward_hook(lambda *call: compat.know_records(call[-1])))
             # The forward wants the cache that it is called with, and a graph takes tensors alone.
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            recorded = (
+            for context in (
+                compat.quiet_export(),
+                compat.quick_export(),
+                _silent(),
+                _unmoved(),
                 compat.recorded_inference(),
                 compat.recorded_regions(),
                 regions_kept(),
@@ -141,8 +148,7 @@ class Attempt:
                 refuse_gradients(),
                 unvalidated(),
                 compat.flex_as_products(),
-            )
-            for context in (compat.quiet_export(), compat.quick_export(), _silent(), _unmoved(), *recorded):
+            ):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             # Torch takes a size of 1 for a constant: a cache of one token would never grow.
@@ -163,7 +169,7 @@ class Attempt:
         return exported
 
     def state_tensors(self) -> list[Tensor]:
-        """List what the call before left, of objects and of arguments that the user names."""
+        """List the states of the call before, of objects and of arguments that the user names."""
         arguments = inspect.signature(self.bare.forward).bind(*self.args, **self.kwargs).arguments
         states = [arguments.get(name) for name in self.states]
         tensors = [x for x in compat.tree_leaves(states) if isinstance(x, Tensor)]
@@ -171,8 +177,8 @@ class Attempt:
         return [*tensors, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
 
     def _state_lengths(self) -> set[int]:
-        """The sizes that the states of objects have beside their batch and heads, but for those that stay; and their
-        numbers that change from call to call, such as the length that a static cache is to have."""
+        """Collect the sizes of the states of objects beside batch and heads, but for those that stay; and their numbers
+        that change from call to call, such as the length that a static cache is to have."""
         objects = carried_in(self.args, self.kwargs)
         pairs = [pair for x in objects for pair in zip(x.tensors, x.shape.names, strict=True)]
         # A state of one dimension is a list of places, such as those of the tokens that a paged cache reads.
@@ -194,10 +200,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class FreeDims:
-    """The dimensions of what a call passes that are free.
+    """Choice of the free dimensions of a call's arguments.
 
     Attributes:
-        lengths: sizes of states, which a mask over what these hold has too.
+        lengths: sizes of states, which a mask over these has too.
         short: a state's length may be 1; all other sizes of 1, and of 0, stay.
     """
 
@@ -205,12 +211,12 @@ class FreeDims:
     short: bool = False
 
     def of_argument(self, value: Any) -> Any:
-        """Free dimensions of an argument: of tokens the first two, of all else the batch."""
+        """Return the free dimensions of an argument: of tokens the first two, of all else the batch."""
         if isinstance(value, Carried):  # which dimensions grow is not known, but for some
             return list(map(self.of_state, value.tensors, value.shape.names))
         if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
-            own = replace(self, short=False).of_argument
-            return [compat.tree_map(own, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
+            of_child = replace(self, short=False).of_argument
+            return [compat.tree_map(of_child, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
         if not isinstance(value, Tensor):
             return None
         dims = range(value.ndim)[:2]
@@ -219,7 +225,8 @@ class FreeDims:
         return {d: Dim.AUTO for d in dims if value.shape[d] > 1 or not self.short}
 
     def of_state(self, value: Any, name: str = "") -> Any:
-        """Free dimensions of a state of an object, which has a name, or of one that the user names: all but numbers."""
+        """Return the free dimensions of a state of an object, which has a name, or of one that the user names: all but
+        numbers."""
         if not isinstance(value, Tensor):
             return None
         grown = lengths(value)
@@ -228,44 +235,27 @@ class FreeDims:
 
 
 def lengths(state: Tensor) -> list[int]:
-    """The dimensions of a state which may be its length, beside its batch and heads, and are 1."""
+    """List the dimensions of a state which may be its length, beside its batch and heads, and are 1."""
     return [d for d in range(2, state.ndim) if state.shape[d] == 1]
 
 
 @contextmanager
 def _kwargs_in_signature(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Names what `**kwargs` takes in forward's signature: without, torch.export refuses symbolic sizes."""
-    own, signature = bare.forward, inspect.signature(bare.forward)
-    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
-    if not more:
+    """Context in which forward's signature names the keywords of `**kwargs`: without, torch.export refuses symbolic
+    sizes."""
+    signature = inspect.signature(bare.forward)
+    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
+    if not extra:
         yield
         return
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
     *parameters, rest = signature.parameters.values()
-    with forwarding(bare, forward, signature.replace(parameters=[*parameters, *more, rest])):
+    with forwarding(bare, bare.forward, signature.replace(parameters=[*parameters, *extra, rest])):
         yield
-
-
-@contextmanager
-def _records(bare: nn.Module) -> Iterator[None]:
-    """Within this context plain dataclasses that `bare` gives are known as containers before an export meets them."""
-
-    def know(module: nn.Module, args: Any, output: Any) -> None:
-        compat.know_records(output)
-
-    handle = bare.register_forward_hook(know)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
 def _unmoved() -> Iterator[None]:
-    """`module.to(dtype)` within a forward, to what the module is already, does nothing (on fake tensors it fails)."""
+    """Context in which `module.to(dtype)` to the module's own dtype does nothing (on fake tensors it fails)."""
     apply = nn.Module._apply
 
     def same(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -280,7 +270,7 @@ def _unmoved() -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without the whole graph on stderr when an export fails; what else was written there appears on success."""
+    """Context that drops the whole graph on stderr when an export fails; on success its stderr appears."""
     stderr = io.StringIO()
     with redirect_stderr(stderr):
         yield
@@ -288,7 +278,7 @@ def _silent() -> Iterator[None]:
 
 
 def regions_kept() -> AbstractContextManager[None]:
-    """Within this context checkpointed regions are marked in the module stacks of a trace."""
+    """Return a context in which checkpointed regions are marked in the module stacks of a trace."""
     numbers = itertools.count()
 
     @contextmanager
@@ -319,7 +309,7 @@ class _OfFakes(type):
     """Class of `PlainType`, which stands for `type` in every other use of the name."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Do what `type` does, but for fake tensors."""
+        """Call `type`, but for fake tensors."""
         if len(args) == 1 and not kwargs and isinstance(args[0], compat.FakeTensor):
             return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return type(*args, **kwargs)
@@ -345,12 +335,12 @@ def files_of(model: nn.Module) -> list[dict[str, Any]]:
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
 
 
-def _decided(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function to which conditions on sizes are handed as they are for the example, which becomes a guard."""
+def _decided(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that conditions on sizes are decided as for the example, which becomes a guard."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         keywords = {name: _plain(x) for name, x in kwargs.items()}
-        return own(*map(_plain, args), **keywords)
+        return function(*map(_plain, args), **keywords)
 
     return call
 
@@ -361,9 +351,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def plain_values(model: nn.Module) -> Iterator[None]:
-    """Within this context the files of a model find plain types and bools where the model itself finds them.
+    """Context in which the files of a model find plain types and bools where the model itself finds them.
 
-    `type(x)` of a fake tensor is what it would be of the real one, and attention takes a condition on sizes as a flag.
+    `type(x)` of a fake tensor is the real one's, and attention takes a condition on sizes as a flag.
     """
     attention = F.scaled_dot_product_attention
     flagged = _decided(attention)
@@ -378,7 +368,7 @@ def plain_values(model: nn.Module) -> Iterator[None]:
 
 # ---- calls of tensor subclasses --------------------------------------------------------------------------------------
 
-# What tensor subclasses do within a forward is traced as if the forward did it.
+# Calls of tensor subclasses within a forward are traced as if the forward made them.
 #
 # Torch's exporter records calls by a mode that is off while it handles one, and a subclass handles a call of a
 # function inside of that: a `no_grad` there would be lost.
@@ -387,7 +377,7 @@ NO_HANDLER = "Unable to cast NotImplemented"  # torch, of a subclass that no mod
 
 
 class _Handling(TorchFunctionMode):
-    """Calls a subclass's own handler itself, so that modes see what that calls."""
+    """Mode that calls a subclass's handler itself, so that other modes see the calls within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,15 +411,15 @@ class _Handling(TorchFunctionMode):
 
 @contextmanager
 def subclass_calls(bare: nn.Module) -> Iterator[None]:
-    """Within this context a trace of the module sees what tensor subclasses do, where weights of it are such."""
-    own = bare.forward
+    """Context in which a trace of the module sees the calls of tensor subclasses, where weights of it are such."""
+    original = bare.forward
     if not any(RECIPES in vars(module) for module in bare.modules()):
         yield
         return
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Handling():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    with forwarding(bare, forward, inspect.signature(own)):
+    with forwarding(bare, forward, inspect.signature(original)):
         yield

@@ -1,4 +1,4 @@
-"""Passes of an exported program, in order: it becomes functional and whole."""
+"""Passes of an exported program, in order, which make it functional and whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Exported:
     Attributes:
         program: torch's own. bare: the skeleton. repeats: blocks that were traced once, where some were.
         draft: of a draft export whether sizes are symbolic; empty otherwise.
-        conditions: what must hold of the values of the inputs.
+        conditions: on the values of the inputs.
         writes: further outputs -> the buffer's name, or the place among the input tensors of the state, that takes
             them; the program's own signature lacks these.
     """
@@ -52,12 +52,12 @@ class Exported:
 
 
 class RetraceVmap(Pass[Exported]):
-    """Steps of `torch.vmap` become plain operators, by a second trace."""
+    """Pass that makes steps of `torch.vmap` plain operators, by a second trace."""
 
     name = "retrace-vmap"
 
     def idle(self, program: Exported) -> str:
-        """Only where it is used."""
+        """Skip the pass where it is not used."""
         return "" if compat.vmapped(program.graph) else "no torch.vmap"
 
     def run(self, program: Exported) -> Changes:
@@ -66,8 +66,8 @@ class RetraceVmap(Pass[Exported]):
 
 
 class CheckExport(Pass[Exported]):
-    """Checks that change nothing: what the passes after it would lose is refused, and what was decided by values is
-    kept."""
+    """Pass of checks, which change nothing: it refuses parts that later passes would lose, and keeps decisions on
+    values as conditions."""
 
     name = "check-export"
 
@@ -84,7 +84,7 @@ class CheckExport(Pass[Exported]):
 
 
 class Functionalise(Pass[Exported]):
-    """In-place operators become functional ones: by rewriting each, otherwise by a second trace."""
+    """Pass that makes in-place operators functional: by rewriting each, otherwise by a second trace."""
 
     name = "functionalise"
 
@@ -101,12 +101,12 @@ class Functionalise(Pass[Exported]):
 
 
 class RepeatBlocks(Pass[Exported]):
-    """Calls of blocks that were traced once become copies of the first one's nodes."""
+    """Pass that replaces calls of blocks that were traced once by copies of the first one's nodes."""
 
     name = "repeat-blocks"
 
     def idle(self, program: Exported) -> str:
-        """Only where blocks were."""
+        """Skip the pass where every block was traced."""
         return "" if program.repeats else "every block was traced"
 
     def run(self, program: Exported) -> Changes:
@@ -116,7 +116,7 @@ class RepeatBlocks(Pass[Exported]):
 
 
 def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
-    """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
+    """Map the id of each parameter or buffer to its placeholder; and collect the placeholders of constants."""
     bare, program = exported.bare, exported.program
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     ids = {n: id(t) for n, t in tensors_of(bare).items()}
@@ -150,7 +150,7 @@ def name_slices(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def path_in_lists(root: nn.Module, path: str) -> str:
-    """The path of a module without slices, such as `layers.2` of `layers.slice(1, None, None).1`."""
+    """Return the path of a module without slices, such as `layers.2` of `layers.slice(1, None, None).1`."""
     module, steps, names = root, [], list[str]()
     for step in path.split("."):
         names = names or list(module._modules)
@@ -168,7 +168,7 @@ EXPORTED: tuple[Pass[Exported], ...] = (RetraceVmap(), CheckExport(), Functional
 
 # ---- conditions on values --------------------------------------------------------------------------------------------
 
-# What a draft export took for granted about the values of the inputs, as a small graph that every call evaluates.
+# Assumptions of a draft export about the values of the inputs, as a small graph that every call evaluates.
 
 GUESSED = ("MISSING_FAKE_KERNEL", "MISMATCHED_FAKE_KERNEL")
 INPUT = "USER_INPUT"
@@ -211,7 +211,7 @@ class Conditions:
         return cls(tuple(of_inputs), _extract(program, list(of_inputs.values()))) if of_inputs else None
 
     def broken(self, values: Sequence[Any]) -> str | None:
-        """The first condition that these flat inputs do not meet."""
+        """Return the first condition that these flat inputs do not meet."""
         copies: list[Any] = []
         for v in values:
             copies.append(v.detach().clone() if isinstance(v, Tensor) else v)
@@ -249,13 +249,13 @@ def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic:
 
 
 def targets(program: ExportedProgram, *kinds: str) -> dict[str, Any]:
-    """Placeholders of these kinds, or of all, by name -> what torch says that each holds."""
+    """Map placeholders of these kinds, or of all, by name to torch's names of their values."""
     specs = program.graph_signature.input_specs
     return {getattr(s.arg, "name", ""): s.target for s in specs if not kinds or s.kind.name in kinds}
 
 
 def state_places(program: ExportedProgram) -> dict[str, int]:
-    """Placeholders of states -> their place among the input tensors."""
+    """Map placeholders of states to their place among the input tensors."""
     inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == INPUT]
     states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
     tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
@@ -263,7 +263,7 @@ def state_places(program: ExportedProgram) -> dict[str, int]:
 
 
 def _operands_of(check: fx.Node) -> set[fx.Node]:
-    """All that a check is computed from, with what was written before to the memory that it reads."""
+    """Collect all operands of a check, with earlier writes to the memory that it reads."""
     places_of = memory(check.graph)
     writes = {n: places_of[written_operand(n) or n] for n in places_of if mutates(n) and n < check}
 
@@ -274,7 +274,7 @@ def _operands_of(check: fx.Node) -> set[fx.Node]:
 
 
 def _extract(program: ExportedProgram, checks: list[fx.Node]) -> fx.GraphModule:
-    """The checks alone, as a module that takes the program's inputs."""
+    """Extract the checks alone, as a module that takes the program's inputs."""
     operands: set[fx.Node] = set().union(*(_operands_of(c) for c in checks))
     names, inputs = targets(program), targets(program, INPUT)
     graph, env, root = fx.Graph(), {}, {}
@@ -295,11 +295,11 @@ def _extract(program: ExportedProgram, checks: list[fx.Node]) -> fx.GraphModule:
 
 # A program traced a second time, by torch's own functionalisation: for what `functionalise` does not rewrite.
 
-OTHER = "autotp_"  # what a name is given that a graph module has for itself
+OTHER = "autotp_"  # prefix of a name that a graph module has for itself
 
 
 def traced_again(program: ExportedProgram) -> ExportedProgram:
-    """The program without in-place operators; regions under no_grad lose their frame, and not their meaning.
+    """Make the program without in-place operators; regions under no_grad lose their frame, and not their meaning.
 
     Raises:
         CaptureError: something without a gradient is written into a value that carries one.
@@ -311,9 +311,9 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
     leaves |= {
         n.name for n in program.graph.find_nodes(op="placeholder") if getattr(n.meta.get("val"), "requires_grad", False)
     }
-    odd = detach_regions(program.graph, leaves)
-    if odd is not None:
-        raise CaptureError(f"a write that has no gradient changes a value that has one ({line_of(odd)})")
+    write = detach_regions(program.graph, leaves)
+    if write is not None:
+        raise CaptureError(f"a write that has no gradient changes a value that has one ({line_of(write)})")
     # The second trace runs the modules' code, which does not yet have what was put into their graphs.
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
@@ -331,11 +331,11 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
 
 
 def _apart(program: ExportedProgram) -> dict[str, Any]:
-    """Have only the first of a tensor's several names read, and the others hold another tensor.
+    """Redirect reads to the first of a tensor's several names, and have the others hold another tensor.
 
     Torch's second trace takes each name for an argument, and fails where one that is written to comes twice.
 
-    Returns: the other names -> what they held.
+    Returns: the other names -> the tensors that they held.
     """
     places = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     first: dict[int, fx.Node] = {}
@@ -356,7 +356,7 @@ def _apart(program: ExportedProgram) -> dict[str, Any]:
 
 
 def _other(name: str) -> str:
-    """A name that a graph module can hold: `code` and `graph` are attributes of its own."""
+    """Return a name that a graph module can hold: `code` and `graph` are attributes of its own."""
     path, _, last = name.rpartition(".")
     if last != "graph" and not hasattr(fx.GraphModule, last):
         return name
@@ -364,7 +364,7 @@ def _other(name: str) -> str:
 
 
 def _rename(program: ExportedProgram, names: dict[str, str]) -> None:
-    """Other names for parameters, buffers and constants."""
+    """Rename parameters, buffers and constants."""
     signature = program.graph_signature
     for spec in [*signature.input_specs, *signature.output_specs]:
         spec.target = names.get(str(spec.target), spec.target)

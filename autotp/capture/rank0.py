@@ -27,9 +27,9 @@ from .autograd_functions import PLAIN_TYPES
 from .copies import tensors_of
 
 T = TypeVar("T")
-Captured = tuple[Capture, T]  # and what else came of making it
+Captured = tuple[Capture, T]  # with further results of capturing, such as notes
 Make = Callable[[], Captured[T]]
-RankKey = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
+RankKey = tuple[str | None, str]  # a digest of all that a rank's capture depends on, or None and the reason
 WHAT = "capturing the model"
 MAX_CONSTANT_NUMBERS = 4096  # of the tensors that a forward makes of literals
 
@@ -39,15 +39,15 @@ def capture_once(
     agreed: Sequence[Pass[Capture]],
     key: Callable[[], RankKey],
     make: Make[T],
-    take: Callable[[Capture, T], Captured[T]] = lambda captured, rest: (captured, rest),
+    take: Callable[[Capture, T], Captured[T]],
 ) -> Captured[T]:
-    """A capture, the same on every rank: rank 0's, or each rank's own where they may differ. A collective call.
+    """Capture a model for all ranks: by rank 0, or by each rank where captures may differ. A collective call.
 
     Args:
         ranks: that capture. agreed: passes where every rank has captured for itself.
         key: all that a capture depends on; equal keys are equal captures.
-        make: captures here, and gives with it what else came of that, which pickles.
-        take: what this rank does with another's.
+        make: captures here; its further results pickle.
+        take: makes rank 0's capture this rank's.
 
     Raises:
         CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
@@ -59,74 +59,74 @@ def capture_once(
     # Without the key a rank whose dropout or config is another's would run rank 0's program, and nothing would show it.
     mine = together(ranks, WHAT, key)
     rank_keys = from_all(ranks, mine, "what a capture depends on")
-    why = next((reason for word, reason in rank_keys if word is None), "")
-    if why or len({word for word, _ in rank_keys}) > 1:
-        return _each(ranks, agreed, make, why or "what it depends on differs between the ranks")
-    # Rank 0 captures and says why there are no bytes: its error is raised by all ranks, each by its own capture.
-    own, error, message = _first(make) if ranks.rank == 0 else (None, None, None)
-    data, why = broadcast(ranks, message)  # type: ignore[misc]
+    reason = next((reason for word, reason in rank_keys if word is None), "")
+    if reason or len({word for word, _ in rank_keys}) > 1:
+        return _by_each_rank(ranks, agreed, make, reason or "what it depends on differs between the ranks")
+    # Rank 0 captures, or gives the reason for no bytes: its error is raised by all ranks, each by its own capture.
+    result, error, message = _first(make) if ranks.rank == 0 else (None, None, None)
+    data, reason = broadcast(ranks, message)  # type: ignore[misc]
     if data is None:
-        return _each(ranks, agreed, lambda: _again(own, error, make), why)
+        return _by_each_rank(ranks, agreed, lambda: _again(result, error, make), reason)
     if ranks.rank:
-        own, why = _as_own(data, ranks, take)
+        result, reason = _as_own(data, ranks, take)
     # One that cannot read it makes all capture for themselves, or the ranks would take different ways from here on.
-    if odd := next((x for x in from_all(ranks, why, WHAT) if x), ""):
-        return _each(ranks, agreed, lambda: _again(own, None, make), odd)
-    assert own is not None
-    return own
+    if fault := next(filter(None, from_all(ranks, reason, WHAT)), ""):
+        return _by_each_rank(ranks, agreed, lambda: _again(result, None, make), fault)
+    assert result is not None
+    return result
 
 
-def _each(ranks: Ranks, agreed: Sequence[Pass[Capture]], make: Make[T], why: str) -> Captured[T]:
-    """Every rank's own capture, and why there is not one for all."""
-    log.info("every rank captures the model for itself: %s", why)
+def _by_each_rank(ranks: Ranks, agreed: Sequence[Pass[Capture]], make: Make[T], reason: str) -> Captured[T]:
+    """Capture on every rank, and log the reason for that."""
+    log.info("every rank captures the model for itself: %s", reason)
     captured, rest = together(ranks, WHAT, make)
     run_passes(captured, agreed)
     return captured, rest
 
 
 def _first(make: Make[T]) -> tuple[Any, Exception | None, Any]:
-    """Capture on rank 0; gives what that made, what it raised, and what is sent: bytes, or why there are none."""
+    """Capture on rank 0; return the result, its error, and the message to send: bytes, or None and the reason."""
     try:
-        own = make()
+        result = make()
     except Exception as error:  # whatever a user's forward may raise: the others then raise it too
         return None, error, (None, f"it failed on rank 0: {type(error).__name__}")
     try:
-        return own, None, (pickle.dumps((pack(own[0]), own[1])), "")
-    except (Unpackable, pickle.PicklingError, AttributeError, TypeError) as odd:  # such as a class within a function
-        return own, None, (None, str(odd))
+        return result, None, (pickle.dumps((pack(result[0]), result[1])), "")
+    except (Unpackable, pickle.PicklingError, AttributeError, TypeError) as error:  # such as a class within a function
+        return result, None, (None, str(error))
 
 
 def _as_own(data: bytes, ranks: Ranks, take: Callable[..., Captured[T]]) -> tuple[Any, str]:
-    """Rank 0's capture as this rank's, or why it cannot be."""
+    """Read rank 0's capture as this rank's, or return the reason why it cannot be."""
     try:
         packed, rest = pickle.loads(data)
         captured = unpack(packed, ranks.device)
-    except (Unpackable, AttributeError, ImportError, pickle.UnpicklingError) as odd:
-        return None, f"rank {ranks.rank} cannot read rank 0's capture: {odd}"
+    except (Unpackable, AttributeError, ImportError, pickle.UnpicklingError) as error:
+        return None, f"rank {ranks.rank} cannot read rank 0's capture: {error}"
     return take(captured, rest), ""
 
 
-def _again(own: Any, error: Exception | None, make: Make[T]) -> Captured[T]:
-    """Return what is known already, or this rank's own."""
+def _again(result: Any, error: Exception | None, make: Make[T]) -> Captured[T]:
+    """Return or raise the result that this rank has already, or capture."""
     if error is not None:
         raise error
-    return make() if own is None else own
+    return make() if result is None else result
 
 
 # ---- as bytes ------------------------------------------------------------------------------------------------------
 
 
 class Unpackable(Exception):
-    """Something in a capture has no form in bytes; the message says what."""
+    """Error: a part of a capture, which the message names, has no form in bytes."""
 
 
 def pack(captured: Capture) -> bytes:
-    """A capture without the skeleton that it was made from.
+    """Write a capture to bytes, without the skeleton that it was made from.
 
     Raises:
         Unpackable: it cannot be written.
     """
-    # What stands in this process alone, or is large, has no bytes: each rank then captures for itself.
+    # Parts that exist in this process alone, or are large, have no bytes: each rank then captures for itself.
     if captured.conditions is not None:
         raise Unpackable("the capture holds conditions on the values of its inputs")
     if any(node.target is CALL for node in captured.graph.nodes):
@@ -134,8 +134,8 @@ def pack(captured: Capture) -> bytes:
     large = [n for n, x in captured.constants.items() if isinstance(x, Tensor) and _holds(x) > MAX_CONSTANT_NUMBERS]
     if large:
         raise Unpackable(f"the constant {large[0]} holds {_holds(captured.constants[large[0]])} numbers")
-    own = [f.name for f in fields(captured) if f.init and f.name not in ("graph", "origin", "begun")]
-    rest = {name: getattr(captured, name) for name in own}
+    names = [f.name for f in fields(captured) if f.init and f.name not in ("graph", "origin", "begun")]
+    rest = {name: getattr(captured, name) for name in names}
     rest["leaves"] = [(x.node.name, x.kind, x.name) for x in captured.leaves]
     rest["symbols"] = [(symbol, node.name, dim) for symbol, (node, dim) in captured.symbols.items()]
     # By name and place: a copied graph names some nodes otherwise, and plans know operators by their names.
@@ -147,13 +147,13 @@ def pack(captured: Capture) -> bytes:
 
 
 def unpack(data: bytes, device: torch.device) -> Capture:
-    """The inverse of `pack`, with fake tensors and symbols of its own.
+    """Read a capture from the bytes of `pack`, with fake tensors and symbols of its own.
 
     Args:
-        data: only what this user's processes wrote: it is a pickle. device: of this process's tensors.
+        data: only from this user's processes: it is a pickle. device: of this process's tensors.
 
     Raises:
-        Unpackable: this process does not know what is in it.
+        Unpackable: this process does not know a class or function in it.
     """
     try:
         packed, names = pickle.loads(data)
@@ -173,7 +173,7 @@ def unpack(data: bytes, device: torch.device) -> Capture:
 
 
 def _holds(x: Tensor) -> int:
-    """Numbers that a tensor holds; a fake one holds none."""
+    """Count the numbers that a tensor holds; a fake one holds none."""
     return 0 if isinstance(x, compat.FakeTensor) else x.numel()
 
 
@@ -182,12 +182,12 @@ def _on(device: torch.device, x: Any) -> Any:
     return x.to(device) if moves else x
 
 
-# ---- what a capture depends on ---------------------------------------------------------------------------------------
+# ---- digest of a model -----------------------------------------------------------------------------------------------
 
 # A digest of all that a capture of a model depends on, the same in every process; none where it cannot be told.
 #
-# That is the tree of modules: their classes by name, flags, attributes and config, and of weights what they are like
-# and not their numbers. The code of classes is taken to be the same in every process of a run.
+# That is the tree of modules: their classes by name, flags, attributes and config, and of weights shapes and types,
+# not their numbers. The code of classes is taken to be the same in every process of a run.
 
 KEYED_TYPES = (*PLAIN_TYPES, Enum, slice)
 OWN = {"_parameters", "_buffers", "_modules"}
@@ -195,24 +195,24 @@ MAX_DEPTH = 12  # containers within each other
 
 
 class Untold(Exception):
-    """Something whose equality cannot be told across processes; the message says what."""
+    """Error: the equality of a value, which the message names, cannot be told across processes."""
 
 
-def model_key(bare: nn.Module, *more: Any) -> str:
-    """A digest of all that a capture of this model depends on.
+def model_key(bare: nn.Module, *extra: Any) -> str:
+    """Return a digest of all that a capture of this model depends on.
 
     Args:
-        bare: the skeleton. more: what else it depends on, such as the inputs: of tensors, what they are like.
+        bare: the skeleton. extra: further values that it depends on, such as the inputs: of tensors shapes and types.
 
     Raises:
-        Untold: the model holds what cannot be compared, such as closures.
+        Untold: the model holds a value that cannot be compared, such as a closure.
     """
     first: dict[int, str] = {}
     named_tensors = tensors_of(bare, every_name=True).items()
     tensors = [(n, first.setdefault(id(t), n), type(t).__name__, _tensor(t)) for n, t in named_tensors]
     digests: dict[int, str] = {}
     modules = [(n, _class(type(m)), _attributes(n, m, digests)) for n, m in bare.named_modules()]
-    return hashlib.sha256(repr((tensors, modules, [words(x) for x in more])).encode()).hexdigest()
+    return hashlib.sha256(repr((tensors, modules, [words(x) for x in extra])).encode()).hexdigest()
 
 
 def _attributes(name: str, module: nn.Module, digests: dict[int, str]) -> Any:
@@ -225,26 +225,26 @@ def _attributes(name: str, module: nn.Module, digests: dict[int, str]) -> Any:
 
 
 def _remembered(path: str, value: Any, digests: dict[int, str]) -> Any:
-    """An attribute's words; of a config, which every module has, a digest made once."""
+    """Return an attribute's words; of a config, which every module has, a digest made once."""
     try:
         if not hasattr(value, "to_dict"):
             return words(value)
         if id(value) not in digests:
             digests[id(value)] = hashlib.sha256(repr(words(value)).encode()).hexdigest()
         return digests[id(value)]
-    except Untold as odd:
-        raise Untold(f"{path.removeprefix('.')} is {odd}") from None
+    except Untold as error:
+        raise Untold(f"{path.removeprefix('.')} is {error}") from None
 
 
 def words(x: Any, depth: int = 0) -> Any:
-    """A value as what `repr` says alike in every process.
+    """Convert a value to one whose `repr` is the same in every process.
 
     Raises:
         Untold: it is known by its identity alone, or holds such a value.
     """
     if depth > MAX_DEPTH:
         raise Untold("nested too deep")
-    # What it is like alone: weights of the same shapes are captured as the same graph.
+    # Its shape and type alone: weights of the same shapes are captured as the same graph.
     if isinstance(x, Tensor):
         return _tensor(x)
     # By its repr, which is the same in every process: the hash of a string is not.
@@ -272,7 +272,7 @@ def _decorated(function: FunctionType) -> bool:
 
 
 def _inner(x: Any) -> Iterable[Any] | None:
-    """List what a container holds; None of what is no container."""
+    """List the items of a container; None where the value is none."""
     if isinstance(x, partial):
         return x.func, x.args, x.keywords
     if isinstance(x, Mapping):

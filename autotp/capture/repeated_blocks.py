@@ -1,9 +1,9 @@
-"""Stacks of equal modules: which blocks of a model are alike, so that capture traces one of each kind.
+"""Stacks of equal modules, whose blocks are grouped by kind, so that capture traces one of each kind.
 
 Two blocks are alike where everything that their forward may read is the same: classes, flags, plain attributes, and the
 shapes of what they hold. Their place in the stack, which many keep as a number (`layer_idx`), is replaced while tracing
-by a number that must not be read; a forward that reads it all the same is traced in full. Blocks that leave something
-in their attributes are traced one by one.
+by a number that must not be read; a forward that reads it all the same is traced in full. Blocks that change their
+attributes are traced one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AttributePlace = tuple[str, str]  # module within the block, attribute
 
 
 class IndexRead(RuntimeError):
-    """A block's forward reads which block of the stack it is."""
+    """Error: a block's forward reads its place in the stack."""
 
 
 def _refuse(self: Any, *_: Any) -> Any:
@@ -71,26 +71,25 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
 
 
 def path_of(stack: str, index: int) -> str:
-    """The name of a block, by that of its stack, which is "" where that is the model."""
+    """Return the name of a block, by that of its stack, which is "" where that is the model."""
     return f"{stack}.{index}".removeprefix(".")
 
 
 def place_in(stack: str, name: str) -> int | None:
-    """Find the block of a stack that a module, or what lies in it, belongs to, by their names; None where it is in
-    none."""
+    """Find the block of a stack that contains a module or parameter, by their names; None where it is in none."""
     inside = name.removeprefix(f"{stack}.") if stack else name
     place = re.split("[.@#]", inside)[0]
     return int(place) if place.isdigit() and name.startswith(stack) and (not stack or inside != name) else None
 
 
 def kinds(stack: Stack) -> list[Hashable | None]:
-    """For every block what it has in common with those that are alike; None where it must be traced by itself."""
+    """Return a key for every block, equal for blocks that are alike; None for one that must be traced by itself."""
     places, objects = _places(list(stack)), dict[int, Hashable]()
     return [_kind(block, places, objects) for block in stack]
 
 
 def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
-    """Attributes that hold the block's place in the stack, counted from any number."""
+    """Find the attributes that hold the block's place in the stack, counted from any number."""
     offsets: dict[AttributePlace, list[int]] = {}
     for i, block in enumerate(blocks):
         for path, module in block.named_modules():
@@ -109,7 +108,7 @@ def _kind(block: nn.Module, places: set[AttributePlace], objects: dict[int, Hash
 
 
 def _attributes(block: nn.Module, places: Set[AttributePlace], objects: dict[int, Hashable]) -> list[Hashable]:
-    """List what the modules of a block hold beside modules, parameters and buffers."""
+    """List the attributes of the modules of a block beside modules, parameters and buffers."""
     every = [((path, n), v) for path, module in block.named_modules() for n, v in vars(module).items()]
     try:
         return [(place, _value(v, objects)) for place, v in every if place not in places and place[1] not in OWN]
@@ -123,11 +122,11 @@ def _shape(tensor: Tensor) -> Hashable:
 
 
 def _value(value: Any, objects: dict[int, Hashable] | None) -> Hashable:
-    """Make a value that is equal for two attributes only where a forward cannot tell them apart.
+    """Make a key of an attribute's value, equal for two values only where a forward cannot distinguish them.
 
     Args:
-        value: of an attribute. objects: id of an object that was met -> its value; taken up. None for what an object
-            holds: further objects, which may lead anywhere, are themselves alone.
+        value: of an attribute. objects: id of an object that was met -> its key; updated. None within an object:
+            further objects, which may lead anywhere, are equal to themselves alone.
     """
     if type(value) in PLAIN_TYPES:
         return type(value), value
@@ -141,7 +140,7 @@ def _value(value: Any, objects: dict[int, Hashable] | None) -> Hashable:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """List what a collection holds; None for what is none."""
+    """List the items of a collection; None where the value is none."""
     if type(value) in (list, tuple, torch.Size):
         return value
     if type(value) in (set, frozenset):
@@ -151,8 +150,8 @@ def _parts(value: Any) -> Iterable[Any] | None:
 
 
 def _attributes_alone(value: Any) -> bool:
-    """Return whether an object holds nothing but attributes, as a block's processor of attention: no function, tensor
-    or module, none of a class that keeps values in slots or in C."""
+    """Say whether an object holds nothing but attributes, as a block's processor of attention: no function, tensor or
+    module, none of a class that keeps values in slots or in C."""
     slots = any(vars(base).get("__slots__") for base in type(value).__mro__)
     plain = type(value).__new__ is object.__new__ and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
     return plain and not slots
@@ -160,7 +159,7 @@ def _attributes_alone(value: Any) -> bool:
 
 @contextmanager
 def unread(stack: Stack) -> Iterator[None]:
-    """Within this context no block of the stack can tell its place."""
+    """Context in which no block of the stack can tell its place."""
     blocks = list(stack)
     places = _places(blocks) if len(set(blocks)) == len(blocks) else set()
     places_of = [(vars(m), n) for b in blocks for path, m in b.named_modules() for n in vars(m) if (path, n) in places]
@@ -188,7 +187,7 @@ _library.define("leave(Tensor[] xs, int kind) -> Tensor[]")
 _library.define("repeat(Tensor[] xs, int kind, int block) -> Tensor[]")
 OPS: Any = torch.ops.autotp_blocks
 ENTER, LEAVE, REPEAT = OPS.enter.default, OPS.leave.default, OPS.repeat.default
-_results: dict[int, list[Tensor]] = {}  # what calls of a kind give, while a model is traced
+_results: dict[int, list[Tensor]] = {}  # the outputs of calls of a kind, while a model is traced
 
 
 def _alike(values: list[Tensor]) -> list[Tensor]:
@@ -201,12 +200,12 @@ torch.library.register_fake("autotp_blocks::repeat", lambda xs, kind, block: _al
 
 
 class CannotRepeat(RuntimeError):
-    """Error: what was traced for one block cannot stand for the others."""
+    """Error: the trace of one block cannot stand for the others."""
 
 
 @dataclass
 class FirstCall:
-    """The first call of a kind: which block, and what it gave besides tensors."""
+    """The first call of a kind: its block, and its outputs besides tensors."""
 
     block: int
     leaves: list[Any]
@@ -229,7 +228,7 @@ class Repeats:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within this context the blocks are called as the head of this file says."""
+        """Context in which the first block of each kind is traced and the later ones are single operators."""
         numbers: dict[Hashable, int] = {}
         with ExitStack() as stack:
             for name, modules in stacks(self.bare).items():
@@ -250,7 +249,7 @@ class Repeats:
 
     @contextmanager
     def _wrap(self, block: nn.Module, index: int, kind: Hashable, numbers: dict[Hashable, int]) -> Iterator[None]:
-        own, calls = block.forward, 0
+        original, calls = block.forward, 0
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -259,23 +258,23 @@ class Repeats:
             with compat.without_torch_functions():
                 signature = _called_with(leaves)
             if signature is None or calls > 1:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             number = numbers.setdefault((kind, signature, spec), len(numbers))
             if number in self.apart:
-                return own(*args, **kwargs)
-            return self._call(own, index, number, leaves, spec)
+                return original(*args, **kwargs)
+            return self._call(original, index, number, leaves, spec)
 
         with mock.patch.object(block, "forward", forward):  # which puts back a forward that the block has of its own
             yield
 
-    def _call(self, own: Callable[..., Any], block: int, kind: int, leaves: list[Any], spec: Any) -> Any:
+    def _call(self, forward: Callable[..., Any], block: int, kind: int, leaves: list[Any], spec: Any) -> Any:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if kind in _results:
             first = self.first[kind]
             return _rebuilt(first.leaves, REPEAT(tensors, kind, block), first.spec)
         args, kwargs = _rebuilt(leaves, ENTER(tensors, kind), spec)
         before = _attributes(self.blocks[block][1], set(), {})
-        out = own(*args, **kwargs)
+        out = forward(*args, **kwargs)
         outputs, out_spec = compat.tree_flatten(out)
         same = before == _attributes(self.blocks[block][1], set(), {})
         if not same or not all(isinstance(x, Tensor) or type(x) in PLAIN_TYPES for x in outputs):
@@ -287,7 +286,7 @@ class Repeats:
 
 
 def _called_with(leaves: list[Any]) -> Hashable | None:
-    """Describe what arguments must share for calls to be of one kind; None where one is neither a tensor nor plain."""
+    """Make the key of arguments that calls of one kind share; None where one is neither a tensor nor plain."""
     signature: list[Hashable] = [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))]
     ids: list[int] = []
     for x in leaves:
@@ -315,7 +314,7 @@ def _rebuilt(leaves: list[Any], values: list[Tensor], spec: Any) -> Any:
 
 
 def refuse_writes(graph: fx.Graph) -> None:
-    """Refuse a block that writes to what it is given or holds: its copies would not.
+    """Refuse a block that writes to its arguments or weights: its copies would not.
 
     Raises:
         CannotRepeat: it does.
@@ -338,12 +337,12 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
         The number of short calls.
 
     Raises:
-        CannotRepeat: a block reads what is not its own.
+        CannotRepeat: a block reads a value that is not its own.
     """
     bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
     for kind in dict.fromkeys(n.args[1] for n in short):
-        own = tensors_of(repeats.blocks[repeats.first[kind].block][1]).values()
-        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in own if id(t) in holders)})
+        held = tensors_of(repeats.blocks[repeats.first[kind].block][1]).values()
+        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in held if id(t) in holders)})
     for node in short:
         _, kind, block = node.args
         (path, first), other = repeats.blocks[repeats.first[kind].block], repeats.blocks[block][1]
@@ -355,7 +354,7 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
 
 
 def _bodies(graph: fx.Graph) -> dict[int, _Body]:
-    """The nodes of every first call: all between its two marks."""
+    """Collect the nodes of every first call: all between its two marks."""
     nodes = list(graph.nodes)
     leaves = {n.args[1]: n for n in nodes if n.target is LEAVE}
     bodies = {}
@@ -383,10 +382,10 @@ class _Body:
             if any(places_of[x] & outside for x in writes_to(node)):
                 raise CannotRepeat(f"a block writes to what it is given: {node.format_node()}")
 
-    def refuse_foreign(self, own: Set[fx.Node]) -> None:
-        inside = {self.enter, *self.nodes}
+    def refuse_foreign(self, placeholders: Set[fx.Node]) -> None:
+        inside = {self.enter, *self.nodes, *placeholders}
         for node in self.nodes:
-            outside = [i for i in node.all_input_nodes if i not in inside and i not in own and tensors(i)]
+            outside = [i for i in node.all_input_nodes if i not in inside and tensors(i)]
             if outside:
                 raise CannotRepeat(f"a block reads {outside[0].name}, which is not its own")
             if compat.told_by_data(node.meta.get("val")):
@@ -402,11 +401,11 @@ class _Body:
         assert self.leave is not None
         env: dict[Any, Any] = dict(weights)
         env |= {user: node.args[0][user.args[1]] for user in self.enter.users}  # type: ignore[index]
-        fresh = [each for each in self.nodes if each not in env]
+        fresh = [n for n in self.nodes if n not in env]
         with node.graph.inserting_before(node):
             copy_graph(fresh, env, node.graph)
-        for each in fresh:
-            env[each].meta["nn_module_stack"] = _stack_of_copy(each.meta, node.meta, path)
+        for n in fresh:
+            env[n].meta["nn_module_stack"] = _stack_of_copy(n.meta, node.meta, path)
         replace_results(node, [env.get(n, n) for n in self.leave.args[0]])  # type: ignore[union-attr]
 
     def dissolve(self) -> None:
@@ -418,7 +417,7 @@ class _Body:
 
 
 def _stack_of_copy(meta: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The module stack of a copy: that of the short call, and within its block what the first one had."""
+    """Make the module stack of a copy: the short call's, and within its block the first one's."""
     stack = dict(short["nn_module_stack"])
     block = list(stack.values())[-1][0]
     for key, (name, kind) in meta["nn_module_stack"].items():

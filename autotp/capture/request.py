@@ -1,4 +1,4 @@
-"""Request of a capture, and the mode that the modules, gradients and autocast are in."""
+"""Request of a capture, and the mode of modules, gradients and autocast that it is made in."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class CaptureRequest:
     """Request of a capture.
 
     Attributes:
-        dp: number of slices of the batch, of which one is captured; `cp`: likewise of every sequence.
+        dp: number of slices of the batch, of which one is captured; `cp`: of every sequence.
         inner: with cp, number of tp ranks, which split heads before it does; `cluster`: that prices it.
         outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
-        random: what draws random numbers: "counter", or "torch".
+        random: the source of random numbers: "counter", or "torch".
         carried: which outputs come back as which inputs.
         precision: of large products; None for the model's own.
-        ep: ranks of dp to which experts are dealt.
+        ep: ranks of dp that experts are sharded over.
     """
 
     dp: int = 1
@@ -54,17 +54,16 @@ class CaptureRequest:
 
     @classmethod
     def read(
-        cls, axes: Axes | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
+        cls, axes: Axes = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
         precision: Any = None,
     ) -> CaptureRequest:  # fmt: skip
-        """The request that a public function's arguments make, checked.
+        """Read the request from a public function's arguments, checked.
 
         Args:
-            axes: beside tp; an int is dp. outputs, random, carried, precision: see `autotp.compile`.
+            axes: beside tp. outputs, random, carried, precision: see `autotp.compile`.
         """
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
-        axes = Axes(axes) if isinstance(axes, int) else axes
         names = read_carried(carried)
         cp = 1 if names else axes.cp  # a call that goes on with a state is computed by each rank of cp
         return cls(axes.dp, outputs, random, names, Precision.read(precision), cp, ep=axes.ep)
@@ -83,22 +82,22 @@ def _refuse_unknown(what: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def grad_mode() -> str:
-    """The grad mode that is on: `GRAD`, `NO_GRAD` or `INFERENCE`."""
+    """Return the grad mode that is on: `GRAD`, `NO_GRAD` or `INFERENCE`."""
     if torch.is_inference_mode_enabled():
         return INFERENCE
     return GRAD if torch.is_grad_enabled() else NO_GRAD
 
 
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
-    """Read what a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
-    gradients, which parameters are trained, and the autocast dtype."""
+    """Read the mode of modules: their training flags, the parameters' dtypes, the grad mode and, with gradients, which
+    parameters are trained, and the autocast dtype."""
     modules = list(modules)
     return mode_with(shortened(list(map(TRAINING, modules))), modules, parameters_of(modules), device)
 
 
 @torch.enable_grad()
 def recording_mode(model: nn.Module, device: torch.device) -> Mode:
-    """The mode of a model where gradients are recorded, as a trial runs it."""
+    """Read the mode of a model where gradients are recorded, as a trial runs it."""
     return mode_of(model.modules(), device)
 
 
@@ -115,23 +114,23 @@ def mode_with(
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """List those that the modules hold: asked for before every call, so by loops of the interpreter's own."""
+    """List the parameters of modules: before every call, so by the interpreter's own loops."""
     tables = map(dict.values, map(PARAMETERS, modules))
     return [p for p in chain.from_iterable(tables) if p is not None]
 
 
 def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
-    return tuple({p.dtype: None for p in module._parameters.values() if p is not None})
+    return tuple(dict.fromkeys(p.dtype for p in module._parameters.values() if p is not None))
 
 
 def serves(state: Mode, mode: Mode) -> bool:
-    """Return whether what was captured in a state is for this mode: None, as of a grad mode that a forward never asks
-    for, is any."""
+    """Say whether a capture in a state is for this mode: None, as of a grad mode that a forward never asks for, is
+    any."""
     return (
         all(a is None or b is None or a == b for a, b in zip(state[:4], mode[:4], strict=True)) and state[4] == mode[4]
     )
 
 
 def shortened(values: list[Any]) -> Any:
-    """A short form of what is mostly the same everywhere."""
+    """Shorten a list of equal values to the value."""
     return values[0] if values and values.count(values[0]) == len(values) else tuple(values)

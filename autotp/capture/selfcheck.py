@@ -1,4 +1,5 @@
-"""The self-check: a capture is held against the model itself, outputs, gradients and buffers, on the example inputs."""
+"""Self-check of a capture: it is compared with the model itself in outputs, gradients and buffers, on the example
+inputs."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ Results = dict[str, Mapping[str, Any]]
 
 
 class TooLong(Exception):
-    """A comparison that takes longer than it may."""
+    """Error: a comparison takes longer than it may."""
 
 
 class _AtMost(compat.TorchDispatchMode):
-    """End what runs at the first operator after so many CPU seconds."""
+    """Mode that ends a run at the first operator after so many CPU seconds."""
 
     supports_higher_order_operators = True
 
@@ -56,8 +57,8 @@ class Clock:
     """The CPU seconds that a comparison may take in all.
 
     Attributes:
-        seconds: in all. rest: what is left. over: whether what ran last took more than it might, and failed by that,
-            whatever error those between make of it.
+        seconds: in all. rest: seconds left. over: whether the last run took more than it might, and failed by that,
+            whatever error the code between makes of it.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -66,7 +67,7 @@ class Clock:
 
     @contextmanager
     def running(self, share: float = 1.0) -> Iterator[None]:
-        """Count what runs within; it ends by `TooLong` once it has taken more than this share of what is left."""
+        """Context that counts the seconds within; it ends by `TooLong` after this share of those that are left."""
         began, mode = time.process_time(), _AtMost(share * self.rest)
         try:
             with mode if self.seconds < math.inf else nullcontext():
@@ -78,14 +79,14 @@ class Clock:
 
 @dataclass
 class Trial:
-    """A model on its example inputs, to hold captures against. A copy of it is run, never the user's own.
+    """A model on its example inputs, to compare captures with. A copy of it is run, never the user's own.
 
     Attributes:
-        skip: why nothing is compared; "" where it is. remark: what else the user should know.
-        ground: what is compared in place of the model on the example inputs; "" where it is these.
-        refused: what was found wrong of a capture, the last one that was.
+        skip: the reason why nothing is compared; "" where it is. remark: a further note for the user.
+        ground: the model and inputs of the comparison where they are not the user's; "" where they are.
+        refused: the fault of the last capture that was refused.
         short: smaller inputs, of which the first that a capture accepts is taken.
-        clock: what all of it may take.
+        clock: for all of it.
     """
 
     model: nn.Module
@@ -100,7 +101,7 @@ class Trial:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None) -> Trial:
-        """A trial of this model as it is, whole; by default where its weights take under 1 GB.
+        """Make a trial of this model as it is, whole; by default where its weights take under 1 GB.
 
         Args:
             check: `check_capture` of the public functions: False never compares, True also where weights are large.
@@ -111,50 +112,50 @@ class Trial:
             return cls(model, inputs, device, "check_capture=False")
         size = bytes_of(model)
         if size >= MAX_WEIGHT_BYTES and not check:
-            why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; {ALL_THE_SAME}"
-            return cls(model, inputs, device, why)
+            return cls(model, inputs, device, f"the weights take {size / 1e9:.1f} GB, 1 GB or more; {ALL_THE_SAME}")
         empty = ["weights"] * on_meta(model) + ["inputs"] * any(t.is_meta for t in inputs.tensors)
         ground = f"random {' and '.join(empty)}, for there are none on the meta device" if empty else ""
         return cls(model, inputs, device, ground=ground)
 
     @cached_property
     def copied(self) -> nn.Module:
-        """The model with weights of its own, on the device of the capture."""
+        """Copy of the model with weights of its own, on the device of the capture."""
         names = {id(tensor): name for name, tensor in tensors_of(self.model).items()}
 
-        def own(tensor: Tensor) -> Tensor:
+        def weight(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
                 return made_real(tensor, self.device, names[id(tensor)])
             copy = tensor.detach().to(self.device, copy=True)
             return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
-        return copied(self.model, own, lambda tensor: made_real(tensor, self.device) if tensor.is_meta else None)
+        return copied(self.model, weight, lambda tensor: made_real(tensor, self.device) if tensor.is_meta else None)
 
     @cached_property
     def called_model(self) -> nn.Module:
-        """The copy after one call: what that left in attributes and in buffers, such as a cache, belongs together."""
+        """The copy after one call: its changes of attributes and of buffers, such as a cache, belong together."""
         with self._undisturbed(buffers=False), torch.enable_grad():
             inputs = self.mapped()
             self.copied(*inputs.args, **inputs.kwargs)
         return self.copied
 
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
-        """The example inputs on the device of the capture, each tensor changed."""
+        """Copy the example inputs to the device of the capture, each tensor changed."""
 
-        def own(tensor: Tensor) -> Tensor:
-            real = made_real(tensor, self.device) if tensor.is_meta else tensor.detach()
+        def changed(tensor: Tensor) -> Tensor:
+            real = made_real(tensor, self.device) if tensor.is_meta else tensor
             return change(real.detach()).to(self.device, copy=True).requires_grad_(tensor.requires_grad)
 
-        return mapped(self.inputs, own)
+        return mapped(self.inputs, changed)
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
-        """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
+        """Return the model's outputs by name. With gradients: values that a model keeps for later calls may need
+        them."""
         model = self.called_model
         with self._undisturbed(), torch.enable_grad(), around or nullcontext():
             return _outputs(model, inputs)
 
     def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
-        """Refuse a change with which the model computes something else."""
+        """Refuse a change with which the model's outputs are others."""
         try:
             _compare({OUTPUT: other}, {OUTPUT: usual}, self.tolerance())
         except _Differs as fault:
@@ -165,7 +166,8 @@ class Trial:
         return Trial(self.model, inputs, self.device, ground=self.ground, clock=self.clock)
 
     def compare(self, program: Capture) -> float:
-        """The largest relative difference between a capture and the model; nan where the model fails, see `skip`.
+        """Return the largest relative difference between a capture and the model; nan where the model fails, see
+        `skip`.
 
         Raises:
             CaptureError: it is more than rounding allows.
@@ -192,11 +194,11 @@ class Trial:
             raise CaptureError(self.refused) from error
 
     def tolerance(self, program: Capture | None = None) -> float:
-        """Return what rounding may make of a difference, in the least exact dtype that is computed in."""
+        """Return the difference that rounding allows, in the least exact dtype that is computed in."""
         # Numbers of one byte are stored so, and computed with as others.
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point() and p.itemsize > 1}
         if program is not None:
-            kinds |= {d for d in program.state[-1:] if d is not None}
+            kinds |= {*filter(None, program.state[-1:])}
         return rounding_of(kinds)
 
     @cached_property
@@ -204,7 +206,7 @@ class Trial:
         """The model's results; None where it fails, and then `skip` says how."""
         inputs = self.mapped()
         try:
-            self.copied  # noqa: B018  # apart from the calls, of which only those of a comparison are counted
+            self.copied  # noqa: B018  # before the calls, of which only those of a comparison are counted
             with self.clock.running(1 / CALLS):
                 self.called_model  # noqa: B018  # the first call; the next one is compared
             with self._undisturbed(), torch.enable_grad(), self.clock.running():
@@ -248,13 +250,13 @@ class Trial:
         inputs = self.mapped()
         empty = {n: v for n, v in program.constants.items() if isinstance(v, Tensor) and v.is_meta}
         values = {n: made_real(v, self.device) for n, v in empty.items()}
-        tensor_of: dict[str, Any] = {**program.constants, **values, **tensors_of(self.copied, every_name=True)}
+        tensor_of = {**program.constants, **values, **tensors_of(self.copied, every_name=True)}
         flat = iter(inputs.leaves)
         leaf_values: dict[fx.Node, list[Any]] = {}
         for leaf in program.leaves:
             value = next(flat) if leaf.kind.passed else tensor_of[leaf.name]
             leaf_values[leaf.node] = [value.detach().clone() if leaf.kind in (BUFFER, TABLE, CONSTANT) else value]
-        autocast = len(program.state) > 0 and program.state[-1] is not None  # its casts are in the graph
+        autocast = any(program.state[-1:])  # its casts are in the graph
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
             (results,) = run(program, leaf_values).outputs
@@ -266,17 +268,17 @@ class Trial:
                 state[name] = value
             user_outputs = [v for i, v in enumerate(results) if i not in program.mutations]
             outputs = compat.named_leaves(compat.tree_unflatten(user_outputs, program.out_spec))
-            own = {GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))} if backward else {}
-            return {OUTPUT: outputs, STATE: state, **own}
+            grads = {GRADIENT: _gradients(outputs, self._gradient_leaves(inputs))} if backward else {}
+            return {OUTPUT: outputs, STATE: state, **grads}
 
     def _gradient_leaves(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The leaves whose gradients are compared."""
+        """Collect the leaves whose gradients are compared, by name."""
         leaves = {**dict(self.copied.named_parameters()), **compat.named_leaves((inputs.args, inputs.kwargs))}
         return {n: v for n, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
 
     @contextmanager
     def _undisturbed(self, buffers: bool = True) -> Iterator[None]:
-        """Random numbers start alike every time, and are afterwards as they were; so are buffers."""
+        """Context in which random numbers start alike every time, and after which they and buffers are as before."""
         modules = self.copied.modules() if buffers else ()
         buffers_before = [(m, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
         devices = [self.device] if self.device.type == "cuda" else []
@@ -295,21 +297,21 @@ class Trial:
 
 
 def _gradients(outputs: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Gradients of a loss that gives every element of every output a gradient of its own; no `.grad` is touched."""
+    """Compute gradients of a loss in which every element of every output has its own weight; no `.grad` changes."""
     total = loss(list(outputs.values()))
     toward = torch.ones_like(total) if total.requires_grad else None
     return dict(zip(leaves, gradients([total], [toward], list(leaves.values())), strict=True))
 
 
 class _Differs(Exception):
-    """A value that is not the model's, and by how much."""
+    """Error: a value is not the model's; the message says which, and by how much."""
 
 
 def _compare(ours: Results, theirs: Results, allowed: float) -> float:
     """Return the largest relative difference.
 
     Raises:
-        _Differs: one is more than what is allowed.
+        _Differs: one is more than is allowed.
     """
     worst = 0.0
     for kind, expected in theirs.items():
@@ -332,7 +334,7 @@ def _compare(ours: Results, theirs: Results, allowed: float) -> float:
 
 
 def _outputs(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """The outputs of a call. One that is a buffer is copied: buffers are afterwards as they were."""
+    """Return the outputs of a call. One that is a buffer is copied: buffers are afterwards as they were."""
     outputs = compat.named_leaves(model(*inputs.args, **inputs.kwargs))
     buffers = set(map(id, model.buffers()))
     for name, value in outputs.items():
@@ -346,7 +348,7 @@ def _leaves_by_name(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def finite(values: Iterable[Any]) -> bool:
-    """Return whether numbers of these are finite, where there are any."""
+    """Say whether some numbers of these are finite, where there are any."""
     tensors = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
     return not tensors or any(bool(torch.isfinite(v).any()) for v in tensors)
 
@@ -357,5 +359,5 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Return whether some parameter or buffer is on the meta device."""
+    """Say whether some parameter or buffer is on the meta device."""
     return any(t.is_meta for t in tensors_of(model).values())

@@ -1,7 +1,7 @@
-"""A model made small: with a few blocks of each stack, and with narrower layers where its constructor can be asked.
+"""Small models of the same classes: with a few blocks of each stack, and with narrower layers where the constructor
+takes other sizes.
 
-What is made is a model of the same classes, on the meta device or with the original's own tensors; nothing of the
-original changes.
+They are on the meta device or have the original's own tensors; nothing of the original changes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autotp.ir.scopes import module_path
 from .copies import copied, tensors_of
 from .repeated_blocks import MIN_BLOCKS, Stack, kinds, path_of, place_in
 
-FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
+FEWEST_KEPT = 2  # blocks of a stack: one that follows the layers before the stack, and one that follows a block
 RATIOS = (128, 64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW_WIDTH`
-NARROW_WIDTH = 128  # what the widest of the common widths comes to, or more
+NARROW_WIDTH = 128  # of the widest of the common widths, at least
 MIN_WIDTH = 32  # and where such a model is too large or does not run
 
 
 def cuts(model: nn.Module) -> dict[str, int]:
-    """Stacks of blocks -> how many from the first on hold every kind of block after every kind that it follows.
+    """Map stacks of blocks to how many from the first on hold every kind of block after every kind that it follows.
 
     The last that is kept is of the kind of the stack's last. Stacks within blocks that are kept are cut too.
     """
@@ -56,7 +56,7 @@ def cuts(model: nn.Module) -> dict[str, int]:
 
 
 def _shortest(kinds: list[Hashable | None]) -> int:
-    """The length of the shortest beginning with all pairs of neighbours, and the last kind at its end."""
+    """Find the length of the shortest prefix with all pairs of neighbours, and the last kind at its end."""
     if None in kinds:
         return len(kinds)
     pairs = set(zip(kinds, kinds[1:], strict=False))
@@ -68,7 +68,7 @@ def _shortest(kinds: list[Hashable | None]) -> int:
 
 @contextmanager
 def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
-    """Within this context the stacks of the model have these lengths."""
+    """Context in which the stacks of the model have these lengths."""
     modules = model.named_modules()
     stacks = [(module, dict(module._modules), lengths[name]) for name, module in modules if name in lengths]
     try:
@@ -84,8 +84,8 @@ def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
 
 
 def narrowed(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, int]]]:
-    """Models of the same classes on the meta device, made by the same constructor with smaller widths; and which: all
-    are smaller by one ratio. The ratio that suits most comes first, then greater ones, then smaller ones.
+    """Yield models of the same classes on the meta device, made by the same constructor with smaller widths, and these
+    widths, all smaller by one ratio. The ratio that suits most comes first, then greater ones, then smaller ones.
 
     A width is a number among the constructor's arguments that is a dimension of a layer, but for how many rows the
     embeddings have and how many modules or experts there are. There are none where the constructor's arguments are not
@@ -104,24 +104,22 @@ def narrowed(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, int]]]:
 
 
 def _widths(model: nn.Module) -> Counter[int]:
-    """The dimensions of layers, with how often they are met."""
+    """Count the dimensions of layers."""
     counts: Counter[int] = Counter()
     rows, numbers = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, _numbers(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             shape = list(parameter.shape)
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding) or _experts(module, parameter):
                 shape = shape[1:]
             elif "Conv" in type(module).__name__:
                 shape = shape[:2]
-            elif _experts(module, parameter):
-                shape = shape[1:]
             counts.update(shape)
     return Counter({n: count for n, count in counts.items() if n not in numbers and (n not in rows or count > 2)})
 
 
 def _numbers(model: nn.Module) -> set[int]:
-    """Count the modules of its lists, and the experts."""
+    """Collect the numbers of modules in its lists, and of experts."""
     lists = {len(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
     return lists | {len(p) for m in model.modules() for p in m.parameters(recurse=False) if _experts(m, p)}
 
@@ -131,7 +129,7 @@ def _experts(module: nn.Module, parameter: Tensor) -> bool:
 
 
 def _with_widths(model: nn.Module, arguments: Mapping[str, Any], widths: Mapping[int, int]) -> nn.Module | None:
-    """The model with these widths, where it is then made of the same modules."""
+    """Make the model with these widths; None where it does not have the same modules then."""
     dtypes = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]), _default(dtypes.most_common(1)[0][0]):
@@ -166,8 +164,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _constructor_arguments(model: nn.Module) -> dict[str, Any] | None:
-    """The arguments that the model's constructor takes, as far as the model keeps them under the same names, itself or
-    in its `config`; None where one that it needs is not kept."""
+    """Find the arguments of the model's constructor, as far as the model keeps them under the same names, itself or in
+    its `config`; None where one that it needs is not kept."""
     config = getattr(model, "config", None)
     arguments: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(type(model).__init__).parameters.items())[1:]:
@@ -185,7 +183,7 @@ def _constructor_arguments(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _narrow(value: Any, widths: Mapping[int, int], copies: dict[int, Any]) -> Any:
-    """A copy of arguments with other widths."""
+    """Copy arguments with other widths."""
     # No flag: True is an int, and equal to 1.
     if type(value) is int:
         return widths.get(value, value)
@@ -213,9 +211,9 @@ def _narrow(value: Any, widths: Mapping[int, int], copies: dict[int, Any]) -> An
 
 # Comparison of the captures of a large model and of a small one of its classes, with fewer and narrower layers.
 #
-# Each operator has a kind: what it computes within its block, from the block's own weights, and from values of
-# elsewhere, which are told by their own kind and by how many like them lie between. Both captures must have the same
-# kinds.
+# Each operator has a kind: its computation within its block, from the block's own weights, and from values of
+# elsewhere, which are identified by their own kind and by the number of their like in between. Both captures must have
+# the same kinds.
 
 COPIES = (aten.contiguous.default, aten.clone.default)  # which there are depends on how equal blocks were traced
 LITERAL_TOLERANCE = 1e-6  # of two literals' logarithms
@@ -227,7 +225,7 @@ class _Operator:
     """One operator of a graph.
 
     Attributes:
-        place: its block. kind: what it computes within the block.
+        place: its block. kind: a digest of its computation within the block.
         outside: values that it reads of elsewhere; `numbers`: literals, which may differ between graphs as widths do.
     """
 
@@ -239,7 +237,7 @@ class _Operator:
 
 
 def differs(large: Capture, small: Capture, stacks: Mapping[str, int], ratio: int = 1) -> str:
-    """Say where the graphs are not the same; "" where they are.
+    """Return the first difference of the graphs; "" where they are the same.
 
     Args:
         stacks: names of the stacks of which the small model has fewer blocks.
@@ -270,7 +268,7 @@ class _Reader:
             self.takers[results[i]].append(taker)
 
     def operators(self) -> Iterator[tuple[Hashable, _Operator]]:
-        """The operators in order, each with its kind and those of what it reads of elsewhere."""
+        """Yield the operators in order, each with its kind and the kinds of its operands of elsewhere."""
         for node in self.program.graph.nodes:
             if node.op != "placeholder" and not _is_size(node) and node.target not in COPIES:
                 self.read[node] = self._operator(node)
@@ -299,7 +297,7 @@ class _Reader:
         return operator
 
     def _operand(self, x: Any, operator: _Operator) -> Hashable:
-        """Describe what an operator reads, the same in another graph; a block's own weight by its name in the block."""
+        """Describe an operand, the same in another graph; a block's own weight by its name in the block."""
         # Widths are literals and differ from graph to graph: compared as numbers, after all else.
         if type(x) in (int, float):
             operator.numbers.append(x)
@@ -314,11 +312,11 @@ class _Reader:
             return self._size(x)
         if x in self.leaves:
             return self._leaf(x, operator.place)
-        own = self.read[x]
-        # Within a block by what it computes there; of another block's, any that is of its kind would do.
-        if own.place == operator.place:
-            operator.outside += [y for y in own.outside if y not in operator.outside]
-            return own.kind, tuple(map(operator.outside.index, own.outside))
+        producer = self.read[x]
+        # Within a block by its computation there; of another block's, any that is of its kind would do.
+        if producer.place == operator.place:
+            operator.outside += [y for y in producer.outside if y not in operator.outside]
+            return producer.kind, tuple(map(operator.outside.index, producer.outside))
         if x not in operator.outside:
             operator.outside.append(x)
         return "outside", operator.outside.index(x), _shape(x)
@@ -336,11 +334,11 @@ class _Reader:
         return leaf.kind.name, self._name(leaf.name, place) if leaf.kind is not CONSTANT else "", _shape(node)
 
     def _name(self, name: str, place: Place) -> str:
-        """A name, relative to the block at this place where it is within that."""
+        """Return a name, relative to the block at this place where it is within that."""
         return name.removeprefix(path_of(*place)) if place is not None and self._block(name) == place else name
 
     def _block(self, name: str) -> Place:
-        """The block of one of the stacks that this is, or lies in."""
+        """Find the block of one of the stacks that a name is of, or is within."""
         places = ((stack, place_in(stack, name)) for stack in self.stacks)
         return next(((stack, i) for stack, i in places if i is not None), None)
 
@@ -351,7 +349,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _shape(node: fx.Node) -> Hashable:
-    """Describe a value as far as it is the same at every width."""
+    """Describe the traits of a value that are the same at every width."""
     return mark(node).no_grad, tuple((v.ndim, v.dtype) for v in tensors(node))
 
 
@@ -363,9 +361,7 @@ def _fits(a: Any, b: Any, ratio: int) -> bool:
     """Say whether two literals are the same, or differ as sizes, or numbers made of one size, do."""
     if a == b or (a != a and b != b):
         return True
-    if type(a) not in (int, float) or type(b) is not type(a):
-        return False
-    if ratio == 1:
+    if ratio == 1 or type(a) not in (int, float) or type(b) is not type(a):
         return False
     if type(a) is int:
         return 0 < b < a

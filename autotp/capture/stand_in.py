@@ -23,12 +23,12 @@ from .small_model import cut, cuts, differs, narrowed
 
 MAX_REAL_NUMBERS = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
 MAX_STAND_IN_NUMBERS = 1 << 26  # numbers in all weights of a stand-in
-EXAMPLES, LENGTH = 2, 16  # what the first two dimensions of inputs are cut to
-WEIGHT_COPIES = 4  # times the weights: a copy, the gradients of both sides, and what is computed on the way
+EXAMPLES, LENGTH = 2, 16  # sizes that the first two dimensions of inputs are cut to
+WEIGHT_COPIES = 4  # times the weights: a copy, the gradients of both sides, and intermediate values
 MAX_LONE_BYTES = 8 * 10**9  # bytes of weights above which a model takes minutes on its own
 MAX_DRAWN_BYTES = 2 * 10**9  # and above which it takes ten seconds to draw them for the meta device
 MAX_SECONDS = 20.0  # of the CPU, for all calls of a comparison
-Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and holds the capture against it
+Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and compares the capture with it
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Small:
     """A small model of the same classes.
 
     Attributes:
-        stacks: how many blocks it has of each stack that was cut. widths: what its layers have in place of a width.
-        text: what it is, for a person.
+        stacks: number of its blocks of each stack that was cut. widths: width of the original -> its own.
+        text: its description for the user.
     """
 
     model: nn.Module
@@ -47,12 +47,12 @@ class Small:
 
     @property
     def ratio(self) -> int:
-        """Return how many times narrower its layers are."""
+        """Ratio by which its layers are narrower."""
         return next((n // width for n, width in self.widths.items()), 1)
 
 
 def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, capturer: Capturer) -> Trial:
-    """A trial of this model, or by default of a stand-in where its weights are large or many on the meta device.
+    """Make a trial of this model, or by default of a stand-in where its weights are large or many on the meta device.
 
     Where no stand-in can be made, a model of a few GB is compared itself on short inputs, if it fits in memory.
 
@@ -89,15 +89,16 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
             if clock.rest < MAX_SECONDS / 2:
                 break  # one call of attention took most of it
     if whole.skip:
-        why = f"{whole.skip}; no small model of its classes could be made from it and compared in {MAX_SECONDS:.0f} "
-        why += f"CPU seconds, and by itself one is compared up to {most / 1e9:.0f} GB, where {WEIGHT_COPIES} times its "
-        why += "weights are free"
-        return replace(whole, skip=why)
+        late = (
+            f"{whole.skip}; no small model of its classes could be made from it and compared in {MAX_SECONDS:.0f} CPU "
+            f"seconds, and by itself one is compared up to {most / 1e9:.0f} GB, where {WEIGHT_COPIES} times its "
+            "weights are free"
+        )
     return replace(whole, skip=late)  # of a model whose stand-in takes too long, as it takes longer yet
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a process can take on this device; 0 where that cannot be told."""
+    """Return the bytes that a process can take on this device; 0 where that cannot be told."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else this_machine.free_memory()
 
 
@@ -106,12 +107,12 @@ def _count(model: nn.Module) -> int:
 
 
 def _smaller(model: nn.Module) -> Iterator[Small]:
-    """Small models of the same classes, those first that are most like the model."""
+    """Yield small models of the same classes, those first that are most like the model."""
     return (small for small in _candidates(model) if _count(small.model) <= MAX_STAND_IN_NUMBERS)
 
 
 def _candidates(model: nn.Module) -> Iterator[Small]:
-    """With fewer blocks where it has stacks, then narrower too."""
+    """Yield models with fewer blocks where the model has stacks, then narrower ones too."""
     stacks = cuts(model)
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
     depth = ", ".join(f"{n} of the {lengths[name]} blocks of {name or 'the model'}" for name, n in stacks.items())
@@ -128,10 +129,10 @@ def _candidates(model: nn.Module) -> Iterator[Small]:
 
 
 def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
-    """The inputs with few examples and positions, with few examples, and in full length; numbers as wide as layers are
-    cut as these are."""
+    """Yield the inputs with few examples and positions, with few examples, and in full length; floats as wide as layers
+    are cut as these are."""
 
-    def own(tensor: Tensor, dims: int) -> Tensor:
+    def short(tensor: Tensor, dims: int) -> Tensor:
         part = tensor
         for d in range(min(tensor.ndim, dims if tensor.ndim <= 3 else min(dims, 1))):
             part = part.narrow(d, 0, min(LENGTH if d else EXAMPLES, part.shape[d]))
@@ -140,7 +141,7 @@ def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
         return tensor if part.shape == tensor.shape else part.detach().clone().requires_grad_(tensor.requires_grad)
 
     for dims in (2, 1, 0):
-        yield mapped(inputs, functools.partial(own, dims=dims))
+        yield mapped(inputs, functools.partial(short, dims=dims))
 
 
 @dataclass(kw_only=True)
@@ -157,16 +158,16 @@ class StandIn(Trial):
 
     @cached_property
     def _trial(self) -> Trial:
-        """A trial of the small model for captures of its own."""
+        """Trial of the small model for captures of its own."""
         return Trial(self.model, self.inputs, self.device, ground=self.ground, clock=self.clock)
 
     def runs(self) -> bool:
-        """Return whether the small model takes these inputs, and gives numbers."""
+        """Say whether the small model takes these inputs, and gives numbers."""
         return self._trial.original is not None
 
     @cached_property
     def _small_capture(self) -> tuple[Capture | None, str, str]:
-        """The capture of the small model that was found right, or why there is none; and what was refused of it."""
+        """Capture of the small model once it is proved, or None and the reason; and the fault of a refused one."""
         trial = self._trial
         try:
             program = self.capturer(trial)
@@ -175,27 +176,27 @@ class StandIn(Trial):
         return (None, trial.skip, trial.refused) if trial.skip else (program, "", trial.refused)
 
     def compare(self, program: Capture) -> float:
-        """The largest relative difference between the stand-in's capture and the stand-in; nan where this capture is
-        another graph and the model itself is too large, see `skip`.
+        """Return the largest relative difference between the stand-in's capture and the stand-in; nan where this
+        capture is another graph and the model itself is too large, see `skip`.
 
         Raises:
             CaptureError: it is more than rounding allows.
         """
-        own, why, refused = self._small_capture
-        if own is not None:
-            other = differs(program, own, self.small.stacks, self.small.ratio)
+        small, reason, refused = self._small_capture
+        if small is not None:
+            other = differs(program, small, self.small.stacks, self.small.ratio)
             if not other:
-                return own.error
-            why = f"{self.ground} is captured as another graph: {other}"
+                return small.error
+            reason = f"{self.ground} is captured as another graph: {other}"
         if refused:
             raise CaptureError(f"{refused} (on {self.ground})")
         if self.whole.skip:
-            self.skip = why
+            self.skip = reason
             return float("nan")
         error = self.whole.compare(program)
         self.ground, self.skip, self.remark = self.whole.ground, self.whole.skip, self.whole.remark
         return error
 
     def on(self, inputs: Inputs) -> Trial:
-        """Make a trial for what an attempt assumes: the stand-in's own capture is held against it."""
+        """Make a trial for the assumption of an attempt: the stand-in's own capture is compared with it."""
         return replace(self, inputs=inputs)

@@ -1,4 +1,4 @@
-"""Forwards that are given objects which hold their state between calls, and give them back changed."""
+"""Forwards that take objects which hold their state between calls, and return them changed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
 
 @contextmanager
-def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
-    """A context in which a skeleton is called through another function.
+def forwarding(bare: nn.Module, function: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+    """Context in which a skeleton is called through another function.
 
     Args:
-        bare: the skeleton. forward: called in place of its own. signature: that the exporter sees.
+        bare: the skeleton. function: called in place of its forward. signature: that the exporter sees.
     """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
     forward.__signature__ = signature  # type: ignore[attr-defined]
     with mock.patch.object(bare, "forward", forward):  # which puts back a forward that it has of its own
         yield
 
 
 def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call is given such objects, or asks for one."""
+    """Say whether a call takes such objects, or asks for one."""
     return kwargs.get("use_cache") is True or bool(carried_in(args, kwargs))
 
 
@@ -49,7 +53,7 @@ _NUMBERS: ContextVar[StateSizes] = ContextVar("numbers", default=NONE)
 
 @contextmanager
 def sizes_of_states(numbers: StateSizes) -> Iterator[None]:
-    """Within this context a trace takes these sizes of states for numbers: a forward may never ask what they are.
+    """Context in which a trace takes these sizes of states for numbers: a forward may never ask for them.
 
     Args:
         numbers: (name of a state, dimension) -> its size; None where it varies.
@@ -62,39 +66,39 @@ def sizes_of_states(numbers: StateSizes) -> Iterator[None]:
 
 
 def is_number(name: str, dim: int, size: int) -> bool:
-    """Return whether this size of a state is one of those."""
+    """Say whether this size of a state is one of those."""
     return _NUMBERS.get().get((name, dim)) == size
 
 
 @contextmanager
 def carrying(bare: nn.Module) -> Iterator[None]:
-    """Within this context the module takes and gives such objects as their tensors."""
-    own = bare.forward
+    """Context in which the module takes and returns such objects as their tensors."""
+    original = bare.forward
 
     def forward(*args: Any, **kwargs: Any) -> Returned:
         states = carried_in(args, kwargs)
         objects = [rebuilt(x) for x in states]
         object_of = {id(x): obj for x, obj in zip(states, objects, strict=True)}
         keywords = {k: object_of.get(id(x), x) for k, x in kwargs.items()}
-        outputs = own(*(object_of.get(id(x), x) for x in args), **keywords)
+        outputs = original(*(object_of.get(id(x), x) for x in args), **keywords)
         numbers = {id(obj): i for i, obj in enumerate(objects)}
 
         def described(obj: Any, name: str) -> Any:
             if id(obj) in numbers:
                 return Same(numbers[id(obj)])
-            # What the forward made itself is passed in the next call, there by the name of an argument.
+            # An object that the forward made itself is passed in the next call, there by the name of an argument.
             key = KEY.fullmatch(name)
             return describe(obj, key.group(1) if key else name)
 
         after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(states, objects, strict=True)]
         return Returned(replaced(outputs, described), after)
 
-    with forwarding(bare, forward, inspect.signature(own)):
+    with forwarding(bare, forward, inspect.signature(original)):
         yield
 
 
 def on_fakes(bare: nn.Module, inputs: Inputs, device: torch.device) -> Sequence[Carried] | None:
-    """Find what the objects among a call's arguments hold after it, by the call on fake tensors; None where it fails.
+    """Find the states of the objects among a call's arguments after it, by the call on fake tensors; None if it fails.
 
     Args:
         bare: the skeleton. inputs: of the call. device: that the skeleton's tensors are on.
@@ -133,14 +137,10 @@ def restored(bare: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def entering(bare: nn.Module, path: str) -> Iterator[None]:
-    """Within this context the module's forward is that of its module at this path."""
+    """Context in which the module's forward is that of its module at this path."""
     if not path:
         yield
         return
     part = bare.get_submodule(path)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return part(*args, **kwargs)
-
-    with forwarding(bare, forward, inspect.signature(part.forward)):
+    with forwarding(bare, part, inspect.signature(part.forward)):
         yield

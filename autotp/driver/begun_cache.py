@@ -1,8 +1,8 @@
 """The cache that a model makes when it generates, for plans of calls without one.
 
 A call that begins a cache is captured besides, and solved with every parameter where the plan has it, as the first call
-of `generate()` is: what it leaves is what a rank holds. The capture is of the model with as few blocks of each stack as
-hold every kind; what such a block leaves counts for all that are alike.
+of `generate()` is: a rank holds the cache that it leaves. The capture is of the model with as few blocks of each stack
+as hold every kind; the cache of such a block counts for all that are alike.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class BegunCache:
 
 
 def begun_cache(captured: Capture, capture: Capturer) -> BegunCache | str | None:
-    """The call that begins a cache, captured once; why there is none, or None where the model cannot be asked.
+    """Return the call that begins a cache, captured once.
 
     Args:
         captured: the call without one. capture: of a skeleton, for inputs on a device, in a mode.
+
+    Returns: the call; the reason where there is none; None where the model cannot be asked.
     """
     if captured.begun is None:
         captured.begun = (_begun(captured, capture),)
@@ -62,22 +64,22 @@ def _begun(captured: Capture, capture: Capturer) -> BegunCache | str | None:
     bare, asking = captured.origin[0], with_cache(*captured.origin)
     if asking is None:  # a model of transformers whose forward knows no cache has none
         return BegunCache(captured, {}, {}) if is_transformers(bare) else None
-    few, why = cuts(bare), ""
+    few, reason = cuts(bare), ""
     # A forward that counts its blocks by a number of the config does not run with few of them.
     for lengths in (few, {}) if few else ({},):
         try:
             with stage("capture of the cache"):
                 return _with_few_blocks(captured, asking, lengths, capture)
         except Exception as error:  # whatever a forward and torch's tracer may raise
-            why = str(error).partition("\n")[0]
-            log.debug("a cache cannot be captured with %s: %s", lengths or "all blocks", why)
-    return why
+            reason = str(error).partition("\n")[0]
+            log.debug("a cache cannot be captured with %s: %s", lengths or "all blocks", reason)
+    return reason
 
 
 def _with_few_blocks(
     captured: Capture, inputs: Inputs, lengths: Mapping[str, int], capture: Capturer
 ) -> BegunCache:  # fmt: skip
-    """The capture with stacks of these lengths.
+    """Capture the call with stacks of these lengths.
 
     Raises:
         CaptureError: the model generates, and has no cache to show.
@@ -100,7 +102,7 @@ def _with_few_blocks(
 
 
 def _times(program: Capture, stacks: Stacks, lengths: Mapping[str, int]) -> dict[int, int]:
-    """For how many outputs each stands: the first block of a kind also for those that are left out."""
+    """Count the whole model's outputs that each stands for: the first block of a kind also for those left out."""
     times = {}
     for position, node in placed_outputs(program):
         path = module_path(resolve(node)[0])
@@ -110,12 +112,13 @@ def _times(program: Capture, stacks: Stacks, lengths: Mapping[str, int]) -> dict
 
 
 def _blocks(of: list[Hashable | None], place: int | None, length: int) -> int:
+    """Count the blocks that the one at this place stands for."""
     first = place is not None and of.index(of[place]) == place
     return 1 + of[length:].count(of[place]) if first else 1  # type: ignore[index]
 
 
 def _outputs(program: Capture) -> dict[str, int]:
-    """The outputs of a call by their names in its results, with their positions among those of the graph."""
+    """Map the names of a call's outputs in its results to their positions among the outputs of the graph."""
     positions = [i for i, _ in enumerate(program.results) if i not in program.mutations]
     results = compat.tree_unflatten(positions, program.out_spec)
     leaves = compat.named_leaves(results.outputs if isinstance(results, Returned) else results)

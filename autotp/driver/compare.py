@@ -1,9 +1,9 @@
-"""`compare=`: a sharded module whose call and backward are compared with the original's, on the user's real ranks.
+"""Sharded modules of `compare=`: a call and its backward are compared with the original's, on the user's real ranks.
 
-Three runs are held against each other. The *call* is what the user gets: parts with their hooks, compiled or not. The
-*program* is this rank's, run operator by operator on what it holds. The *original* is the captured graph on whole
-weights with the same random numbers; and, where nothing is drawn by counters, the user's own module beside it. What a
-rank should hold of a value is cut out of the original's by its layout, so comparing sends nothing but the verdict.
+Three runs are compared. The *call* is the user's: parts with their hooks, compiled or not. The *program* is this
+rank's, run operator by operator on its shards. The *original* is the captured graph on whole weights with the same
+random numbers; and, where nothing is drawn by counters, the user's own module beside it. A rank's shard of a value is
+cut out of the original's by its layout, so comparing sends nothing but the verdict.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ComparedModule(ShardedModule):
     """A `ShardedModule` whose first call, or every one, is compared with the original, and so is its backward.
 
     Attributes:
-        compared: what was found equal so far, a line for each forward and backward.
+        compared: a line for each forward and backward that was equal.
     """
 
     how: ClassVar[str]
@@ -189,7 +189,7 @@ class _Comparison:
         self.tolerance = rounding_of([self.dtype])
 
     def forward(self, outputs: Sequence[Any]) -> str:
-        """Run all, and compare values: of the program, of the call, and of the user's own module; say what is equal."""
+        """Run all, and compare the values of the program, of the call, and of the user's module; return a summary."""
         self._read_weights()
         self.ours = self._run(self.sharded, self.call.flat, self.local, self.call.buffers)
         whole = self._whole_states()
@@ -227,7 +227,7 @@ class _Comparison:
         return value
 
     def _whole_states(self) -> list[Any]:
-        """Return the inputs with whole states, such as a cache, of which each tp rank has passed its part."""
+        """Return the inputs with whole states, such as a cache, from the shards that the tp ranks have passed."""
         flat = list(self.call.flat)
         for at, name in self.call.states.items():
             layout = self.sharded.states.get(name, I)
@@ -237,7 +237,7 @@ class _Comparison:
         return flat
 
     def _whole_call(self, flat: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
-        """Return inputs and outputs of the whole batch, with whole sequences, of what ranks beside tp have."""
+        """All-gather inputs and outputs over the axes beside tp: of the whole batch, with whole sequences."""
         flat, shapes = list(flat), [getattr(x, "shape", None) for x in flat]
         agree(
             self.ranks,
@@ -256,7 +256,7 @@ class _Comparison:
     def _run(
         self, program: Sharded, flat: Sequence[Any], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> Values:
-        """Run a program as the call ran, with these inputs, and weights and buffers by first name."""
+        """Run a program as the call ran, with these inputs, and with weights and buffers by first name."""
         self.call.rewind()
         tensors, state = again([flat[i] for i in self.order]), {**self.capture.constants, **buffers, **weights}
         seeds = self.program.random(self.shards, base_seed() if self.program.seeds else 0)
@@ -270,7 +270,7 @@ class _Comparison:
             return run(program, {n: [v] for n, v in placeholders}, Here(self.places), watch=True)
 
     def _program(self, rounding: Rounding, backward: bool = False) -> _Fault | None:
-        """Find the first value of this rank's program, or the last gradient, that is not its part of the original's."""
+        """Find the first value of this rank's program, or last gradient, that is not its shard of the original's."""
         nodes = list(self.ours.nodes)
         order = reversed(nodes) if backward else nodes
         pairs = self.layouts.paired(self.ours, self.theirs, order, backward, self.place)
@@ -291,7 +291,7 @@ class _Comparison:
         return f"{module} ({origin.name} = {short_name(origin.target)}{after})"
 
     def _outputs(self, outputs: Sequence[Any]) -> _Fault | None:
-        """Find an output that is not the original's, by the first part that gave what its program does not."""
+        """Find an output that is not the original's, by the first part whose values its program does not have."""
         ours, theirs = {}, {}
         for i, (position, x) in enumerate(zip(self.positions, outputs, strict=True)):
             if isinstance(x, Tensor):
@@ -309,7 +309,7 @@ class _Comparison:
     def _first_unlike(
         self, module_values: Sequence[tuple[str, list[Tensor]]], candidates: Candidates, by_module: bool
     ) -> tuple[int, str | None]:
-        """Find the first module that gave a value which is none of its shape's."""
+        """Find the first module that gave a value unlike every candidate of its shape."""
         for at, (path, values) in enumerate(module_values):
             module = path if by_module else None
             for x in values:
@@ -318,8 +318,8 @@ class _Comparison:
         return 0, None
 
     def _user_model(self, flat: Sequence[Any], outputs: list[Tensor]) -> _Fault | None:
-        """Find the first module of the user's own that gives what the captured graph does not compute; with axes beside
-        tp, where ranks have parts of what a module gives, of the whole outputs alone.
+        """Find the first module of the user's that gives a value which the captured graph does not compute; with axes
+        beside tp, where ranks have parts of a module's values, compare the whole outputs alone.
 
         Args:
             flat: the inputs, whole. outputs: of the captured graph, likewise.
@@ -356,11 +356,9 @@ class _Comparison:
             return _Fault(0, "the model", math.inf)
         module_values = [("", outputs)] if self.beside else module_values
         at, path = self._first_unlike(module_values, candidates, by_module=True)
-        return (
-            None
-            if path is None
-            else _Fault(at, _module_name(path), max(min(errors_of(x, candidates, None)) for x in module_values[at][1]))
-        )
+        if path is None:
+            return None
+        return _Fault(at, _module_name(path), max(min(errors_of(x, candidates, None)) for x in module_values[at][1]))
 
     def await_backward(self, outputs: Sequence[Any]) -> None:
         """Compare the gradients when a backward reaches these outputs."""
@@ -379,7 +377,7 @@ class _Comparison:
         self.arrived[position] = grad.detach().clone()
 
     def _grads(self, name: str) -> list[Tensor | None]:
-        """Return the gradients of what holds a parameter on this rank."""
+        """Return the gradients of the pieces of a parameter on this rank."""
         return [p.grad for p in self.parameters[name]]
 
     def _backward(self) -> None:
@@ -404,7 +402,7 @@ class _Comparison:
         self.users_outputs = []
 
     def _average(self) -> None:
-        """Take the mean over axes beside tp of the gradients of weights, as the backward does."""
+        """Average the gradients of weights over axes beside tp, as the backward does."""
         batch = self.shards.ranks.batch
         for x in self.whole.values():
             if x.requires_grad and batch is not None:
@@ -413,12 +411,12 @@ class _Comparison:
                 x.grad.div_(batch.tp)
 
     def _whole_gradient(self, position: int, grad: Tensor) -> Tensor:
-        """Return the gradient of a whole output, where each rank beside tp has that of its part."""
+        """All-gather the gradient of a whole output over the axes beside tp."""
         whole, count = self._joined(grad, self.capture.results[position])
         return whole / count
 
     def _differentiate(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> None:
-        """Fill the gradients, from those of the outputs at these positions."""
+        """Run the backward, from the gradients of the outputs at these positions."""
         pairs = [(outputs[i], g.to(outputs[i].dtype)) for i, g in grads.items() if outputs[i].requires_grad]
         if pairs:
             ys, upstream = zip(*pairs, strict=True)
@@ -427,7 +425,7 @@ class _Comparison:
     def _parameters(
         self, gradients: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor], rounding: Rounding
     ) -> _Fault | None:
-        """Find the last parameter whose gradient is not that of a run."""
+        """Find the last parameter whose gradient differs from a run's."""
         ours = {n: g for n, g in gradients.items() if g is not None}
         theirs = {n: grad_or_zeros(leaves[n]) for n in ours}
         gap = differences(ours, theirs, rounding)
@@ -437,7 +435,7 @@ class _Comparison:
         return _Fault(list(gradients).index(gap.key), what, gap.error)
 
     def _gained(self, name: str) -> Tensor | None:
-        """Return what the user's backward has added to a parameter's gradient, whole; None where nothing."""
+        """Return the increase of a parameter's gradient by the user's backward, whole; None where there is none."""
         now = self._grads(name)
         if all(g is None for g in now):
             return None
@@ -454,7 +452,7 @@ class _Comparison:
         return f"compare: {what} of this call are the original's within {self.tolerance:.1e} ({dtype_name(self.dtype)})"
 
     def _verdict(self, mine: _Fault | None, advice: str, what: str = "the values of") -> None:
-        """Raise the same CompareError on every rank where one has found a difference: of the first (collective)."""
+        """Raise the same CompareError on every rank if one has a difference: that of the first (collective)."""
         self.finished = self.finished or mine is not None
         every = from_all(self.ranks, mine, "what compare= found")
         first = min((fault for fault in every if fault is not None), default=None)

@@ -1,10 +1,10 @@
-"""A call that `compare=` runs again, and what ranks beside tp have of it, put together for the user's own module."""
+"""A call that `compare=` runs again, and the parts that ranks beside tp have of it, joined for the user's module."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from autotp.runtime.module import ShardedModule
 
 PartValues = list[tuple[str, list[Tensor]]]  # what modules gave, by their paths, in order
 
-# By shape, values with the modules that they were made in.
+# Shape -> values, with the modules that made them.
 Candidates = Mapping[tuple[int, ...], list[tuple[set[str], Tensor]]]
 POLICIES: tuple[type[BatchRules], ...] = (BatchRules, SequenceRules)
 
@@ -40,7 +40,7 @@ class Call:
     Attributes:
         flat, spec: its inputs, which it may write to, as this rank has them. states: which of them are states, by name.
         buffers: by first name, before it. device: of the module. random: the state of torch's generators.
-        part_values: what each part gave, in order.
+        part_values: the outputs of each part, in order.
     """
 
     flat: list[Any]
@@ -53,7 +53,7 @@ class Call:
 
     @classmethod
     def of(cls, module: ShardedModule, arguments: Arguments) -> Call:
-        """Take what the call starts from, alike on every tp rank.
+        """Record the state that a call starts from, the same on every tp rank.
 
         Args:
             module: that is called. arguments: of the call.
@@ -67,7 +67,7 @@ class Call:
         return cls(again(arguments.flat), arguments.spec, arguments.states, buffers, shards.device, random)
 
     def rewind(self) -> None:
-        """Draw again what the call drew."""
+        """Restore the random state, so that the call's random numbers are drawn again."""
         compat.draw_from(self.random, self.device)
 
     def undisturbed(self) -> Any:
@@ -82,37 +82,35 @@ def again(values: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def listening(module: ShardedModule) -> Iterator[PartValues]:
-    """Note what each part gives in a call, after the user's own hooks, in order; not where a hook would keep it from
-    being compiled."""
+    """Record the outputs of each part in a call, in order and after the user's own hooks; none where parts are
+    compiled, which a hook would prevent."""
     values: PartValues = []
     parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
     if module._source.lowering.name != "eager":
         parts = {}
-    handles = [noting(part, path, values) for path, part in parts.values()]
-    try:
+    with ExitStack() as stack:
+        for path, part in parts.values():
+            stack.enter_context(noting(part, path, values))
         yield values
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def noting(module: nn.Module, path: str, values: PartValues) -> RemovableHandle:
-    """Have a module note the tensors that it gives, by its path."""
+    """Register a hook that records the tensors that a module gives, by its path."""
     return module.register_forward_hook(lambda module, args, outputs: values.append((path, tensors_of(outputs))))
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """The tensors in what a module gives, cut off from autograd."""
+    """List the tensors in a module's outputs, detached."""
     return [t.detach() for t in compat.tree_leaves(outputs) if isinstance(t, Tensor)]
 
 
 def joined(part: Tensor, shape: Shape, program: Capture, ranks: Ranks) -> tuple[Tensor, int]:
-    """Put together a whole value, of which ranks beside tp have a part each; return it and how many parts there were.
-
-    A collective call of all ranks beside tp, where its shape says that it is dealt.
+    """All-gather a whole value over the axes beside tp that its shape is sharded over; a collective call on these.
 
     Args:
         part: this rank's. shape: of it in the program. program: of one rank. ranks: of tp.
+
+    Returns: the value, and the number of its parts.
     """
     shapes, count = [shape_of(leaf.node) for leaf in program.inputs], 1
     for d, policy in reversed([*enumerate(POLICIES)]):
@@ -129,7 +127,7 @@ def joined(part: Tensor, shape: Shape, program: Capture, ranks: Ranks) -> tuple[
 
 
 def by_shape(values: Iterable[tuple[set[str], Tensor]]) -> Candidates:
-    """Sort values, each with the modules that it was made in, by their shapes."""
+    """Group values, each with the modules that made it, by their shapes."""
     groups: dict[tuple[int, ...], list[tuple[set[str], Tensor]]] = defaultdict(list)
     for modules, value in values:
         groups[tuple(value.shape)].append((modules, value.detach()))
@@ -137,7 +135,7 @@ def by_shape(values: Iterable[tuple[set[str], Tensor]]) -> Candidates:
 
 
 def errors_of(value: Tensor, candidates: Candidates, module: str | None) -> Iterator[float]:
-    """Yield how far a value is from each of its shape: from those that were made in a module, if any were."""
+    """Yield the relative error to each candidate of a value's shape: to those made in a module, if any were."""
     alike = candidates.get(tuple(value.shape)) or [(set(), value)]
-    for _, x in [each for each in alike if module in each[0]] or alike:
+    for _, x in [(modules, x) for modules, x in alike if module in modules] or alike:
         yield relative(x, value)

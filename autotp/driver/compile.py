@@ -1,13 +1,13 @@
-"""Pipeline of `autotp.compile`: from a model to its capture, to a plan, and to what a `ShardedModule` is made from.
+"""Pipeline of `autotp.compile`: from a model to its capture, to a plan, and to the source of a `ShardedModule`.
 
-`Compilation` is the whole of it, in order and the same on all ranks; what follows are its steps on one rank.
+`Compilation` is the whole of it, in order and the same on all ranks; the functions below are its steps on one rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,7 +58,7 @@ from .options import Options
 from .schedule import ready, schedule
 from .shares import Staged, find_shares, refuse_full, unlike
 
-ModuleSource = tuple[nn.Module, Plan, Source]  # what a `ShardedModule` takes
+ModuleSource = tuple[nn.Module, Plan, Source]  # arguments of `ShardedModule`
 
 
 Captured = tuple[Capture, list[str]]  # a graph, and what the user should know of it
@@ -78,12 +78,12 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Compilation:
-    """Compilation of a model once its inputs are known: called with them, it gives what a `ShardedModule` takes.
+    """Compilation of a model once its inputs are known: called with them, it returns the arguments of `ShardedModule`.
 
     Attributes:
         model: as `plain` gives it. ranks: of tp.
-        options: what planning is for; of a given plan, what that was made for.
-        request: what captures are to be; `lowering`: how programs run.
+        options: of planning; of a given plan those that it was made for.
+        request: of captures; `lowering`: of programs.
         plan: None to solve one for the inputs.
         check: compare values between the ranks; `check_capture`: compare the captured graph with the model.
         captured: the model's graph for the inputs and its notes, where they exist already.
@@ -109,11 +109,12 @@ class Compilation:
 
     @property
     def every(self) -> Ranks:
-        """The ranks of both axes, which capture and plan together."""
+        """Ranks of all axes, which capture and plan together."""
         return self.ranks.planners
 
     def capture(self, inputs: Inputs) -> Captured:
-        """The model's graph for these inputs, and its notes: rank 0's on every rank, where all models are equal."""
+        """Capture the model's graph for these inputs, and its notes: rank 0's on every rank, where all models are
+        equal."""
         ranks, device = self.every, self.ranks.device
 
         def take(captured: Capture, notes: list[str]) -> Captured:
@@ -125,7 +126,7 @@ class Compilation:
         return capture_once(ranks, agreed, partial(capture_key, *of), partial(capture_model, *of), take)
 
     def solve(self, captured: Capture, notes: list[str]) -> Plan:
-        """The plan, given or solved, once all ranks have the same model.
+        """Return the plan, given or solved, once all ranks have the same model.
 
         It is solved on one rank: equally good plans would otherwise differ between ranks.
         """
@@ -137,7 +138,7 @@ class Compilation:
         return of_first(ranks, "planning", solve)
 
     def source(self, plan: Plan, captured: Capture | None) -> ModuleSource:
-        """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
+        """Return the arguments of `ShardedModule` under this plan; `captured` is then ready to run."""
         together(self.every, "fitting the plan to the model", lambda: _fits(self.model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         facts = {**versions(), "plan": digest, "wanted": self.request, **_parameters(self.model, None)}
@@ -145,26 +146,31 @@ class Compilation:
             facts |= machine(self.ranks.device)
         agree(self.every, "the plan", facts)
         self.compare_weights()
-        # Of no part of `self`: the module lives on with this, and would keep the original's weights.
-        of_plan: dict[str, Any] = {"plan": plan, "options": self.options}
-        make = partial(_program, **of_plan)
+        make = partial(_program, plan=plan, options=self.options)
         virtual = {**plan.batch.degrees, "tp": plan.tp} if self.hosts else {}
         shards = ShardState(
             skeleton(self.model, self.ranks.device), self.ranks, self.hosts.get("tp", plan.tp), aliases(self.model),
             Axes(self.hosts.get("dp", 1)) if virtual else plan.batch, hosts=hosts_of(self.ranks, virtual, self.hosts),
         )  # fmt: skip
-        source = Source(
-            shards, decide=partial(decided_for, **of_plan), make=make,
-            capture=further, agreed=schedule(ranks=self.ranks).agreed, want=self.request,
-            check=bool(self.check), sample=self.check is not False,
-            lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank),
-            again=partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering),
-            origin=captured.origin[1] if captured is not None and captured.origin is not None else None,
-        )  # fmt: skip
+        again = partial(_anew, ranks=self.ranks, options=self.options, request=self.request, lowering=self.lowering)
+        origin = captured.origin[1] if captured is not None and captured.origin is not None else None
+        source = self.source_of(shards, plan, make, check=bool(self.check), again=again, origin=origin)
         if captured is not None:
             sharded = together(self.every, "rewriting the graph", lambda: make(captured, {}, self.request.outputs))
             source.ready.append((captured, sharded))
         return self.model, plan, source
+
+    def source_of(self, shards: ShardState, plan: Plan, make: Callable[..., Sharded], **others: Any) -> Source:
+        """Make the source of programs under a plan, with its further attributes.
+
+        It holds no part of `self`: the module lives on with it, and would keep the original's weights.
+        """
+        return Source(
+            shards, decide=partial(decided_for, plan=plan, options=self.options), make=make,
+            capture=further, agreed=schedule(ranks=self.ranks).agreed, want=self.request,
+            sample=self.check is not False,
+            lowering=self.lowering.priced(self.options.cluster, self.options.objective, schedule().rank), **others,
+        )  # fmt: skip
 
     def compare_weights(self) -> None:
         """Make sure that all ranks have the same weights, by a few values of each, where `check` is left open."""
@@ -177,7 +183,7 @@ def _anew(
     model: nn.Module, inputs: Inputs, tp: int, axes: Axes, *, ranks: Ranks, options: Options,
     request: CaptureRequest, lowering: Lowering,
 ) -> ModuleSource:  # fmt: skip
-    """Return what a `ShardedModule` takes for other degrees over the same ranks, all else as of the one before.
+    """Return the arguments of `ShardedModule` for other degrees over the same ranks, all else as of the one before.
 
     Args:
         model: on the meta device. inputs, tp, axes: to plan for. ranks, options, request, lowering: of the one before.
@@ -189,13 +195,13 @@ def _anew(
 
 
 def plain(model: nn.Module, request: CaptureRequest, lowering: Lowering | None = None) -> nn.Module:
-    """The model with plain tensors for weights, and with what its precision remembers from call to call.
+    """Return the model with plain tensors for weights, and with the histories that its precision needs.
 
     Args:
         model: it stays as it is. request: with the precision. lowering: that programs run by.
 
     Raises:
-        InputError: a backward writes to a buffer, which what a backend compiles would leave out.
+        InputError: a backward writes to a buffer, which a compiled program would leave out.
     """
     precision = request.precision
     if precision is not None and precision.recipe == DELAYED and lowering is not None and lowering.backend != EAGER:
@@ -211,7 +217,7 @@ def _program(
     captured: Capture, states: Layouts, outputs: str, decided: Decided | None = None, *, plan: Plan,
     options: Options,
 ) -> Sharded:  # fmt: skip
-    """The program of all ranks."""
+    """Make the program of all ranks."""
     return applied(captured, plan, options, outputs, states, decided)[1]
 
 
@@ -219,15 +225,15 @@ def _fits(model: nn.Module, plan: Plan) -> None:
     have = {n: tuple(p.shape) for n, p in model.named_parameters()}
     want = {p.name: tuple(p.shape) for p in plan.parameters}
     if have != want:
-        odd = sorted(set(have.items()) ^ set(want.items()))[:5]
+        differing = sorted(set(have.items()) ^ set(want.items()))[:5]
         raise PlanError(
             f"the plan was made for {plan.model} with other parameters than this {type(model).__name__} has, such as "
-            f"{', '.join(f'{n} {s}' for n, s in odd)}. Plan again for this model."
+            f"{', '.join(f'{n} {s}' for n, s in differing)}. Plan again for this model."
         )
 
 
 def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
-    """Names, shapes and dtypes; with `check` a hash of the values too."""
+    """Describe the parameters by shape and dtype; with `check` by a hash of the values too."""
     out = {}
     for n, p in model.named_parameters():
         values = state.fingerprint(p) if check and not p.is_meta else ""
@@ -246,14 +252,14 @@ def prepare(
     trial: Trial | None = None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> Capture:
-    """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
+    """Capture and canonicalise a skeleton, and compare the result with the model itself where `trial` has it.
 
     Args:
         bare: the model with fake tensors in place of weights.
         inputs: of one call; with dp > 1 a slice of the batch, and the capture is that of one data-parallel rank.
-        device: that the weights are on. mode: what the model is in now, as `mode_of` reads it.
+        device: that the weights are on. mode: of the model now, as `mode_of` reads it.
         trial: the model with its weights, to be run beside the capture; None: the capture is not compared.
-        request: what else the public functions were asked for.
+        request: of the capture.
     """
     order = schedule(request)
     with stage("capture"):
@@ -273,7 +279,7 @@ def further(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, r
 
 
 def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
-    """The capture of a stand-in, held against it."""
+    """Capture a stand-in, and compare the capture with it."""
     mode, bare = recording_mode(trial.model, trial.device), skeleton(trial.model, trial.device)
     return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, states)
 
@@ -281,7 +287,7 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
 def capture_key(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
 ) -> tuple[str | None, str]:
-    """Return all that `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
+    """Return a digest of all that `capture_model` with these arguments depends on, or None and the reason.
 
     Args:
         model, inputs, device, check, request: see `capture_model`.
@@ -289,10 +295,10 @@ def capture_key(
     try:
         mode = recording_mode(model, device)
         real = any(not p.is_meta for p in model.parameters())
-        more = (inputs.args, inputs.kwargs), mode, check, repr(request), real
-        return model_key(skeleton(model, device), *more), ""
-    except Untold as odd:
-        return None, str(odd)
+        call = inputs.args, inputs.kwargs
+        return model_key(skeleton(model, device), call, mode, check, repr(request), real), ""
+    except Untold as error:
+        return None, str(error)
     except Exception as error:  # whatever a user's class may raise: the capture itself then says what is wrong
         return None, message_of(error)
 
@@ -305,12 +311,12 @@ def capture_model(
     check: bool | None = None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> Captured:
-    """Capture a model's graph for these inputs as the model is now, and what the user should know of it.
+    """Capture a model's graph for these inputs as the model is now, with notes for the user.
 
     Args:
         model: with its weights, or on the meta device. inputs: of one call. device: that the weights are on.
         check: `check_capture` of the public functions.
-        request: what else they were asked for.
+        request: of the capture.
     """
     warn_of_cache(os.environ.get(FOLDER, ""))
     inputs, note = without_cache(model, inputs)
@@ -340,7 +346,7 @@ def capture_model(
 
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
-    """The plan of a captured model; refused where unlike ranks cannot hold what they are dealt."""
+    """Plan a captured model; refuse it where unlike ranks cannot hold their shares."""
     return refuse_full(plan_stages(captured, notes, options, name).plan)
 
 
@@ -348,11 +354,11 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 def plan_stages(
     captured: Capture, notes: list[str], options: Options, name: str, before: Staged | None = None
 ) -> Staged:
-    """The plan of a captured model, the decisions, the program of the ranks, and what priced them.
+    """Plan a captured model; return the plan with its decisions, the program of the ranks, and the prices.
 
     Args:
         captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
-        before: what was made of the same with another `memory`.
+        before: the result for the same with another `memory`.
     """
     if before is None and unlike(options):
         return find_shares(partial(_stages, captured, notes, name=name), options)
@@ -360,9 +366,9 @@ def plan_stages(
 
 
 def _stages(captured: Capture, notes: list[str], options: Options, name: str, before: Staged | None = None) -> Staged:
-    """`plan_stages` by given shares."""
+    """Do what `plan_stages` does, by given shares."""
     check_lengths(captured, options.objective)
-    begun, odd = _begun(captured, options)
+    begun, cache_notes = _begun(captured, options)
     reading = ready(captured, options.tp)
     parts = None if begun is None else cache_parts(reading.program, begun.program, begun.like)
     with stage("plan"):
@@ -373,7 +379,7 @@ def _stages(captured: Capture, notes: list[str], options: Options, name: str, be
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    all_notes = [*notes, *without_rule(planned), *stopped(planned), *([GATHERED] if gathers else []), *odd]
+    all_notes = [*notes, *without_rule(planned), *stopped(planned), *([GATHERED] if gathers else []), *cache_notes]
     cache = None if begun is None else _cache(begun, planned, options)
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, cache)
     plan = with_axis(plan, planned, sharded, builder, options.batch)
@@ -382,7 +388,7 @@ def _stages(captured: Capture, notes: list[str], options: Options, name: str, be
 
 
 def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list[str]]:
-    """The call that begins the model's own cache, where the program carries none, and a note where it is not known."""
+    """Capture the call that begins the model's own cache, where the program carries none; or note why it is unknown."""
     if options.objective.training or captured.has_states or options.batch.cp > 1:
         return None, []
     begun = begun_cache(captured, partial(prepare, request=CaptureRequest(dp=options.batch.dp)))
@@ -392,7 +398,7 @@ def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list
 
 
 def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
-    """Cache of one rank under a plan."""
+    """Return the cache of one rank under a plan."""
     if not begun.program.has_states and not begun.plain:
         return Cache()
     weights = [x for x in planned.program.leaves if x.kind.weight]
@@ -407,8 +413,8 @@ def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
 def apply_plan(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Layouts | None = None
 ) -> tuple[Planned, Sharded]:
-    """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter and state where the plan has it.
+    """Apply a plan to a capture: by its own decisions where it was made for this graph, otherwise solved again with
+    every parameter and state where the plan has it.
 
     Args:
         outputs: see `CaptureRequest`, and `rewrite`.
@@ -421,11 +427,11 @@ def applied(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full",
     states: Layouts | None = None, decided: Decided | None = None,
 ) -> tuple[Planned, Sharded, Builder]:  # fmt: skip
-    """Return what `apply_plan` gives, and what prices it.
+    """Apply a plan as `apply_plan` does, and return the builder that prices it too.
 
     Args:
         captured, plan, options, outputs, states: see `apply_plan`.
-        decided: what `decided_for` gave for the same; None to decide here.
+        decided: the result of `decided_for` for the same; None to decide here.
     """
     builder = _under(captured, plan, options, states)
     planned = _planned(builder, plan, decided)
@@ -436,17 +442,17 @@ def applied(
 
 
 def decided_for(captured: Capture, states: Layouts, *, plan: Plan, options: Options) -> Decided:
-    """Decisions of a capture under a plan, for every rank to take; arguments as of `apply_plan`."""
+    """Decide a capture under a plan, for every rank to take; arguments as of `apply_plan`."""
     planned = _planned(_under(captured, plan, options, states), plan)
     return Decided({n.name: how for n, how in planned.decisions.items()}, planned.states)
 
 
 def _under(captured: Capture, plan: Plan, options: Options, states: Layouts | None) -> Builder:
-    """Builder of a capture's problem, with weights and states where a plan and the programs since have them."""
-    if odd := plan.tables.keys() & set(captured.mutations.values()):
+    """Make the builder of a capture's problem, with weights and states where a plan and later programs have them."""
+    if written := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
-            f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
-            "it is called in here."
+            f"the plan splits the buffer {min(written)}, which this call writes to. Plan with the model in the mode "
+            "that it is called in here."
         )
     options = replace(options, shares=plan.shares, units=plan.units)
     # What the plan does not split is whole on a rank, also what its own program wrote to and this one does not.
@@ -455,7 +461,7 @@ def _under(captured: Capture, plan: Plan, options: Options, states: Layouts | No
 
 
 def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Planned:
-    """A capture with its decisions: those that are given, the plan's where it was made for this graph, or solved."""
+    """Decide a capture: by given decisions, by the plan's where it was made for this graph, or by the solver."""
     if decided is None and builder.reading.digest != plan.digest:
         with stage("decide"):
             return decide(builder)
@@ -465,9 +471,8 @@ def _planned(builder: Builder, plan: Plan, decided: Decided | None = None) -> Pl
 
 
 def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Sharded:
-    """The program of all ranks. What forces or forbids sequence parallelism has decided the plan, and is no part of it:
-    the program of a loaded plan has the same conversions.
-    """
+    """Rewrite a planned program for all ranks, without the option of sequence parallelism: it has decided the plan and
+    is no part of it, so that the program of a loaded plan has the same conversions."""
     prices = builder.prices if builder.prices.sequence is None else replace(builder.prices, sequence=None)
     program = ShardedProgram(planned, prices.convert)
     run_passes(program, schedule(CaptureRequest(outputs=outputs)).sharded)

@@ -1,8 +1,8 @@
-"""A prompt and tokens after it, decoded with a cache: each call of the model is proved as one call on simulated ranks.
+"""A proof of decoding with a cache: each call of the model is proved as one call on simulated ranks.
 
-What a call is given, the cache among it, is what the call before left. So it is enough that every call gives on the
-ranks what the captured graph gives, that this is the model, and that a state is left in the layout that the next call
-takes.
+The inputs of a call, the cache among them, are the outputs of the call before. So it is enough that the ranks give the
+captured graph's outputs in every call, that this graph is the model, and that a state is left in the layout that the
+next call takes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _FailedError(Exception):
 def decoded(
     model: nn.Module, inputs: Inputs, plan: Plan, options: Options, request: CaptureRequest, count: int
 ) -> Decoded:
-    """Generate, and prove every call on simulated ranks.
+    """Generate tokens, and prove every call on simulated ranks.
 
     Args:
         inputs: the prompt. plan: made with these `options`. request: says which states a user named.
@@ -88,7 +88,7 @@ def decoded(
 
 
 def generate(bare: nn.Module, inputs: Inputs, count: int, names: Names, call: Call) -> None:
-    """Prefill, and decode tokens, by calls that another function makes.
+    """Prefill and decode tokens, by calls that another function makes.
 
     Args:
         bare: the model's skeleton. inputs: the prompt. count: of tokens after it.
@@ -121,7 +121,7 @@ def _by_names(inputs: dict[str, Any], count: int, names: Names, call: Call) -> N
 
 
 def check_count(model: nn.Module, count: Any, names: Names, axes: Axes) -> None:
-    """Refuse what is no number of tokens, a model that has nothing to decode with, and axes beside tp.
+    """Refuse a wrong number of tokens, a model that has nothing to decode with, and axes beside tp.
 
     Args:
         model: that decodes. count: tokens. names: of states that calls carry. axes: beside tp.
@@ -132,7 +132,7 @@ def check_count(model: nn.Module, count: Any, names: Names, axes: Axes) -> None:
     if not counts(count):
         raise InputError(f"generate={count!r}: give how many tokens to decode after the example inputs, such as 16.")
     if axes.size > 1:
-        raise InputError(f"generate= with {axes.name}: a cache is not dealt over that. Leave out one of them.")
+        raise InputError(f"generate= with {axes.name}: a cache is not sharded over that. Leave out one of them.")
     if away := {x.device.type for x in model.parameters()} - {"cpu", "meta"}:
         raise InputError(f"generate= calls the model too, on the CPU, and it is on {listed(away)}: pass model.cpu().")
     if not names and not callable(getattr(type(model), "generate", None)):
@@ -148,7 +148,6 @@ class Decoding:
         programs: with the decisions of each. calls: of the model, not of its parts.
         error, model_error: largest differences of the ranks, in float64, and of the captured graphs from the model.
         values: compared on the ranks. difference: the first, None where all agree.
-        rewritten: how many attentions of the programs read their cache as it is, as on the ranks.
     """
 
     model: nn.Module
@@ -163,7 +162,6 @@ class Decoding:
     model_error: float = 0.0
     values: int = 0
     difference: Difference | None = None
-    rewritten: int = 0
 
     def __post_init__(self) -> None:
         self.bare = skeleton(self.model, CPU).eval()
@@ -171,7 +169,7 @@ class Decoding:
         self.layouts: dict[str, Layout] = dict(self.plan.states)
 
     def summary(self, count: int) -> Decoded:
-        """Return what came of decoding so many tokens."""
+        """Return the result of decoding so many tokens."""
         states = len({name for p in self.programs for name in p.sharded.states})
         off = self.model_error if self.request.precision is None else None
         return Decoded(count, self.calls, states, self.values, self.error, off, self.difference)
@@ -192,7 +190,7 @@ class Decoding:
             theirs = self.model.get_submodule(entry)(*copies[0], **copies[1])
         except Exception as error:  # whatever a user's forward may raise
             raise _FailedError from error
-        (results,) = run(captured, {n: [_own(v)] for n, (v,) in leaves.nodes.items()}).outputs
+        (results,) = run(captured, {n: [_clone(v)] for n, (v,) in leaves.nodes.items()}).outputs
         for i, taker in captured.mutations.items():
             if isinstance(taker, int):
                 tensors[taker].copy_(results[i])
@@ -203,7 +201,7 @@ class Decoding:
         return outputs
 
     def _prove(self, program: Program, leaves: Values, ours: Any, theirs: Any) -> None:
-        """Hold the ranks against the captured graph, and what that gave against the model."""
+        """Compare the ranks with the captured graph, and the graph's outputs with the model's."""
         if self.difference is not None:  # of which later calls are made
             return
         what = "the prompt" if self.calls == 0 else f"decoded token {self.calls}"
@@ -226,12 +224,12 @@ class Decoding:
         """Take copies of the model's weights and of these inputs as the leaves."""
         state = {**captured.constants, **weights_of(self.model)}
         values = leaf_values(captured, tensors, lambda name: real(state[name]))
-        return Values({node: [_own(value)] for node, value in values.items()})
+        return Values({node: [_clone(value)] for node, value in values.items()})
 
     # ---- programs --------------------------------------------------------------------------------------------------
 
     def _find(self, call: Arguments) -> tuple[Program, list[int]]:
-        """Find or capture the program of a call, and where its tensors lie among the call's leaves."""
+        """Find or capture the program of a call, and the positions of its tensors among the call's leaves."""
         for _ in range(2):
             call_form, _ = form(self.bare.get_submodule(call.entry), call.whole, call.spec)
             match = self.programs.find(call_form, call.whole, mode_of(self.bare.modules(), CPU), call.entry)
@@ -247,13 +245,12 @@ class Decoding:
             captured = self._captured(call)
         planned, sharded = apply_plan(captured, self.plan, self.options, states=self.layouts)
         for name in sharded.states.keys() & self.layouts.keys():
-            # The next call deals out whole states anew, so that it could not tell.
+            # The next call shards whole states anew, so that it could not tell.
             if sharded.states[name] != self.layouts[name]:
                 detail = f"one call leaves it {self.layouts[name]}, and another takes it {sharded.states[name]}"
                 self.difference = self.difference or Difference("decoding", name, "", "", float("inf"), detail)
         self.layouts |= sharded.states
-        sharded, count = as_it_runs(sharded, self.plan.tp, self.options.objective)
-        self.rewritten += count
+        sharded = as_it_runs(sharded, self.plan.tp, self.options.objective)
         values = [x.node.meta.get("val") for x in captured.inputs]
         call_form, _ = form(self.bare.get_submodule(call.entry), values, captured.in_spec)
         self.planned.append(planned)
@@ -268,7 +265,7 @@ class Decoding:
             return further(bare, inputs, CPU, mode_of(bare.modules(), CPU), self.request)
 
 
-def _own(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -280,23 +277,23 @@ def _tensors(outputs: Any) -> dict[int, Tensor]:
     return dict(enumerate(x for x in leaves if isinstance(x, Tensor)))
 
 
-def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> tuple[Sharded, int]:
+def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> Sharded:
     """Rewrite attention over a cache as one call in the program of all ranks, which is proved as it runs.
 
     Args:
         sharded: the program before the rank is known; it stays as it is. tp: number of ranks.
-        objective: what it is planned for.
+        objective: that it is planned for.
 
     Returns:
-        A copy, with layouts of its inputs and of what is left of the original's nodes, and how many attentions were
-        rewritten.
+        A copy, with layouts of its inputs and of the original's nodes that are left.
     """
     graph, copies = copy_graph(sharded.graph.nodes)
     setting = Setting(MeshPlace(0, tp, ""), Cluster.resolve(None), objective, torch.device("cpu"))
     program = RankProgram(graph, setting)
-    changes = CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
-    there = set(program.graph.nodes)
-    layouts = {copies[n]: layout for n, layout in sharded.layouts.items() if copies.get(n) in there}
-    origin = {copies[n]: value for n, value in sharded.origin.items() if copies.get(n) in there}
-    ends = {copies[n]: copies[end] for n, end in sharded.ends.items() if copies.get(n) in there}
-    return Sharded(program.graph, layouts, origin, ends, sharded.states), changes.count
+    CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
+    present = set(program.graph.nodes)
+    left = {old: new for old, new in copies.items() if new in present}
+    layouts = {left[n]: layout for n, layout in sharded.layouts.items() if n in left}
+    origin = {left[n]: value for n, value in sharded.origin.items() if n in left}
+    ends = {left[n]: copies[end] for n, end in sharded.ends.items() if n in left}
+    return Sharded(program.graph, layouts, origin, ends, sharded.states)

@@ -28,7 +28,7 @@ SPLIT = ("weights", "gradients", "states")  # over dp and cp, by `fully_shard`
 
 @dataclass(frozen=True)
 class Terms:
-    """A model planned for degrees of tp and cp: what a rank of both does.
+    """Costs of a model planned for degrees of tp and cp, of one rank.
 
     Attributes:
         units: in order. tied: weights of several units: bytes with gradient and states, and the units.
@@ -43,7 +43,7 @@ class Terms:
 
 
 def terms_of(staged: Staged) -> Terms:
-    """Return the terms of a plan: its units, and what gathering again saves."""
+    """Return the terms of a plan, with the savings of gathering again in the backward."""
     plan, planned, sharded, prices = staged.plan, staged.planned, staged.sharded, staged.builder.prices
     costs = UnitCosts(planned, sharded, prices, units_of(planned, sharded) or [Unit("", 0)])
     for node, size, seconds in gathered_again(planned, sharded, staged.builder):
@@ -120,14 +120,14 @@ class Pricer:
     machines: Callable[[int], Machines] = lambda pp: ((), ())
 
     def __post_init__(self) -> None:
-        self._sums: dict[tuple[int, str, int], UnitSums] = {}
-        self._ranks: dict[tuple[int, str, int, int, int], RankSums] = {}
+        self._sums: dict[object, UnitSums] = {}
+        self._ranks: dict[object, RankSums] = {}
         self.starts, self.price = cache(self._division), cache(self._step)  # a search asks for a mesh again
-        self._sends: dict[tuple[bool, int], list[Sends]] = {}
+        self._sends: dict[object, list[Sends]] = {}
 
     @cached_property
     def steady(self) -> dict[str, Array]:
-        """Return of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
+        """Bytes of weights, gradients and states of every unit, and seconds of the optimizer's step."""
         return {
             name: np.array([getattr(u, name) for u in self.terms.units])
             for name in ("weights", "gradients", "states", "experts", "optimizer")
@@ -135,11 +135,11 @@ class Pricer:
 
     @cached_property
     def first(self) -> list[int]:
-        """Return of every unit the first that is equal to it."""
+        """Index of the first unit that is equal, for every unit."""
         return [self.terms.units.index(unit) for unit in self.terms.units]
 
     def _step(self, mesh: Mesh) -> Priced:
-        """A step on a mesh.
+        """Price a step on a mesh.
 
         Every rank of the pipeline works through all micro-batches, the slowest sets the pace, and (pp - 1) / chunks
         micro-batches more fill and drain it. What dp sends runs beside the backward of one micro-batch.
@@ -161,7 +161,7 @@ class Pricer:
         return Priced(step, sends, float(nbytes.max()), bool(np.all(nbytes <= (limits or inf))))
 
     def ranks(self, mesh: Mesh) -> RankSums:
-        """Return what the ranks of a pipeline take for a micro-batch."""
+        """Return the costs of the ranks of a pipeline for a micro-batch."""
         key = mesh.batch, mesh.keep, mesh.pp, mesh.chunks, mesh.copies
         if key not in self._ranks:
             sums, starts = self.sums(mesh), self.starts(mesh.pp, mesh.chunks)
@@ -183,12 +183,12 @@ class Pricer:
         return self._ranks[key]
 
     def _by_rank(self, mesh: Mesh, x: Array) -> Array:
-        """The sums over the units of each rank of the pipeline."""
+        """Sum over the units of each rank of the pipeline."""
         stages = np.add.reduceat(x, self.starts(mesh.pp, mesh.chunks))
         return stages.reshape(mesh.chunks, mesh.pp).sum(0)
 
     def sums(self, mesh: Mesh) -> UnitSums:
-        """Return what each unit takes, with as many examples as on this mesh."""
+        """Return the costs of each unit, with as many examples as on this mesh."""
         key = mesh.batch, mesh.keep, mesh.copies
         if key not in self._sums:
             rows = {i: self._unit(self.terms.units[i], mesh) for i in set(self.first)}
@@ -196,7 +196,7 @@ class Pricer:
         return self._sums[key]
 
     def _division(self, pp: int, chunks: int) -> Array:
-        """Return where each stage begins: the division whose slowest stage is fastest, with all kept."""
+        """Return the first unit of each stage: the division whose slowest stage is fastest, with all values kept."""
         weights, (limits, rates) = weigh(self.terms.units, self.terms.tied), self.machines(pp)
         division = divide(weights, pp, chunks, [*limits] * chunks, [*rates] * chunks) if rates else None
         division = division or divide(weights, pp, chunks, (), [*rates] * chunks)
@@ -204,8 +204,8 @@ class Pricer:
         return np.cumsum([0, *division.sizes[:-1]])
 
     def _unit(self, unit: UnitCost, mesh: Mesh) -> tuple[float, ...]:
-        """Return a row of `UnitSums`: examples scale kernels, bytes and what is kept, and not what a start takes."""
-        # Kernels and bytes grow with the examples of a rank; what a start takes (launches) does not.
+        """Return a row of `UnitSums`."""
+        # Kernels and bytes grow with the examples of a rank; the time of launches does not.
         part, both, block = mesh.batch / self.example, (unit.block, unit.rest), unit.block
         backward = sum(part * x.backward.kernels + x.backward.launches for x in both)
         compute = backward + sum(part * x.forward.kernels + x.forward.launches for x in both)
@@ -215,10 +215,10 @@ class Pricer:
         tp = self._sends_of([x.calls for x in ways], part, mesh, "tp")
         axis = "ep" if mesh.ep > 1 else "cp"
         cp = self._sends_of([x.across for x in ways], part, mesh, axis)
-        # The experts of ranks that have the same are gathered among these for a micro-batch, and their gradients dealt.
+        # Ranks with the same experts all-gather these for a micro-batch, and reduce-scatter their gradients.
         calls = [Counter({Call(name, unit.experts, mesh.copies): 1}) for name in ("all_gather", "reduce_scatter")]
-        gathers, deals = [self._sends_of([each], 1.0, mesh, "dp") for each in calls]
-        cp = cp.plus(gathers).plus(deals)
+        gathers, scatters = [self._sends_of([call], 1.0, mesh, "dp") for call in calls]
+        cp = cp.plus(gathers).plus(scatters)
         gathered = unit.experts * (mesh.copies > 1)
         # Slices of what was gathered are kept in its place: gathered again in the backward, smaller until then.
         if mesh.keep == "slices":
@@ -239,22 +239,21 @@ class Pricer:
         )  # fmt: skip
 
     def _sends_of(self, calls: Iterable[Counter[Call]], part: float, mesh: Mesh, axis: str) -> Sends:
-        """Seconds that nothing hides, and bytes, of collectives of a part of what was planned."""
+        """Sum exposed seconds, and bytes, of collectives for a part of the examples that were planned."""
         total = Sends()
-        for (primitive, size, few), times in (pair for each in calls for pair in each.items()):
+        for (primitive, size, few), times in (pair for counter in calls for pair in counter.items()):
             ranks = few or getattr(mesh, axis)
             sends = collective_sends(primitive, part * size, ranks, self.cluster, mesh.stride(axis))
             total = total.plus(Sends(times * sends.seconds, times * sends.bytes))
         return total._replace(seconds=total.seconds * self.terms.exposed_share) if axis == "tp" else total
 
     def _updates(self, mesh: Mesh, backward: Array) -> tuple[Array, Array, float]:
-        """Return the seconds by rank of waiting for dp and of the optimizer, and the bytes that one sends."""
+        """Return the seconds by rank of waiting for dp and of the optimizer, and the bytes that a rank sends."""
         key = mesh.fully_shard, mesh.replicas
         if key not in self._sends:
-            sizes = list(zip(self.steady["weights"], self.steady["experts"], strict=True))
-            # Of experts a rank holds its own part alone.
-            each = {(size, own): weight_sends(mesh, float(size - own), self.cluster) for size, own in set(sizes)}
-            self._sends[key] = [each[pair] for pair in sizes]
+            sizes = (self.steady["weights"] - self.steady["experts"]).tolist()  # experts are sharded over dp already
+            sends = {size: weight_sends(mesh, size, self.cluster) for size in set(sizes)}
+            self._sends[key] = [sends[size] for size in sizes]
         seconds = self._by_rank(mesh, np.array([x.seconds for x in self._sends[key]]))
         times = mesh.microbatches if mesh.fully_shard else 1
         updates = self._by_rank(mesh, self.steady["optimizer"] * self._part(mesh))
@@ -262,12 +261,13 @@ class Pricer:
         return times * np.maximum(seconds - backward, 0.0), updates, nbytes
 
     def _part(self, mesh: Mesh) -> Array:
-        """Part of each unit's weights that a rank holds, where dp and cp split them too, and of experts always."""
+        """Return the part of each unit's weights that a rank holds: of experts always its own, of the rest what
+        `fully_shard` leaves it."""
         experts = self.steady["experts"] / np.maximum(self.steady["weights"], 1.0)
         return (1 - experts) / (mesh.replicas if mesh.fully_shard else 1) + experts / mesh.copies
 
     def _memory(self, mesh: Mesh, sums: RankSums) -> Array:
-        """Bytes of each rank of the pipeline: what is steady, kept of the micro-batches in flight, and what works."""
+        """Return the bytes of each rank of the pipeline: steady, kept for micro-batches in flight, and working."""
         starts = self.starts(mesh.pp, mesh.chunks)
         degree = mesh.replicas if mesh.fully_shard else 1
         rank_bytes = np.add.reduceat(np.sum([self.steady[name] for name in SPLIT], 0) * self._part(mesh), starts)
@@ -284,5 +284,5 @@ class Pricer:
 
 @cache
 def _flying(pp: int, chunks: int) -> Array:
-    """Micro-batches of which each stage holds what is kept."""
+    """Count the micro-batches in flight at each stage."""
     return np.array([in_flight(stage, pp, chunks) for stage in range(pp * chunks)])

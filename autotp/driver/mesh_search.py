@@ -1,5 +1,5 @@
-"""The best mesh of so many devices: one plan for each tp and cp, and arithmetic on the plans' terms; and over how
-many ranks of dp experts are dealt, for which each way is planned."""
+"""The search for the best mesh of so many devices, by one plan for each tp and cp and arithmetic on the plans' terms;
+and for the best number of dp ranks to shard experts over, by one plan for each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .options import Options
 from .shares import Staged
 from .staging import machines_of
 
-# By tp and axes beside it; whether it is held against the model, and whether dealt over cp
+# By tp and axes beside it; whether it is compared with the model, and whether sharded over cp
 Captured = Callable[..., tuple[Capture, list[str]]]
 BATCH_FACTORS = (1, 2, 4, 8)  # by which a micro-batch may be larger than the example inputs
 
@@ -66,7 +66,7 @@ def choose_mesh(
     captured: Captured, inputs: Inputs, options: Options, name: str, devices: int, examples: int | None = None,
     only: int | str | None = None,
 ) -> MeshChoice:  # fmt: skip
-    """Price every mesh of so many devices that autotp runs.
+    """Price every mesh of so many devices that autotp runs, and rank them.
 
     Args:
         captured: makes the program of one micro-batch, as `autotp.compile` would; it raises where cp cannot be.
@@ -132,8 +132,8 @@ class _Search:
         return self._choice(best, len(fits), sum(fits))
 
     def _beside(self, tps: Sequence[int]) -> None:
-        """Plan for each tp with the degrees of cp that sequences can be dealt over, two chunks of one length a rank, as
-        far as they are worth it, and with those of ep."""
+        """Plan for each tp with the degrees of cp that sequences can be sharded over, in two chunks of one length for
+        each rank, as far as they are worth it; and with those of ep."""
         last = dict.fromkeys(tps if self.length else (), 1)
         # By cp, so that what another tp gained by so many ranks of it ends the growth of one that cannot keep up.
         for cp in divisors(self.devices)[1:]:
@@ -154,11 +154,11 @@ class _Search:
         """Say whether more ranks of cp could be among the rows that are shown: for the same arithmetic they send more,
         so they take no less time than these would, had they memory for all that the backward reads."""
         steps = [priced.seconds for _, priced in self._best() if priced.fits]
-        own = [priced.seconds for mesh, priced in self._every() if mesh.inner == (tp, cp, 1)]
-        return len(steps) < SHOWN or min(own, default=0.0) < steps[SHOWN - 1]
+        steps_of = [priced.seconds for mesh, priced in self._every() if mesh.inner == (tp, cp, 1)]
+        return len(steps) < SHOWN or min(steps_of, default=0.0) < steps[SHOWN - 1]
 
     def _best(self) -> list[tuple[Mesh, Priced]]:
-        """The fastest variant of every mesh, ranked: the fastest of what fits, then of the rest what holds least."""
+        """Rank the fastest variant of every mesh: the fastest of those that fit first, then those that hold least."""
         best: dict[tuple[int, ...], tuple[Mesh, Priced]] = {}
         ranked = sorted(self._every(), key=lambda x: (not x[1].fits, x[1].seconds if x[1].fits else 0.0, x[1].memory))
         for mesh, priced in ranked:
@@ -169,7 +169,7 @@ class _Search:
         return ((mesh, self.pricers[mesh.inner].price(mesh)) for mesh in self._meshes())
 
     def _goes(self, tp: int, cp: int, ep: int = 1) -> bool:
-        """Plan for these degrees; False where they cannot be."""
+        """Plan for these degrees; return False where they cannot be."""
         try:
             self._priced(tp, cp, ep)
         except (CaptureError, InputError, PlanError):
@@ -177,8 +177,8 @@ class _Search:
         return True
 
     def _priced(self, tp: int, cp: int, ep: int = 1) -> None:
-        """The fastest plan for these degrees: what a rank holds is decided by the mesh, and a band of the whole model's
-        step would be spent in the head, whose stage all others wait for."""
+        """Make the fastest plan for these degrees: the mesh decides the bytes of a rank, and a band of the whole
+        model's step would be spent in the head, whose stage all others wait for."""
         options, axes = replace(self.options, tp=tp, memory=None, band=0.0), Axes(ep, cp, ep=ep)
         if axes not in self.programs:
             self.programs[axes] = self.captured(tp, axes, check=False, dealt=False)
@@ -191,7 +191,7 @@ class _Search:
         self.pricers[tp, cp, ep] = Pricer(terms_of(staged), self.options.cluster, self.batch, self._machines(staged))
 
     def _machines(self, staged: Staged) -> Callable[[int], Machines]:
-        """Return what a pipeline of so many places runs on, by a plan's prices."""
+        """Make the function from a number of pipeline places to their machines, by a plan's prices."""
         planned, sharded, choice = staged.planned, staged.sharded, staged.plan.share_choice
         units, prices = units_of(planned, sharded) or [Unit("", 0)], staged.builder.prices
 
@@ -210,10 +210,10 @@ class _Search:
         for mesh in factorisations(self.devices, list(self.pricers), units):
             if mesh.ep > 1 and self.experts % mesh.dp:
                 continue  # a rank holds no part of them, but all
-            for each in variants(mesh, self.batch, self.examples, units, BATCH_FACTORS):
+            for batched in variants(mesh, self.batch, self.examples, units, BATCH_FACTORS):
                 for keep in KEEPS:
                     for split in (False, True)[: mesh.replicas]:
-                        variant = replace(each, fully_shard=split, keep=keep)
+                        variant = replace(batched, fully_shard=split, keep=keep)
                         if call_of(variant):
                             yield variant
 
@@ -235,7 +235,7 @@ class _Search:
         )
 
     def _choice(self, meshes: Sequence[tuple[Mesh, Priced]], considered: int, fitting: int) -> MeshChoice:
-        rows = [self._row(*each) for each in meshes]
+        rows = [self._row(mesh, priced) for mesh, priced in meshes]
         return MeshChoice(
             model=self.name,
             cluster=self.options.cluster.name,
@@ -251,7 +251,7 @@ class _Search:
         )
 
     def _plan_of(self, mesh: Mesh) -> Plan:
-        """The plan that starts a mesh."""
+        """Return the plan for a mesh."""
         staged, axis = self.staged[mesh.inner], Axes(mesh.dp, mesh.cp, mesh.fully_shard, ep=mesh.ep)
         degrees = axis_text(dict(zip(("pp", "dp", "cp", "tp"), mesh.degrees, strict=True)))
         degrees += f", ep={mesh.ep}" if mesh.ep > 1 else ""
@@ -264,7 +264,7 @@ class _Search:
         return replace(plan, notes=(*plan.notes, f"of {self.devices} devices: {degrees}"))
 
 
-# ---- experts, whole on each rank of dp, or dealt out over it ---------------------------------------------------------
+# ---- experts, replicated over dp or sharded over it ------------------------------------------------------------------
 
 
 WORDS = {
@@ -280,12 +280,12 @@ def choose_experts(
     """Plan with experts over every number of ranks of dp, and return the fastest that fits, with the others' prices.
 
     Args:
-        captured: makes the program of a rank of dp, by tp, axes, and whether it is held against the model.
+        captured: makes the program of a rank of dp, by tp, axes, and whether it is compared with the model.
         solve: plans that, by program, notes and options. keywords: of `autotp.plan`.
         options: with dp; `memory`: bytes that a rank may hold, by default the device's.
 
     Raises:
-        InputError: there is no dp, or what goes with whole experts alone. PlanError: nothing fits `memory`.
+        InputError: there is no dp, or a keyword goes with replicated experts alone. PlanError: nothing fits `memory`.
     """
     axes, tp = options.batch, options.tp
     if axes.dp == 1:
@@ -294,10 +294,10 @@ def choose_experts(
     program, notes = captured(tp, axes)
     plans, errors = dict[int, Plan](), []
     for ep in divisors(math.gcd(axes.dp, experts_of(program))):
-        dealt = replace(axes, ep=ep)
+        sharded = replace(axes, ep=ep)
         try:
-            own = (program, notes) if ep == 1 else captured(tp, dealt, False)
-            plans[ep] = solve(*own, replace(options, batch=dealt))
+            capture = (program, notes) if ep == 1 else captured(tp, sharded, False)
+            plans[ep] = solve(*capture, replace(options, batch=sharded))
         except (CaptureError, InputError, PlanError) as error:
             errors.append(error)
     if not plans:
@@ -311,36 +311,36 @@ def choose_experts(
     best, *others = sorted(plans.values(), key=rank)
     names = {leaf.node: leaf.name for leaf in program.leaves}
     mixtures = {generic(where(x)): w for region in regions(program) for x, (_, w) in region.products.items()}
-    why = _why(best, others[0], limit) if others else "no number of ranks has as many experts each"
+    cause = _cause(best, others[0], limit) if others else "no number of ranks has as many experts each"
     priced = "; ".join(f"{_way(plan)}: {seconds(plan.totals.seconds)}, {amount(plan.memory.peak)}" for plan in others)
-    text = f"ep='auto': {_way(best)}, {seconds(best.totals.seconds)} a step: {why}{f' ({priced})' if priced else ''}"
+    text = f"ep='auto': {_way(best)}, {seconds(best.totals.seconds)} a step: {cause}{f' ({priced})' if priced else ''}"
     ways = [f"{name}: {_way(best)}{_over_tp(best, w, names)}" for name, w in mixtures.items()]
     return replace(best, notes=(*best.notes, text, *ways))
 
 
 def _over_tp(plan: Plan, weight: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Words for how tp splits experts, with the prices of a step by each way."""
+    """Describe the placement of experts over tp, with the prices of a step by each."""
     if plan.tp == 1:
         return ""
     while weight not in names:
         weight = weight.all_input_nodes[0]
-    own, *_ = ways = explain(plan, names[weight]).alternatives
-    more, texts = plan.totals.seconds - own.seconds, []
+    chosen, *_ = ways = explain(plan, names[weight]).alternatives
+    rest, texts = plan.totals.seconds - chosen.seconds, []
     for words, by_expert in (("by expert", True), ("within the expert", False)):
-        steps = [x.seconds + more for x in ways if not x.why and ("Shard(0)" in x.layout) == by_expert]
+        steps = [x.seconds + rest for x in ways if not x.why and ("Shard(0)" in x.layout) == by_expert]
         texts += [f"{words} {seconds(min(steps))}"] if steps else []
-    return f"; over tp {own.layout}: a step is {' and '.join(texts)}"
+    return f"; over tp {chosen.layout}: a step is {' and '.join(texts)}"
 
 
 def _way(plan: Plan) -> str:
-    """Words for where experts are."""
+    """Describe the placement of experts over dp."""
     return f"rows travel over ep={plan.batch.ep}" if plan.batch.ep > 1 else "experts whole on each dp rank"
 
 
-def _why(best: Plan, other: Plan, limit: float) -> str:
-    """Say what the next best takes more of."""
+def _cause(best: Plan, other: Plan, limit: float) -> str:
+    """Say why the next best plan is not the best: its largest excess."""
     if best.memory.peak <= limit < other.memory.peak:
         return f"{_way(other)} does not fit"
-    more = {name: other.totals.terms.get(name, 0.0) - best.totals.terms.get(name, 0.0) for name in WORDS}
-    most = max(more, key=more.__getitem__)
-    return f"{_way(other)} takes {seconds(more[most])} longer for {WORDS[most]}"
+    excess = {name: other.totals.terms.get(name, 0.0) - best.totals.terms.get(name, 0.0) for name in WORDS}
+    most = max(excess, key=excess.__getitem__)
+    return f"{_way(other)} takes {seconds(excess[most])} longer for {WORDS[most]}"

@@ -1,4 +1,4 @@
-"""Keywords of the public functions, each declared once, and what they ask for: read, and checked at the door."""
+"""Keywords of the public functions, each declared once, and the options that are read from them and checked."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ class Steering(TypedDict, total=False):
 
 
 class StateKeywords(TypedDict, total=False):
-    """Keywords that say what a call carries to the next; `autotp.compile` documents each."""
+    """Keywords of the states that calls carry, and of the precision; `autotp.compile` documents each."""
 
     carried: Mapping[Any, str] | None
     precision: str | Mapping[str, Any] | None
 
 
 class CaptureKeywords(StateKeywords, total=False):
-    """Keywords that say what captures are to be; `autotp.compile` documents each."""
+    """Keywords of captures; `autotp.compile` documents each."""
 
     outputs: str
     random: str
 
 
 class RunKeywords(TypedDict, total=False):
-    """Keywords that say how programs run; `autotp.compile` documents each."""
+    """Keywords of running programs; `autotp.compile` documents each."""
 
     backend: str | Callable[..., Any]
     options: Mapping[str, Any] | None
@@ -74,7 +74,7 @@ class RunKeywords(TypedDict, total=False):
 
 
 class ExpertKeywords(TypedDict, total=False):
-    """Keywords of dp, and of experts over it."""
+    """Keywords of dp, and of experts sharded over it."""
 
     dp: int | None
     ep: int | Literal["auto"] | None
@@ -90,7 +90,7 @@ class AxisKeywords(ExpertKeywords, total=False):
 
 
 class AxisRunKeywords(AxisKeywords, StateKeywords, total=False):
-    """Keywords of axes, and of what a call carries over them."""
+    """Keywords of axes, and of the states that calls carry over them."""
 
 
 class StagedKeywords(AxisRunKeywords, RunKeywords, total=False):
@@ -114,7 +114,7 @@ class VerifyKeywords(Steering, ExpertKeywords, total=False):
 
 
 class CapturedAxisKeywords(CaptureKeywords, AxisKeywords, total=False):
-    """Keywords of captures, and of the axes that they are dealt over."""
+    """Keywords of captures, and of the axes that they are sharded over."""
 
 
 class PlanKeywords(Steering, CapturedAxisKeywords, total=False):
@@ -133,7 +133,7 @@ class CompileKeywords(PlanKeywords, ModuleKeywords, total=False):
     resume: bool
 
 
-# What has bits that depend on the number of ranks, or is not known not to: the keyword, what it may be, and why.
+# Keywords whose bits depend on the number of ranks, or are not known not to: the values that are allowed, and why.
 UNLIKE: dict[str, tuple[Any, str]] = {
     "tp": ((), "the degree is picked by its own plan, and there is one"),
     "dp": (1, "sums over dp are torch's own, in an order of as many ranks as there are, but with dp_invariant="),
@@ -166,13 +166,13 @@ def with_keywords(function: F) -> F:
     Args:
         function: its last parameter is `**keywords: Unpack[...]`; it refuses others by `refuse_unknown`.
     """
-    own = inspect.signature(function)
-    *parameters, last = own.parameters.values()
+    signature = inspect.signature(function)
+    *parameters, last = signature.parameters.values()
     (kind,) = get_args(get_type_hints(function)[last.name])
     for name, hint in kind.__annotations__.items():
         text, default = getattr(hint, "__forward_arg__", hint), DEFAULTS.get(name)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
-    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 
@@ -218,10 +218,10 @@ class Options:
     Attributes:
         tp: number of ranks; `cluster`: the machines that it is priced on.
         pins: a dimension for each pattern, or None for whole; `sequence`: None where the cost decides.
-        objective: what a step is, and whose optimizer's states count.
+        objective: of a step, with the optimizer whose states count.
         memory: bytes that a rank may hold; None for no limit. batch: the axes beside tp.
         band: share of the least step that a plan may take longer to send less. seconds: of the search, CPU time.
-        groups: ranks that a group with copies of a slice may have; () for what heads and nodes suggest.
+        groups: ranks that a group with copies of a slice may have; () for those that heads and nodes suggest.
         shares: of the work, one for each rank; () for equal ones. units: of some lengths. search: find both, if unlike.
     """
 
@@ -241,7 +241,7 @@ class Options:
 
     @classmethod
     def read(cls, tp: int, keywords: Keywords | None = None, batch: Axes = ALONE) -> Options:
-        """Options for a number of ranks, from what the caller gave.
+        """Read the options for a number of ranks from the caller's keywords.
 
         Args:
             tp: ranks. keywords: of a public function, those of `Steering` among them. batch: the axes beside tp.
@@ -273,16 +273,17 @@ class Options:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
-        """Read what a finished plan was made with; h100 where its machines are not known here."""
+        """Read the options that a finished plan was made with; h100 where its machines are not known here."""
         try:
             cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
         except InputError:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)
-        copies = {x.copies for each in plan.decisions.values() for x in (*each.ins, *each.outs)} - {1}
-        groups = tuple(sorted(copies, reverse=True))
-        more = {"batch": plan.batch, "band": plan.totals.band, "groups": groups, "shares": plan.shares}
-        return cls(plan.tp, cluster, {}, None, objective, **more, units=plan.units)
+        copies = {x.copies for choice in plan.decisions.values() for x in (*choice.ins, *choice.outs)} - {1}
+        return cls(
+            plan.tp, cluster, {}, objective=objective, batch=plan.batch, band=plan.totals.band,
+            groups=tuple(sorted(copies, reverse=True)), shares=plan.shares, units=plan.units,
+        )  # fmt: skip
 
 
 def read_invariant(keywords: Keywords, axis: str, ranks: int | None = None) -> int | None:
@@ -310,18 +311,18 @@ def read_invariant(keywords: Keywords, axis: str, ranks: int | None = None) -> i
 
 
 def refuse_unlike(keywords: Keywords) -> None:
-    """Refuse what does not go with equal bits at several degrees, by name.
+    """Refuse keywords that do not go with equal bits at several degrees, by name.
 
     Args:
         keywords: of a public function, with `tp_invariant` or `dp_invariant`.
     """
     names = [name for name in BITS if keywords.get(name) is not None]
-    for name, (allowed, why) in UNLIKE.items():
+    for name, (allowed, reason) in UNLIKE.items():
         value = keywords.get(name)
         if name == "dp" and "dp_invariant" in names:
             continue
         if value is not None and value != allowed and not (isinstance(allowed, tuple) and value in allowed):
-            raise InputError(f"{name}={value!r} with {names[0]}: {why}. Leave out one of them.")
+            raise InputError(f"{name}={value!r} with {names[0]}: {reason}. Leave out one of them.")
     if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         raise InputError(
             f"{names[0]} asks for kernels that give the same bits at every run: call "
@@ -353,7 +354,7 @@ def degrees_of(tp: Any, keywords: Any, model: nn.Module) -> tuple[Any, Any]:
     """Read the degree that is given as `tp`, and the keywords with dp and cp of a mesh, or the groups of a product.
 
     Args:
-        tp: what a public function was given, a number too. keywords: of that function. model: that is to be split.
+        tp: of a public function, a number too. keywords: of that function. model: that is to be split.
 
     Raises:
         InputError: the mesh cannot give degrees, or `keywords` give one too; a factor is none, or splits nothing.
@@ -373,7 +374,7 @@ def degrees_of(tp: Any, keywords: Any, model: nn.Module) -> tuple[Any, Any]:
 
 
 def _product_of(tp: tuple[Any, ...], keywords: Any, model: nn.Module) -> tuple[int, Any]:
-    """The degree that is a product, and the keywords with its groups: ranks that differ in the last factors alone."""
+    """Read a degree that is a product, and add its groups to the keywords: ranks that differ in the last factors."""
     if any(isinstance(n, str) for n in tp):
         raise InputError(
             f"tp={tp} names dimensions of a mesh: give compile() that mesh too, mesh=, or numbers, tp=(8, 2)."
@@ -447,15 +448,16 @@ def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
     count = examples_of((inputs.args, inputs.kwargs))
     if axes.dp > 1 and count % axes.dp:
         raise InputError(
-            f"a batch of {count} is not dealt to dp={axes.dp} ranks in slices of one size: the first dimension of the "
-            f"first input must be a multiple of {axes.dp}."
+            f"a batch of {count} is not divided into slices of one size by dp={axes.dp} ranks: the first dimension of "
+            f"the first input must be a multiple of {axes.dp}."
         )
     if axes.cp > 1:
         inputs.part(0, axes.cp)
 
 
 def refuse_late(axes: Axes, inputs: Any, resume: bool = False) -> None:
-    """Refuse to wait for the first call where weights are spread over axes, or loaded, before an optimizer has them."""
+    """Refuse to wait for the first call where weights are sharded over axes, or loaded, before an optimizer has
+    them."""
     if resume and inputs is None:
         raise InputError("resume=True loads weights before the first call: give example_inputs.")
     if axes.size > 1 and inputs is None:
@@ -486,7 +488,7 @@ def example(model: nn.Module, example: Any, axes: Axes = ALONE, ranks: Ranks = P
 def required_inputs(
     model: nn.Module, example_inputs: Any, function: str, axes: Axes = ALONE, ranks: Ranks = PLAIN_PROCESS
 ) -> Inputs:
-    """Read the example inputs that this public function cannot do without.
+    """Read the example inputs of a public function that needs them.
 
     Args:
         model, example_inputs, axes, ranks: see `example`. function: its name.

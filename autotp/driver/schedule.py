@@ -1,7 +1,7 @@
-"""The order of all rewrites, from what torch.export gives to the program of one rank.
+"""The order of all passes, from the program of torch.export to that of one rank.
 
-A pass has a place in this order or does not run. `AUTOTP_LOG=debug` prints each with what it changed and how long it
-took, or why it had nothing to do.
+A pass has a place in this order or does not run. `AUTOTP_LOG=debug` prints each with its changes and its seconds, or
+the reason why it had nothing to do.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Schedule(NamedTuple):
 
     Attributes:
         exported: of each attempt of capture: functional, and every block in full.
-        canonical: of each attempt: one form for the rules to see, which is then held against the model.
-        requested: once a capture is the model: what it is asked to be.
+        canonical: of each attempt: one form for the rules to see, which is then compared with the model.
+        requested: once a capture is the model: the rewrites that its request asks for.
         agreed: where every rank has captured for itself. Collective.
         planned: before rules are asked, where there is more than one rank.
         sharded: the program of all ranks, by the plan's decisions.
-        rank: the program of one, and what makes it faster.
+        rank: the program of one, and its optimisations.
     """
 
     exported: tuple[Pass[Exported], ...]
@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks = PLAIN_PROCESS) -> Schedule:
-    """The order for what a capture is to be, by these ranks."""
+    """Return the passes for a requested capture, in order, by these ranks."""
     products = Float8Products(request.precision)
     history = request.precision is not None and request.precision.recipe == DELAYED
     early = history or request.cp > 1  # largest values are then of all ranks; with dp alone, of a rank's own slice
@@ -78,7 +78,7 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks = PLAIN_PRO
 
 
 def ready(captured: Capture, tp: int) -> Reading:
-    """The program that rules are asked of, read once for all degrees: the captured one stays as it is."""
+    """Read the program that rules are asked of, once for all degrees; the captured one stays as it is."""
     several = tp > 1
     if several not in captured.readings:
         program = replace(captured)

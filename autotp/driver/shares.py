@@ -1,4 +1,4 @@
-"""Shares of unlike ranks that are found: placements and units by turns until they agree, the even split beside them."""
+"""Search for the shares of unlike ranks: placements and units in turn until they agree, beside the even split."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .options import Options
 
 TURNS = 3  # placements that units are found for, after those of the even split
 NAMES = 4  # modules that a family is named by
-UNITS = 64  # that work is dealt in where nothing is known but memory
+UNITS = 64  # that work is divided into where nothing is known but memory
 RISING = (
-    "the ranks do {} in the same time, and none is dealt more than the one before it: put the devices in the order of "
+    "the ranks do {} in the same time, and none is given more than the one before it: put the devices in the order of "
     "their speed, the fastest first, as CUDA_VISIBLE_DEVICES can"
 )
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with what it was made from."""
+    """A plan with the decisions, program, prices and problem that it was made from."""
 
     plan: Plan
     planned: Planned
@@ -42,7 +42,7 @@ class Staged:
 
 
 class Trial:
-    """A plan by some shares, and what each rank does and holds by it."""
+    """A plan by some shares, with each rank's seconds and bytes."""
 
     def __init__(self, staged: Staged, options: Options, memory: float | None) -> None:
         self.staged, self.options, prices = staged, options, staged.builder.prices
@@ -51,40 +51,44 @@ class Trial:
         self.limits = tuple([min(most, prices.cluster.rank(rank).memory_size) for rank in range(options.tp)])
         name, most = self.stretches.cached, staged.plan.memory.cache
         now = self.stretches.now[name] if name else [1.0] * options.tp  # what is whole on all is so of a cache
-        caches = [Cache(most * own / max(now)) for own in now]
+        caches = [Cache(most * part / max(now)) for part in now]
         of = staged.planned, staged.sharded, staged.builder.objective, prices.hints
-        self.memory = tuple([measure(*of, own, rank).peak for rank, own in enumerate(caches)])
+        self.memory = tuple([measure(*of, cache, rank).peak for rank, cache in enumerate(caches)])
         self.problem = self.stretches.problem(self.memory, most / max(now), self.limits)
         self.seconds = self.problem.seconds(self.stretches.now)
-        self.over = sum(max(own - limit, 0.0) for own, limit in zip(self.memory, self.limits, strict=True))
+        self.over = sum(max(size - limit, 0.0) for size, limit in zip(self.memory, self.limits, strict=True))
 
     @cached_property
     def best(self) -> Dealt | None:
-        """The units with which these placements take least; None where none fit."""
+        """Units with which these placements take the least time; None where none fit."""
         return solve_shares(self.problem)
 
     def better(self) -> Options:
-        """Options with the units of these placements, what they have not as it was, and all else as their bytes are."""
+        """Set options to the units of these placements, and shares in the ratio of each rank's bytes."""
         if self.best is None:  # as memory goes, for then it is what is short
-            own, units = [*self.limits], self.options.units
+            sizes, units = [*self.limits], self.options.units
         else:
-            own = [*self.problem.bytes_held(self.best.units) - self.problem.base_bytes]
+            sizes = [*self.problem.bytes_held(self.best.units) - self.problem.base_bytes]
             families = self.stretches.families
             dealt = {families[name].length: families[name].elements(n) for name, n in self.best.units.items()}
             units = tuple(sorted((dict(self.options.units) | dealt).items()))
         if self.best is not None and all(len({*n}) == 1 for _, n in units):
             return replace(self.options, shares=(), units=())
-        ratio = apportion(UNITS, tuple([round(x / max(own) * UNITS**2) for x in own]))
+        ratio = apportion(UNITS, tuple([round(x / max(sizes) * UNITS**2) for x in sizes]))
         return replace(self.options, shares=least(ratio), units=units)
 
     def record(self, even: Trial | None) -> Staged:
-        """The staged plan, with what was found; without an `even` of shares that were given."""
+        """Add the choice of shares to the staged plan.
+
+        Args:
+            even: the trial of the even split; None where the shares were given.
+        """
         planned, now, families, dealt = self.staged.planned, self.stretches.now, self.stretches.families, []
         for name, family in families.items():
-            own = [x.name for x in planned.program.leaves if x.kind.weight and planned.same[x.node] in family.nodes]
-            names = [*dict.fromkeys(x.removesuffix(".weight").rpartition(".")[2] for x in own)]
-            more = ", ..." * (len(names) > NAMES)
-            dealt.append(Dealing(family.length, family.elements(now[name]), ", ".join(names[:NAMES]) + more))
+            weights = [x.name for x in planned.program.leaves if x.kind.weight and planned.same[x.node] in family.nodes]
+            names = [*dict.fromkeys(x.removesuffix(".weight").rpartition(".")[2] for x in weights)]
+            rest = ", ..." * (len(names) > NAMES)
+            dealt.append(Dealing(family.length, family.elements(now[name]), ", ".join(names[:NAMES]) + rest))
         equal = {name: [family.units / len(self.memory)] * len(self.memory) for name, family in families.items()}
         choice = ShareChoice(
             tuple(dealt),
@@ -104,16 +108,16 @@ class Trial:
 
 
 def unlike(options: Options) -> bool:
-    """Say whether the ranks are unlike, so that what each does and holds counts by itself."""
+    """Say whether the ranks are unlike, so that the seconds and bytes of each count by themselves."""
     return options.tp > 1 and bool(options.cluster.over(options.tp).ranks)
 
 
 def find_shares(solve: Callable[[Options], Staged], options: Options) -> Staged:
-    """The plan by the shares with which the slowest rank is done first, of those that fit into every rank's memory.
+    """Find the plan by the shares whose slowest rank is fastest, of those that fit into every rank's memory.
 
-    Placements are solved for the even split; for these the units of each family that take least; with them the
-    placements again, and so on until the units stay. Of all that were tried the best is taken, so the even split too
-    where padding, or a rank's memory, eats what others gain.
+    Placements are solved for the even split; then the units of each family that take the least time with these; then
+    placements with these units, and so on until the units stay. The best of all trials is taken, so the even split too
+    where padding, or a rank's memory, costs more than others gain.
 
     Args:
         solve: plans by given shares. options: of a cluster of unlike ranks; without `search` their shares alone count.
@@ -121,18 +125,18 @@ def find_shares(solve: Callable[[Options], Staged], options: Options) -> Staged:
     if not options.search:
         return Trial(solve(options), options, options.memory).record(None)
     trials: dict[object, Trial] = {}
-    own = replace(options, memory=None)
-    while (own.shares, own.units) not in trials and len(trials) <= TURNS:
-        trial = trials[own.shares, own.units] = Trial(solve(own), own, options.memory)
+    tried = replace(options, memory=None)
+    while (tried.shares, tried.units) not in trials and len(trials) <= TURNS:
+        trial = trials[tried.shares, tried.units] = Trial(solve(tried), tried, options.memory)
         if trial.best is not None and all([*n] == trial.stretches.now[name] for name, n in trial.best.units.items()):
             break
-        own = trial.better()
+        tried = trial.better()
     even, *_ = trials.values()
     return min(trials.values(), key=lambda trial: (trial.over, trial.seconds)).record(even)
 
 
 def refuse_full(plan: Plan) -> Plan:
-    """The plan; refused where a rank of unlike ones cannot hold what it is dealt.
+    """Return the plan; refuse it where a rank of unlike ones cannot hold its share.
 
     Raises:
         PlanError: such a rank.
@@ -140,9 +144,9 @@ def refuse_full(plan: Plan) -> Plan:
     choice = plan.share_choice
     if choice is None or not choice.full:
         return plan
-    each = [f"rank {i} holds {amount(choice.memory[i])} of {amount(choice.limits[i])}" for i in choice.full]
+    ranks = [f"rank {i} holds {amount(choice.memory[i])} of {amount(choice.limits[i])}" for i in choice.full]
     what = f"shares={plan.shares or (1,) * plan.tp} do not fit" if choice.asked else "no shares fit"
     raise PlanError(
-        f"{what} into the ranks of {plan.cluster}: {', '.join(each)}. Leave out shares= to have them found, put the "
+        f"{what} into the ranks of {plan.cluster}: {', '.join(ranks)}. Leave out shares= to have them found, put the "
         "devices with most memory first, take more or larger ones, a smaller batch, or weights of fewer bits."
     )

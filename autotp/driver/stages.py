@@ -8,9 +8,8 @@ from functools import partial
 from math import prod
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autotp import compat
 from autotp.capture.capture import aliases, skeleton
@@ -28,14 +27,13 @@ from autotp.plans.estimates import Axes
 from autotp.plans.plan import Plan
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
-from autotp.runtime.programs import Source
 from autotp.runtime.stages.pipe import Pipe
 from autotp.runtime.stages.stage import Grid, Pipeline
 from autotp.runtime.storage import ShardState
 from autotp.text import axis_text, counts
 
 from .compare import kind_of
-from .compile import Compilation, applied, decided_for, further, plain
+from .compile import Compilation, applied, plain
 from .options import (
     Keywords,
     Options,
@@ -48,7 +46,6 @@ from .options import (
     required_inputs,
     with_keywords,
 )  # fmt: skip
-from .schedule import schedule
 from .staging import check_draws, in_pieces, staging
 
 ORDERS = ("loop", "v")
@@ -78,7 +75,7 @@ def stages(
         model: any `nn.Module` with repeated blocks; it is left as it is. On the meta device too (then load weights).
         pp, tp: ranks of the pipeline, and tensor-parallel ones of each of its places.
         chunks: stages of each rank, for interleaved schedules.
-        order: "loop" deals stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
+        order: "loop" assigns stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
         example_inputs: one micro-batch, of one dp rank and of whole sequences: a tensor, args, kwargs, or `Inputs`.
         loss: the model then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         outputs: "loss": the last stage gives the model's loss; "full": its outputs, a tensor or a tuple of them, for
@@ -116,8 +113,8 @@ def stages(
 def _staged_pipe(
     compilation: Compilation, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool
 ) -> Pipe:
-    """Capture, plan, cut, and a sharded module of this rank's stages."""
-    model, options = compilation.model, compilation.options
+    """Capture, plan and cut a model, and make the sharded module of this rank's stages."""
+    model = compilation.model
     captured, notes = compilation.capture(inputs)
     plan = compilation.solve(captured, notes)
     compilation.compare_weights()
@@ -132,31 +129,25 @@ def _staged_pipe(
     holdings[grid.places[0]] |= set(first.values()) - set().union(*holdings)
     holders = {}
     for name, _ in model.named_parameters():
-        places = tuple(place for place, own in enumerate(holdings) if name in own)
+        places = tuple(place for place, names in enumerate(holdings) if name in names)
         holders |= {name: places} if len(places) > 1 else {}
     elsewhere = []
-    for own in holdings:
-        elsewhere.append(frozenset(n for n, f in first.items() if f not in own))
+    for names in holdings:
+        elsewhere.append(frozenset(n for n, f in first.items() if f not in names))
     shards = ShardState(
         skeleton(model, ranks.device), ranks, plan.tp, first, plan.batch, elsewhere=elsewhere[grid.rank], staged=True
     )
-    source = Source(
-        shards,
-        decide=partial(decided_for, plan=plan, options=options),
-        make=partial(_cut, plan=plan, options=options, division=division, absent=[elsewhere[i] for i in grid.places]),
-        capture=further, agreed=schedule(ranks=grid.world).agreed,
-        want=compilation.request, sample=compilation.check is not False,
-        lowering=compilation.lowering.priced(options.cluster, options.objective, schedule().rank),
-        ready=[(captured, sharded)], pipeline=Pipeline(grid, holders, loss),
-    )  # fmt: skip
-    module = ShardedModule(model, plan, source)
-    return Pipe(plan, module, division, without_cache(model, inputs)[0])
+    absent = [elsewhere[i] for i in grid.places]
+    make = partial(_cut, plan=plan, options=compilation.options, division=division, absent=absent)
+    pipeline = Pipeline(grid, holders, loss)
+    source = compilation.source_of(shards, plan, make, ready=[(captured, sharded)], pipeline=pipeline)
+    return Pipe(plan, ShardedModule(model, plan, source), division, without_cache(model, inputs)[0])
 
 
 def _division(
     captured: Capture, plan: Plan, compilation: Compilation, grid: Grid, limit: float | None
 ) -> tuple[Staging, Sharded]:
-    """The best division of the model's blocks into stages, and the program of the ranks, cut so."""
+    """Find the best division of the model's blocks into stages, and cut the program of the ranks by it."""
     check_draws(captured)
     planned, sharded, builder = applied(captured, plan, compilation.options, compilation.request.outputs)
     division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit, grid.places)
@@ -167,7 +158,7 @@ def _cut(
     captured: Capture, states: Layouts, outputs: str, decided: Decided, *, plan: Plan, options: Options,
     division: Staging, absent: Sequence[frozenset[str]],
 ) -> Sharded:  # fmt: skip
-    """The program of the ranks for a further call, cut at the division's blocks.
+    """Make the program of the ranks for a further call, cut at the division's blocks.
 
     Args:
         captured, states, outputs, decided, plan, options: see `applied`. division: of the blocks.
@@ -186,7 +177,7 @@ def _cut(
 
 
 def _read(pp: int, tp: int, chunks: int, order: str, plan: Plan | None, keywords: Keywords) -> Axes:
-    """Read the axes beside stages, and refuse what these cannot be."""
+    """Read the axes beside stages, and refuse arguments that stages cannot have."""
     for name, value in (("pp", pp), ("chunks", chunks)):
         if not counts(value):
             raise InputError(
@@ -219,8 +210,7 @@ def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMes
                 f"{text} makes {count} ranks; the world has {every.tp}. Launch as many, or pass a mesh with dimensions "
                 "of these names over a part of them."
             )
-        ranks_of = torch.arange(count).view(*degrees.values())
-        mesh = DeviceMesh(every.device.type, ranks_of, mesh_dim_names=tuple(degrees))
+        mesh = init_device_mesh(every.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     names = mesh.mesh_dim_names or ()
     check_order(names)
     sizes = dict(zip(names, mesh.shape, strict=False))
@@ -228,8 +218,7 @@ def _grid(pp: int, tp: int, axes: Axes, chunks: int, order: str, mesh: DeviceMes
         raise InputError(f"the mesh has dimensions {sizes}, and {text} are asked for.")
     ranks, world = Ranks.find(tp, mesh, axes.dp, axes.cp), Ranks.find(mesh=compat.flat_mesh(mesh))
     line = world if axes.size == 1 else Ranks.find(mesh=compat.flat_mesh(mesh["pp", "tp"]))
-    there = list(range(pp))
-    places = there * chunks if order == "loop" else [*there, *reversed(there)]
+    places = [*range(pp)] * chunks if order == "loop" else [*range(pp), *reversed(range(pp))]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     world = replace(world, axes=f"{', '.join([*degrees][:-1])} and tp")
     ranks = replace(ranks, every=world, line=replace(line, axes="pp and tp"), place=ranks.every)

@@ -1,4 +1,4 @@
-"""The cut of one plan into stages: what each unit of the model costs, and the best division of them."""
+"""The cut of one plan into stages: the cost of each unit of the model, and the best division of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autotp.passes.stages.cut import cut, joined
 from autotp.text import amount, counts
 
 
-def found_units(planned: Planned, sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:
-    """The units of a program.
+def stage_units(planned: Planned, sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:
+    """List the units of a program.
 
     Args:
         planned: the decisions; `sharded`: the program of one rank.
@@ -47,7 +47,7 @@ def staging(
     planned: Planned, sharded: Sharded, builder: Builder, name: str, pp: int, chunks: int, limit: float | None,
     places: Sequence[int] = (),
 ) -> Staging:  # fmt: skip
-    """The division of a planned model.
+    """Divide a planned model into stages.
 
     Args:
         planned: the decisions; `sharded`: the program of one rank; `builder`: prices it.
@@ -57,7 +57,7 @@ def staging(
     Raises:
         InputError: there are too few blocks. PlanError: no division fits.
     """
-    units = found_units(planned, sharded, name, pp, chunks)
+    units = stage_units(planned, sharded, name, pp, chunks)
     costs = UnitCosts(planned, sharded, builder.prices, units)
     weights = weigh(costs.units, costs.tied)
     limits, speeds = machines_of(planned, sharded, builder.prices, units, builder.cluster.places(pp), limit)
@@ -80,13 +80,13 @@ def machines_of(
     planned: Planned, sharded: Sharded, prices: Prices, units: list[Unit], places: Sequence[Cluster],
     limit: float | None,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """Bytes that a rank of each place of a pipeline may hold, and how fast it runs, over what the plan was priced by.
+    """Return the bytes that a rank of each place of a pipeline may hold, and its speed relative to the plan's prices.
 
     Args:
         planned, sharded, prices, units: of the plan. places: the machines of each.
-        limit: bytes that any rank may hold; None: of unlike devices what each has.
+        limit: bytes that any rank may hold; None: the memory of each of unlike devices.
 
-    Returns: nothing of what does not limit, and no rates where places are alike.
+    Returns: bytes, none where nothing limits them; and speeds, none where places are alike.
     """
     if len({*places}) == 1:
         return [] if limit is None else [limit] * len(places), []
@@ -95,17 +95,17 @@ def machines_of(
         costs = UnitCosts(planned, sharded, replace(prices, cluster=machine), units).units
         return sum(unit.block.seconds + unit.rest.seconds for unit in costs)
 
-    whole, each = seconds(prices.cluster), {place: seconds(place.over(prices.tp)) for place in {*places}}
+    planned_seconds, seconds_of = seconds(prices.cluster), {x: seconds(x.over(prices.tp)) for x in {*places}}
     limits = [min(limit or inf, place.memory_size) for place in places]
-    return limits, [whole / each[place] for place in places]
+    return limits, [planned_seconds / seconds_of[place] for place in places]
 
 
 def check_draws(captured: Capture) -> None:
-    """Refuse a program whose random numbers would depend on where it runs."""
-    odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
-    if odd is not None:
+    """Refuse a program whose random numbers would depend on the rank that it runs on."""
+    node = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
+    if node is not None:
         raise PlanError(
-            f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
+            f"{node.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
             "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
         )
 
@@ -113,7 +113,7 @@ def check_draws(captured: Capture) -> None:
 def in_pieces(
     planned: Planned, sharded: Sharded, division: Staging, name: str, absent: Sequence[frozenset[str]] = ()
 ) -> Sharded:
-    """A program with one piece for each stage; that of a module called by itself is all in the first that holds it.
+    """Cut a program into one piece for each stage; that of a module called by itself is all in the first that holds it.
 
     Args:
         planned: the decisions; `sharded`: the program of one rank. division: of its blocks. name: of the model.
@@ -137,7 +137,7 @@ def in_pieces(
 
 
 def one_after_another(planned: Planned, sharded: Sharded, builder: Builder, name: str, pp: int) -> Sharded:
-    """The program of `pp` stages in one, for proofs.
+    """Join the program of `pp` stages into one, for proofs.
 
     Args:
         planned, sharded, builder, name: see `staging`. pp: number of stages.
@@ -152,7 +152,7 @@ def one_after_another(planned: Planned, sharded: Sharded, builder: Builder, name
 
 
 def weigh(units: Sequence[UnitCost], tied: Sequence[tuple[float, tuple[int, ...]]]) -> list[Weight]:
-    """Return what each unit costs a rank, by the plan's own prices; a tied weight counts in each that reads it.
+    """Return each unit's cost to a rank by the plan's own prices; a tied weight counts in each unit that reads it.
 
     Args:
         units: in order. tied: weights of several: bytes with gradient and states, and the units.

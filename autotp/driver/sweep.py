@@ -67,17 +67,19 @@ def sweep(
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
     axes = axes_beside(None, {**keywords, "precision": precision}, 1)
     options = [Options.read(*degrees_of(tp, keywords, model), axes) for tp in degrees]
-    if len({each.tp for each in options}) < len(options):
+    if len({x.tp for x in options}) < len(options):
         raise InputError(f"tps={degrees} gives one number of ranks twice: leave one out.")
     inputs, name = required_inputs(model, example_inputs, "autotp.sweep"), type(model).__name__
     request = CaptureRequest.read(axes, precision=precision)
-    sweeps = [
-        sweep_captured(*capture_model(model, inputs, torch.device("cpu"), check_capture, each), options, name)
-        for each in ([replace(request, precision=None), request] if request.precision is not None else [request])
-    ]
+
+    def swept(request: CaptureRequest) -> Sweep:
+        captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, request)
+        return sweep_captured(captured, notes, options, name)
+
+    plain = swept(replace(request, precision=None))
     if request.precision is None:
-        return sweeps[0]
-    return replace(sweeps[1], precision=f"float8 {request.precision.recipe}", own=sweeps[0])
+        return plain
+    return replace(swept(request), precision=f"float8 {request.precision.recipe}", own=plain)
 
 
 @uncollected()
@@ -94,19 +96,20 @@ def sweep_captured(
     first = options[0]
     limit = first.cluster.memory_size if first.memory is None else first.memory
     rows, plans, roomy, least = [], {}, [], 0.0 if every else _least(captured, first)
-    for i, each in enumerate(options, 1):
-        if least > limit * each.tp and i < len(options):
+    for i, option in enumerate(options, 1):
+        tp = option.tp
+        if least > limit * tp and i < len(options):
             continue
         # Ranks that are joined compute and send at most what each did, so a multiple of a degree whose fastest plan
         # fits has no more throughput per device.
-        if not every and any(each.tp % tp == 0 for tp in roomy):
+        if not every and any(tp % other == 0 for other in roomy):
             continue
-        with stage(f"tp={each.tp}, {i} of {len(options)}"):
-            staged, row = _degree(captured, notes, each, name, limit)
+        with stage(f"tp={tp}, {i} of {len(options)}"):
+            staged, row = _degree(captured, notes, option, name, limit)
         rows.append(row)
-        plans[each.tp] = staged.plan
+        plans[tp] = staged.plan
         if row.fits and staged.builder.memory is None:
-            roomy.append(each.tp)
+            roomy.append(tp)
     return Sweep(
         model=name,
         cluster=first.cluster.name,
@@ -121,13 +124,13 @@ def sweep_captured(
 
 
 def _least(captured: Capture, options: Options) -> float:
-    """Bytes of weights, gradients and optimizer states, which ranks hold at least once."""
+    """Sum the bytes of weights, gradients and optimizer states, which ranks hold at least once."""
     weights = [x.node.meta["val"] for x in captured.leaves if x.kind.trained]
     return sum(options.objective.budget_bytes(x.nbytes, x) for x in weights)
 
 
 def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
-    """The fastest plan, or where that does not fit and one that fits exists, the fastest of those."""
+    """Make the fastest plan, or where that does not fit and one that fits exists, the fastest of those."""
     staged = plan_stages(captured, notes, replace(options, memory=None), name)
     choice = staged.plan.share_choice
     limit = limit if choice is None else choice.limits[0]
@@ -153,14 +156,14 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
 
 
 def _batch(captured: Capture) -> tuple[list[Any], int]:
-    """The symbols of the inputs' first dimension, and the first one's size in the example inputs."""
+    """Return the symbols of the inputs' first dimension, and the first one's size in the example inputs."""
     firsts = [s for leaf in captured.inputs for s in shape_of(leaf.node)[:1]]
     symbols = [s for s in dict.fromkeys(firsts) if not isinstance(s, int)]
     return symbols, size_hint(firsts[0], captured.hints) if firsts else 1
 
 
 def _work(captured: Capture, options: Options) -> tuple[float, str]:
-    """Work of a step: tokens where the inputs have lengths, otherwise samples."""
+    """Return the work of a step, and its unit: tokens where the inputs have lengths, otherwise samples."""
     batch, symbols = _batch(captured)[1], lengths(captured)
     if not symbols:
         return float(batch), "samples"
@@ -171,10 +174,9 @@ def _work(captured: Capture, options: Options) -> tuple[float, str]:
 
 
 def largest_batch(staged: Staged, limit: float) -> int | None:
-    """The most examples in a batch that fit into `limit` bytes under this plan; None where the batch size is fixed.
+    """Find the largest batch that fits into `limit` bytes under this plan; None where the batch size is fixed.
 
-    What lives at the fullest moment grows with the batch by pieces of straight lines, so that following the line
-    through the last two points soon meets the limit.
+    The peak is piecewise linear in the batch, so following the line through the last two points soon meets the limit.
     """
     symbols, size = _batch(staged.planned.program)
     # A model that was captured for one batch size has no line to follow.
@@ -210,7 +212,7 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
 
 
 def automatic(captured: Capture, notes: list[str], tps: Iterable[int], keywords: Mapping[str, Any], name: str) -> Plan:
-    """The plan of the best of these degrees."""
+    """Make the plan of the best of these degrees."""
     first = Options.read(1, keywords)
     inside = [tp for tp in tps if not (keywords.get("within_node") and first.cluster.spans_nodes(tp))]
     options = [replace(first, tp=tp) for tp in inside]

@@ -78,7 +78,7 @@ def verify(
         model: the model, with real weights, or on the meta device (then with random ones).
         tp: number of ranks to simulate, as a product too, or a `DeviceMesh` with dimensions dp, cp and tp, of which the
             degrees are read.
-        example_inputs: as for `autotp.compile`; with dp the whole batch, which is dealt here.
+        example_inputs: as for `autotp.compile`; with dp the whole batch, which is sharded here.
         plan: prove this plan, over its axes; otherwise one is made.
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band, seconds, shares: as
             for `autotp.plan`; not together with a plan.
@@ -87,7 +87,7 @@ def verify(
             with what `carried` names, and prove each of these calls: every value, the logits and the cached tensors
             (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the program, as `autotp.certify` does (`Report.certificate`).
-        dp, cp, ep: ranks to which examples, sequences and experts are dealt; only results and gradients are compared.
+        dp, cp, ep: ranks to shard examples, sequences and experts over; only results and gradients are compared.
         pp: cut the program into so many stages, as `autotp.stages` does, and run these one after another.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
         tp_invariant, dp_invariant: in place of `tp` and `dp`: compare all meshes of divisors of them with the largest.
@@ -122,7 +122,7 @@ def _bits(
     model: nn.Module, example_inputs: Any, plan: Plan | None, request: CaptureRequest, keywords: Keywords,
     others: Keywords,
 ) -> Report:  # fmt: skip
-    """Compare numbers of processes with each other; arguments as of `verify`, with those that do not go with it."""
+    """Compare numbers of processes with each other; arguments as of `verify`, and `others` that do not go with it."""
     beside = {**keywords, **others}
     if any(beside.get(name) not in (None, False, 1) for name in (*others, "shares", *BESIDE)):
         raise InputError(BITS_ALONE)
@@ -163,7 +163,7 @@ def prove_call(
         axes: beside tp. bits: compare numbers of processes with each other, in place of the original.
         pp: number of stages.
 
-    Returns: the report, with the plan, and what that was made for.
+    Returns: the report, with the plan, and the options that it was made for.
     """
     refuse_travel(axes, {"pp": pp if pp > 1 else None, "precision": request.precision})
     if plan is not None and plan.tp != tp:
@@ -174,7 +174,7 @@ def prove_call(
     if certify:
         spmd_types()  # before minutes of capture
     if axes.size > 1 and request.carried:
-        raise InputError(f"{axes.text} with carried=: what a call carries to the next is not dealt. Leave out one.")
+        raise InputError(f"{axes.text} with carried=: no state of a call is sharded over that. Leave out one.")
     precision = request.precision
     if axes.dp > 1 == axes.cp and precision is not None and precision.recipe != DELAYED:
         raise InputError(
@@ -198,11 +198,11 @@ def prove_call(
 def programs_on(
     model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest, plan: Plan | None = None, pp: int = 1
 ) -> tuple[Capture, Sequence[Dealt], Planned, Sharded, Plan]:
-    """Return the captured program, what axes beside tp deal out of it, and the program of a rank of these, planned.
+    """Capture a model, shard its program over the axes beside tp, and plan the program of a rank of these.
 
     Args:
-        model, inputs: of a call with all examples and whole sequences. options: with the axes. request: what captures
-            are to be. plan: by this one; None makes one. pp: number of stages, one after another.
+        model, inputs: of a call with all examples and whole sequences. options: with the axes. request: of
+            captures. plan: by this one; None makes one. pp: number of stages, one after another.
     """
     degrees = options.batch.degrees
     request = replace(request, random="torch") if "dp" in degrees else request
@@ -212,8 +212,8 @@ def programs_on(
         if ranks := degrees.get(policy.axis):
             beside.append(DealAxis(policy, ranks, options.tp, options.cluster, options.batch.ep).deal(program))
     if plan is None:
-        for dealt in beside:
-            notes += dealt.notes
+        for axis in beside:
+            notes += axis.notes
         plan = solve_plan(program, notes, options, type(model).__name__)
     planned, sharded, builder = applied(program, plan, options)
     return captured, beside, planned, one_after_another(planned, sharded, builder, plan.model, pp), plan

@@ -28,7 +28,7 @@ from tests.helpers.modules.factories import SMALL
         (["plan", SMALL, "--mesh", "1x4", "--tp", "2"], 2, "--mesh 1x4 says tp=4, and --tp says 2"),
         (["plan", SMALL, "--mesh", "1x2x4", "--cp", "4"], 2, "--mesh 1x2x4 says cp=2, and --cp says 4"),
         (["plan", SMALL, "--mesh", "2x2x2x2"], 2, "or dp x cp x tp"),
-        (["verify", SMALL, "--mesh", "2x2", "--batch", "3"], 2, "a batch of 3 is not dealt to dp=2 ranks"),
+        (["verify", SMALL, "--mesh", "2x2", "--batch", "3"], 2, "a batch of 3 is not divided"),
         (["verify", SMALL, "--mesh", "2x2", "--fully-shard"], 2, "changes none: leave out --fully-shard"),
         (["plan", SMALL, "--pin", "0.weight"], 2, "--pin 0.weight: give NAME=PLACEMENT"),
         (["plan", SMALL, "--pin", "0.weigt=shard:0"], 2, "Names are like 0.weight"),

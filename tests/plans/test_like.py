@@ -43,7 +43,7 @@ def test_another_depth_is_as_planned_directly(name: str):
     found, wanted = made(name, 2, 4, like=saved(direct(name, 2))), direct(name, 2, 4)
     assert found.placements == wanted.placements
     assert figures(found) == figures(wanted)
-    assert found.notes[-1].startswith(f"{len(found.parameters)} of {len(found.parameters)} parameters lie as in")
+    assert found.notes[-1].startswith(f"{len(found.parameters)} of {len(found.parameters)} parameters are placed as")
     if name == "llama":
         assert found.decisions == wanted.decisions
 
@@ -53,7 +53,7 @@ def test_another_degree_keeps_what_divides(tp: int, to: int):
     found, first = made("llama", to, like=saved(direct("llama", tp))), direct("llama", tp)
     assert dims(found) == dims(first)
     assert found.totals.parameter_bytes == direct("llama", to).totals.parameter_bytes
-    assert found.notes[-1] == f"21 of 21 parameters lie as in the plan for tp={tp} that this one is like"
+    assert found.notes[-1] == f"21 of 21 parameters are placed as in the plan for tp={tp} that this is like"
 
 
 @pytest.mark.parametrize(

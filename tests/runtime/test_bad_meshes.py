@@ -138,10 +138,10 @@ ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "sweep, a degree twice": (
         lambda: autotp.sweep(Model(), [4, (2, 2)], example_inputs=TOKENS), "gives one number of ranks twice"
     ),
-    "verify, batch": (lambda: verified(2, dp=3), "a batch of 2 is not dealt to dp=3 ranks"),
+    "verify, batch": (lambda: verified(2, dp=3), "a batch of 2 is not divided into slices of one size by dp=3 ranks"),
     "verify, sequence": (lambda: verified(2, cp=3), "a sequence of 8 is not divided over 3 ranks"),
     "verify, a plan's batch": (
-        lambda: verified(2, plan=plan_of(dp=2), ids=TOKENS[:1]), "a batch of 1 is not dealt to dp=2 ranks"
+        lambda: verified(2, plan=plan_of(dp=2), ids=TOKENS[:1]), "a batch of 1 is not divided"
     ),
     "verify, another plan": (lambda: verified(2, plan=plan_of(dp=2), cp=2), "the plan is for dp=2, and cp=2 is"),
     "certify, a plan's sequence": (

@@ -41,7 +41,7 @@ def test_a_plan_is_cut_between_blocks() -> None:
             required_inputs(model, ids, "test"),
             torch.device("cpu"),
             False,
-            CaptureRequest.read(1, "full", "counter"),
+            CaptureRequest(),
         )
         made = plan_stages(captured, notes, Options.read(2, Steering(sequence_parallel=sequence)), "Tower")
         units = units_of(made.planned, made.sharded)
