@@ -1,4 +1,4 @@
-"""Notation of rules: einsum strings with one letter for each loop, as rules are written, and docs and errors show them."""
+"""Notation of rules: einsum strings with a letter for each loop, as rules are written and docs and errors show them."""
 
 from __future__ import annotations
 
