@@ -38,7 +38,7 @@ SAYS, LEAVES = 0, 1
 
 
 def wait_limit() -> float:
-    """Seconds of waiting after which a line is logged: `AUTOTP_WAIT_LOG_S`, by default 30."""
+    """Return the seconds of waiting after which a line is logged: `AUTOTP_WAIT_LOG_S`, by default 30."""
     try:
         return max(0.05, float(os.environ.get(WAIT, "30")))
     except ValueError:
@@ -47,12 +47,12 @@ def wait_limit() -> float:
 
 @dataclass(eq=False)
 class Link:
-    """The connection to one other rank: numbered messages in both directions, for all groups that the two are in.
+    """A connection to one other rank: numbered messages in both directions, for all groups that the two are in.
 
     Attributes:
         peer: the socket. rank: the other one's, in the world.
         turn: number of the latest turn of the two.
-        departure: of that at which either left what it was doing, and what `Channel.begun` was by then.
+        departure: number of the turn at which either left what it was doing, and `Channel.begun` at that time.
         last: the latest turn that both came to, in words.
         absent: whether its process has ended. channels: how many use it.
     """
@@ -117,15 +117,15 @@ class Link:
 
 
 class Channel:
-    """The turns of the ranks of one group.
+    """The turns of the ranks of one group: in each, all of them exchange messages.
 
     Attributes:
         rank, size: this process's place in the group.
-        timeout: gives the group's time-out in seconds, which may be changed at any time.
+        timeout: returns the group's time-out in seconds, which may be changed at any time.
         links: connections to the other ranks, by rank.
         doing: what this rank is about to do or does, in words; began: since when; running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
-        around: those of the same modules over more axes, which have all its ranks and others beside them.
+        around: channels of the same modules over more axes, which have all its ranks and others beside them.
         begun: exchanges that this process has begun, by any channel, and outermost turns (`turn.py`).
         room: bytes of a message that every connection holds, so that none waits for a reader.
     """
@@ -153,7 +153,7 @@ class Channel:
         return {rank for rank, link in self.links.items() if link.absent}
 
     def exchange(self, what: str, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank. A collective call.
+        """Exchange messages with every rank; return all of them, by rank. A collective call.
 
         Args:
             what: the turn in words, for who waits.
@@ -184,7 +184,7 @@ class Channel:
         self.running = False
 
     def _receive(self, rank: int, what: str) -> tuple[int, bytes]:
-        """The message of this turn from one rank."""
+        """Wait for one rank's message of this turn."""
         began, link = time.monotonic(), self.links[rank]
         message = link.next()
         if message is None and _ready(link.peer, IN_STEP_SECONDS):  # as nearly always: no limit is asked for
@@ -206,14 +206,14 @@ class Channel:
         return message
 
     def _take(self, rank: int, what: str) -> tuple[int, bytes] | None:
-        """Receive from one rank, and give its message of this turn where all of it has come."""
+        """Receive from one rank; return its message of this turn where all of it has come."""
         link = self.links[rank]
         if not link.receive():
             raise self.error(what, self.ended(), "ended")
         return link.next()
 
     def late(self) -> list[int]:
-        """The ranks of which no message of this turn has come."""
+        """List the ranks of which no message of this turn has come."""
         for link in self.links.values():
             link.receive()
         return [rank for rank, link in self.links.items() if not link.holds()]
@@ -226,7 +226,7 @@ class Channel:
             )
 
     def last(self, ranks: Sequence[int]) -> str:
-        """The latest turn of each of these ranks in words."""
+        """Describe the latest turn of each of these ranks."""
         texts = []
         for rank in ranks:
             last = self.links[rank].last
@@ -235,7 +235,7 @@ class Channel:
         return "; ".join(texts)
 
     def ended(self, grace: float = GRACE_SECONDS) -> list[int]:
-        """The ranks whose process has ended, as far as that is seen within a moment."""
+        """List the ranks whose process has ended, as far as that is seen within a moment."""
         end = time.monotonic() + grace
         while True:
             for link in self.links.values():
@@ -252,7 +252,7 @@ class Channel:
         return late
 
     def error(self, what: str, ranks: Sequence[int], how: str) -> RankError:
-        """The error for ranks that are not there."""
+        """Make the error for ranks that are not present."""
         names = f"{self.axes} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         last = "" if how == "ended" else f"\n  {self.last(ranks)}"
         at = "in" if self.running else "at"
@@ -262,7 +262,7 @@ class Channel:
         )
 
     def left_error(self, what: str, causes: Mapping[int, str]) -> RankError:
-        """The error for ranks that left what they were doing by an exception; `causes` says of each what and why."""
+        """Make the error for ranks whose work an exception ended; `causes` says for each what it left and why."""
         texts = "\n".join(f"  {self.axes} rank {rank} of {self.size} left {text}" for rank, text in causes.items())
         return RankError(
             f"This rank ({self.rank}) stops at the {what}, for others have stopped:\n{texts}\n"
@@ -270,20 +270,20 @@ class Channel:
         )
 
     def close(self) -> None:
-        """Let go of the connections, and end those that nobody else uses."""
+        """Release the connections, and end those that nobody else uses."""
         for link in self.links.values():
             link.channels -= 1
             if not link.channels:
                 link.peer.close()
 
     def drop(self) -> None:
-        """Let go of the connections in a process that only inherited them."""
+        """Close the connections in a process that only inherited them."""
         for link in self.links.values():
             link.peer.close()
 
 
 def _send(peer: socket.socket, data: bytes) -> None:
-    """All of it, through a connection that does not block; a message is small, and the other end holds it."""
+    """Send all the data through a connection that does not block; a message is small, and the other end holds it."""
     while data:
         try:
             data = data[peer.send(data) :]
@@ -347,7 +347,7 @@ Peers = dict[int, socket.socket]
 
 
 def connected(group: ProcessGroup, rank: int, size: int) -> Peers | None:
-    """The connections of this rank, one to each other rank. A collective call.
+    """Connect this rank to each other rank. A collective call.
 
     Args:
         group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
@@ -371,7 +371,7 @@ def connected(group: ProcessGroup, rank: int, size: int) -> Peers | None:
 
 
 def _meet(peers: Peers, server: Any, addresses: list[Any], rank: int, size: int) -> bool:
-    """Connect to the ranks before this one, and be connected to by those after it; whether all of them came."""
+    """Connect to the ranks before this one and accept those after it; return whether all of them came."""
     try:
         for other in range(rank):
             host, port, secret = addresses[other]
@@ -392,8 +392,8 @@ def _welcome(peers: Peers, peer: socket.socket, secret: bytes) -> None:
     """Keep a connection of a rank of this group; drop a stranger's."""
     peer.settimeout(CONNECT_SECONDS)
     hello = b""
-    while len(hello) < HELLO.size and (more := peer.recv(HELLO.size - len(hello))):
-        hello += more
+    while len(hello) < HELLO.size and (data := peer.recv(HELLO.size - len(hello))):
+        hello += data
     if len(hello) == HELLO.size and hmac.compare_digest(hello[:32], secret):
         peers[HELLO.unpack(hello)[1]] = peer
     else:
@@ -401,7 +401,7 @@ def _welcome(peers: Peers, peer: socket.socket, secret: bytes) -> None:
 
 
 def _prepare(peer: socket.socket) -> None:
-    """Send at once; and notice within half a minute that the other machine is gone."""
+    """Configure a connection to send at once, and to notice within half a minute that the other machine is gone."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -419,7 +419,7 @@ def _gathered(group: ProcessGroup, size: int, mine: object) -> list[Any]:
 
 
 def _host() -> tuple[str, ...]:
-    """Kernel and network namespace: equal on ranks that reach each other by the loopback address."""
+    """Return kernel and network namespace: equal on ranks that reach each other by the loopback address."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
@@ -428,7 +428,7 @@ def _host() -> tuple[str, ...]:
 
 
 def _address() -> str:
-    """This machine's address on the way to the master; its name's where there is no master."""
+    """Return this machine's address on the way to the master; its name's where there is no master."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # sends nothing
         if not (name := probe.getsockname()[0]).startswith("127."):

@@ -38,7 +38,7 @@ def real(
     primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str, peers: Sequence[int] = (),
     rows: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's result of a functional collective over the process group named `group`.
+    """Run a functional collective over the process group named `group`; return this rank's result.
 
     Args:
         primitive: of the collective. x: this rank's operand. reduction: of sums. tp, group: the ranks.
@@ -66,11 +66,11 @@ def travelled(xs: list[Tensor], rows: Sequence[list[int]]) -> list[Tensor]:
     if xs[0].is_meta:  # no numbers, and so no counts
         return xs
     parts = [x.split(counts) for x, counts in zip(xs, rows, strict=True)]
-    return [torch.cat(own) for own in zip(*parts, strict=True)]
+    return [torch.cat(received) for received in zip(*parts, strict=True)]
 
 
 def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
-    """The collective begun: what it gives may be read after `finish` only."""
+    """Start a collective, whose result may be read after `finish` only."""
     try:
         with _unrecorded():
             return _start(primitive, x, reduction, tp, group)
@@ -80,7 +80,7 @@ def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: st
 
 
 def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype, group: str) -> Tensor:
-    """The result of what `start` gave, for values of this type: waits for it."""
+    """Wait for what `start` returned, and return the collective's result in this type."""
     try:
         with _unrecorded():
             return _finish(primitive, started, dtype)
@@ -90,12 +90,12 @@ def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype, group: str
 
 
 def summing(reduction: str, group: str) -> Callable[[Tensor], Tensor]:
-    """`real("all_reduce", ...)` of floating numbers below autograd, for who names a rank that is gone by himself."""
+    """Return an all-reduce of floating numbers below autograd, for callers that name a lost rank themselves."""
     return lambda x: _wait(_all_reduce(x.contiguous(), reduction, group))
 
 
 def _unrecorded() -> AbstractContextManager[Any]:
-    """Below autograd where nothing is recorded: torch would ask Python at every call whether it is."""
+    """Return a context below autograd where nothing is recorded: torch would ask Python at every call whether it is."""
     return nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else below_autograd()
 
 
@@ -125,7 +125,7 @@ def _among(primitive: Primitive, x: Tensor, tp: int, group: str, peers: Sequence
 
 
 def simulated(primitive: Primitive, xs: Sequence[Tensor]) -> list[Tensor]:
-    """All ranks' results of a gather or an exchange, in one process; sums are `virtual.AllHosts`'.
+    """Return all ranks' results of a gather or an exchange, in one process; sums are `virtual.AllHosts`'.
 
     Args:
         primitive: of the collective. xs: each rank's operand, in order; all of one shape.
@@ -136,7 +136,7 @@ def simulated(primitive: Primitive, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _encode(x: Tensor) -> Tensor:
-    """Return the values in a type that gloo and NCCL carry."""
+    """Convert the values to a type that gloo and NCCL carry."""
     x = x.contiguous()
     if x.dtype == torch.bool:
         return x.view(torch.uint8)

@@ -35,58 +35,57 @@ def nothing(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
 
 
 def take(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's own part of a whole value: a slice, rows, a summand."""
+    """Take the rank's own part of a whole value: a slice, rows, a summand."""
     return dst.take(x, rank, tp)
 
 
 def place(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's part in its places, zeros around it."""
+    """Place the rank's part in the whole, with zeros around it."""
     return src.place(x, rank, tp)
 
 
 def pad(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's slice, as large as the largest."""
+    """Pad the rank's slice to the size of the largest."""
     return src.pad(x, rank, tp)
 
 
 def collect(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The whole from everybody's padded slices."""
+    """Join the padded slices of all ranks to the whole."""
     return src.collect(x, tp)
 
 
 def deal(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """Everybody's padded slices of the whole."""
+    """Cut the whole into the padded slices of all ranks."""
     return dst.deal(x, tp)
 
 
 def trim(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's slice without its padding."""
+    """Remove the padding of the rank's slice."""
     return dst.trim(x, rank, tp)
 
 
 def gather_parts(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The group's slice from the padded parts of its ranks."""
-    n = dst.copies
-    return dst.trim(dst.parts.collect(x, n), rank, tp)
+    """Join the padded parts of a group's ranks to the group's slice."""
+    return dst.trim(dst.parts.collect(x, dst.copies), rank, tp)
 
 
 def deal_parts(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The parts of the group's slice, for its ranks."""
+    """Cut the group's slice into the parts of its ranks."""
     return src.parts.deal(src.pad(x, rank, tp), src.copies)
 
 
 def take_part(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's own part of its group's slice."""
+    """Take the rank's own part of its group's slice."""
     return dst.trim(src.parts.take(src.pad(x, rank, tp), rank % src.copies, src.copies), rank, tp)
 
 
 def place_part(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
-    """The rank's part in its place in its group's slice, zeros around it."""
+    """Place the rank's part in its group's slice, with zeros around it."""
     return dst.trim(dst.parts.place(src.pad(x, rank, tp), rank % dst.copies, dst.copies), rank, tp)
 
 
 def then(first: LocalFunction, second: LocalFunction) -> LocalFunction:
-    """One of these after the other."""
+    """Compose two local functions, the first one first."""
 
     def both(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
         return second(first(x, src, dst, rank, tp), src, dst, rank, tp)
@@ -103,7 +102,8 @@ class ConversionKind:
         pre: what each rank does before it communicates.
         primitive: the communication; None where there is none.
         post: what each rank does after.
-        grouped: whether ranks communicate by groups that have copies of one slice; `uneven`: by rows as the data says.
+        grouped: whether ranks communicate within groups that have copies of one slice. uneven: whether the data says
+            how many rows each sends to each.
     """
 
     name: str
@@ -165,7 +165,7 @@ SPREAD = frozenset([("S", "C"), ("C", "S"), ("S", "D"), ("D", "S")])
 
 
 def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
-    """The entry of `KINDS` for a conversion."""
+    """Return the key of a conversion in `KINDS`."""
     a, b = src.mark, dst.mark
     near = src.sharded_dim == dst.sharded_dim if a == b else (a, b) in SPREAD and _holds(src, dst)
     return (a, b + "'") if near else (a, b)
@@ -183,18 +183,12 @@ def _layout_holds(fine: Layout, coarse: Any) -> bool:
 
 
 def copies_of(src: Any, dst: Any) -> int:
-    """Number of ranks of a group that has copies of one slice, which a conversion by groups is among."""
+    """Return the number of ranks of a group that has copies of one slice, within which a conversion communicates."""
     return max(getattr(x, "copies", 1) for x in (src, dst))
 
 
-def group_of(src: Spec, dst: Spec, rank: int) -> range:
-    """The ranks that a conversion by groups is among."""
-    n = copies_of(src, dst)
-    return range(rank // n * n, rank // n * n + n)
-
-
 def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
-    """The table's entry for `src` -> `dst`.
+    """Look up the table's entry for `src` -> `dst`.
 
     Raises:
         PlanError: there is none: equal layouts need no conversion, and nothing becomes a Partial maximum.
@@ -210,25 +204,27 @@ def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
     return kind
 
 
-def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec, wire: torch.dtype | None = None, own: int = 1) -> list[Tensor]:
-    """The conversion on all ranks at once, in one process, differentiable (twice too).
+def simulate(
+    xs: Sequence[Tensor], src: Spec, dst: Spec, wire: torch.dtype | None = None, local: int = 1
+) -> list[Tensor]:
+    """Run the conversion on all ranks at once, in one process, differentiable (twice too).
 
     Args:
         xs: what each rank holds under `src`, in rank order; their number is tp.
         src, dst: run-time layouts. wire: see the functions of the table.
-        own: ranks of one process, as of a `virtual.Host`.
+        local: number of ranks of one process, as of a `virtual.Host`.
 
     Returns:
         What each rank holds under `dst`.
     """
-    return on_hosts(xs, src, dst, AllHosts(len(xs), own), wire)
+    return on_hosts(xs, src, dst, AllHosts(len(xs), local), wire)
 
 
 def on_hosts(
     xs: Sequence[Tensor], src: Spec, dst: Spec, hosts: Host | AllHosts, wire: torch.dtype | None = None,
     reduces: torch.dtype | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The conversion for all virtual ranks of one process, or of all, differentiable (twice too).
+    """Run the conversion for all virtual ranks of one process, or of all, differentiable (twice too).
 
     Args:
         xs: what each virtual rank here holds under `src`; of an invariant value those of a process hold one tensor.
@@ -245,11 +241,11 @@ def on_hosts(
     return _of_each(results, dst, hosts.own)  # type: ignore[arg-type]
 
 
-def _of_each(xs: Sequence[Tensor], spec: Spec, own: int) -> list[Tensor]:
-    """Values of each virtual rank, where those of a process have one tensor of an invariant value."""
+def _of_each(xs: Sequence[Tensor], spec: Spec, local: int) -> list[Tensor]:
+    """List the values of all virtual ranks: of an invariant value those of a process have one tensor."""
     if spec.mark != INVARIANT.mark:
         return list(xs)
-    return [x for x in xs for _ in range(own)]
+    return [x for x in xs for _ in range(local)]
 
 
 def _at_hosts(
@@ -261,7 +257,7 @@ def _at_hosts(
 
 
 def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
-    """The public function (one of the names in `KINDS`) that does `src` -> `dst` between processes."""
+    """Return the public function (one of the names in `KINDS`) that does `src` -> `dst` between processes."""
     return FUNCTIONS[kind_of(src, dst).name]
 
 
@@ -271,7 +267,8 @@ def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire
     if kind.pre is not nothing:
         x = kind.pre(x, src, dst, rank, tp)
     if kind.primitive is not None:
-        peers = group_of(src, dst, rank) if kind.grouped else ()
+        n = copies_of(src, dst) if kind.grouped else 0
+        peers = range(rank // n * n, rank // n * n + n) if n else ()
         rows = rows_by_rank(src, dst, rank, tp) if kind.uneven else None
         y = collectives.real(kind.primitive, packed(x, wire), src.reduction, tp=tp, group=group, peers=peers, rows=rows)
         x = unpacked(y, wire, x.dtype)
@@ -281,7 +278,7 @@ def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire
 def _run(
     xs: list[Tensor], src: Spec, dst: Spec, ranks: Sequence[int], tp: int, exchange: Exchange, wire: torch.dtype | None
 ) -> list[Tensor]:
-    """The one algorithm, for the ranks that are present."""
+    """Run the algorithm for the ranks that are present, in one process."""
     kind = kind_of(src, dst)
     ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
     if kind.uneven:
@@ -358,7 +355,7 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
         return y.detach() if y._is_view() else y
 
     convert.__name__ = convert.__qualname__ = name
-    convert.__doc__ = f"""The conversion {src} -> {dst}.
+    convert.__doc__ = f"""Convert {src} -> {dst}.
 
     Args:
         x: what this rank holds under `src`.
@@ -379,7 +376,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: _function(*marks) for 
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
-    """The functions by name at the top level, so that generated graph code and pickles can import them."""
+    """Look up a conversion by its name as an attribute of the module, as generated graph code and pickles import it."""
     if name not in FUNCTIONS:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return FUNCTIONS[name]
@@ -388,7 +385,7 @@ def __getattr__(name: str) -> Callable[..., Tensor]:
 def f_bucket(
     tensors: Sequence[Tensor], *, rank: int, tp: int, group: str, reduces: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
-    """The conversion f of several small tensors: nothing is sent forward; backward one all-reduce for each dtype.
+    """Apply f to several small tensors: nothing is sent forward; backward one all-reduce for each dtype.
 
     They are copied into one flat tensor, which f converts; a function over any number of tensors is nothing that Dynamo
     traces (torch 2.13).
@@ -411,24 +408,23 @@ def f_bucket(
     return tuple(out)
 
 
-# Those that change the gradient's layout alone: without gradients a value is what it was.
-KEEPS = frozenset(
-    FUNCTIONS[k.name] for k in KINDS.values() if k.primitive is None and k.pre is nothing and k.post is nothing
-)
+def _bare(primitive: Primitive | None) -> frozenset[Callable[..., Tensor]]:
+    """Return the functions that do nothing beside this primitive."""
+    kinds = [k for k in KINDS.values() if (k.pre, k.primitive, k.post) == (nothing, primitive, nothing)]
+    return frozenset(FUNCTIONS[k.name] for k in kinds)
 
-# Those that add up over the ranks and do nothing else.
-SUMS = frozenset(
-    FUNCTIONS[k.name] for k in KINDS.values() if k.primitive == "all_reduce" and k.pre is nothing and k.post is nothing
-)
+
+KEEPS = _bare(None)  # change the gradient's layout alone: without gradients a value is what it was
+SUMS = _bare("all_reduce")  # add up over the ranks and do nothing else
 
 
 def local_size(runs: Runs, *, rank: int, tp: int) -> int:
-    """Elements of a dealt dimension that `rank` owns."""
+    """Count the elements of a sharded dimension that `rank` owns."""
     return runs.local(rank, tp)
 
 
 def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
-    """Take the conversion between two kinds of layout, at least one of which is not among the five, into the table.
+    """Enter the conversion between two kinds of layout, at least one of which is not built in, into the table.
 
     Args:
         src, dst: marks of the kinds; a further `'` on `dst` means another distribution of the same dimension.
@@ -448,7 +444,7 @@ def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
 
 
 def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, float, int]:
-    """The primitive of a conversion, "none" where no bytes are sent; the bytes that it is of, and among how many ranks.
+    """Describe the communication of a conversion: its primitive ("none" where no bytes are sent), bytes, and ranks.
 
     Args:
         src, dst: layouts. nbytes: of the whole value. tp: ranks of the axis.
@@ -463,10 +459,10 @@ def sending(src: Layout, dst: Layout, nbytes: float, tp: int) -> tuple[str, floa
 
 
 def among_few(src: Layout, dst: Layout) -> bool:
-    """Say whether a conversion is within the slice that a group of ranks has, a part of which each has or gets."""
+    """Say whether a conversion stays within a group of ranks that has one slice, a part of which each has or gets."""
     return (src.mark, dst.mark) in SPREAD and key(src, dst)[1][-1] == "'"
 
 
 def primitive(src: Layout, dst: Layout) -> str | None:
-    """The primitive of a conversion; None where no bytes are sent."""
+    """Return the primitive of a conversion; None where no bytes are sent."""
     return None if src == dst else KINDS[key(src, dst)].primitive

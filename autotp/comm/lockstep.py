@@ -1,4 +1,4 @@
-"""Ranks in step: before a rank begins what others must begin too, all of them compare what that is.
+"""Lockstep of ranks: before a rank begins what others must begin too, all of them compare what that is.
 
 A forward, a backward and every exchange of objects begins with one turn of the group's channel (`channel.py`), in
 which each rank says in words what it is about to do. Where the words differ, all ranks raise the same error, and no
@@ -52,7 +52,7 @@ _by_rank: dict[int, Link] = {}  # by the other one's rank in the world
 
 
 def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, axes: str = "tp") -> Channel | None:
-    """The channel of a group; made, a collective call, where there is none yet.
+    """Return the channel of a group; where there is none yet it is made, by a collective call.
 
     Args:
         group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
@@ -84,9 +84,9 @@ def _timeout(group: weakref.ref[ProcessGroup], device: torch.device) -> Callable
 
 
 def _links(group: ProcessGroup, peers: Peers, size: int) -> dict[int, Link]:
-    """The links to the ranks of a group: those that two ranks have already, else over these connections. Collective.
+    """Link to the ranks of a group, by links that two ranks have already, else over these connections. Collective.
 
-    Where ranks meet for the first time in a group, what earlier turns left unread is forgotten.
+    Where ranks meet for the first time in a group, what earlier turns left unread is dropped.
     """
     world, here = dist.get_process_group_ranks(group), dist.get_rank()
     mine = {rank: link.turn for rank, link in _by_rank.items() if not link.absent and link.channels}
@@ -105,43 +105,41 @@ def _links(group: ProcessGroup, peers: Peers, size: int) -> dict[int, Link]:
     return links
 
 
-def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True) -> list[bytes]:
-    """Make sure that every rank is about to do the same, and hear what else each one has to say. A collective call.
+def meet(channel: Channel | None, what: str, payload: bytes = b"", turn: bool = True) -> list[bytes]:
+    """Make sure that every rank is about to do the same, and exchange payloads. A collective call.
 
     Args:
         channel: None where nothing is compared.
         what: what this rank is about to do, in words that are the same on all ranks.
-        more: this rank's, of any content.
-        own: whether this may be a turn by itself; not so at the end of a backward, which torch may reach in a thread
+        payload: this rank's, of any content.
+        turn: whether this may be a turn by itself; not so at the end of a backward, which torch may reach in a thread
             of its own.
 
-    Returns: every rank's `more`, by rank.
+    Returns: every rank's payload, by rank.
 
     Raises:
         RankError: the ranks are about to do different things, or one of them is gone or has left a call.
     """
     if channel is None:
-        return [more]
+        return [payload]
     # The axes go with the words: ranks that meet in groups of other axes would else compare messages of other calls.
     text = b"\0".join((what.encode()[:WORD_CHARACTERS], channel.axes.encode(), b""))
-    with _turn(what, channel) if own else nullcontext():
-        everyone = channel.exchange(what, text + more)
-        if everyone.count(text + more) == len(everyone):  # as nearly always: then nothing differs
-            return [more] * len(everyone)
-        # What ranks are about to do must be one; `more` may differ, and whoever asked compares it.
+    with _turn(what, channel) if turn else nullcontext():
+        everyone = channel.exchange(what, text + payload)
+        if everyone.count(text + payload) == len(everyone):  # as nearly always: then nothing differs
+            return [payload] * len(everyone)
+        # What ranks are about to do must be one; payloads may differ, and the caller compares them.
         if not all(message.startswith(text) for message in everyone):
             channel.leave()
             words = [message.decode(errors="replace").split("\0")[:2] for message in everyone]
-            if len({axes for _, axes in words}) > 1:
-                differences = by_value([f"{doing} over {axes}" for doing, axes in words])
-            else:
-                differences = by_value([doing for doing, _ in words])
+            parts = 2 if len({axes for _, axes in words}) > 1 else 1
+            differences = by_value([" over ".join(word[:parts]) for word in words])
             raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
         return [message[len(text) :] for message in everyone]
 
 
 def _turn(what: str, *channels: Channel) -> AbstractContextManager[None]:
-    """A turn of its own, but in a backward, of which whoever called it has the turn: this may be another thread."""
+    """Return a turn; within a backward none, for the backward's caller has it, perhaps in another thread."""
     if compat.graph_task() < 0:
         return Turn(what, *channels)
     for channel in channels:
@@ -149,11 +147,11 @@ def _turn(what: str, *channels: Channel) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
-    """Raise what a hook raised amid the collectives of a call, here or elsewhere, on every rank. A collective call.
+def end_hooks(channel: Channel | None, what: str, turn: bool = True) -> None:
+    """Raise on every rank what a hook raised on any amid the collectives of a call. A collective call.
 
     Args:
-        channel: of the ranks; None for one alone. what: the call in words. own: as `meet` has it.
+        channel: of the ranks; None for one alone. what: the call in words. turn: as `meet` has it.
 
     Raises:
         Exception: the hook's, on its rank.
@@ -161,7 +159,7 @@ def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
     """
     error, changes = release()
     text = "" if error is None else message_of(error)
-    messages = meet(channel, f"end of {what}", pickle.dumps((changes, text[:CAUSE_CHARACTERS])), own)
+    messages = meet(channel, f"end of {what}", pickle.dumps((changes, text[:CAUSE_CHARACTERS])), turn)
     if error is not None:
         raise error
     counts, texts = zip(*map(pickle.loads, messages), strict=True)
@@ -181,9 +179,9 @@ def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
 
 @contextlib.contextmanager
 def meeting_in(group: str, what: str) -> Iterator[None]:
-    """Around a collective that torch begins: a turn, in which ranks `meet` before it, and that names who is lost.
+    """Wrap a collective that torch begins in a turn, in which ranks `meet` first and an error names who is lost.
 
-    Until it has begun nobody else may: another thread's calls have collectives too.
+    Other threads wait until it has begun: their calls have collectives too.
 
     Args:
         group: the name of its process group, whose ranks may be ones that are not compared. what: it is, in words.
@@ -202,14 +200,14 @@ def meeting_in(group: str, what: str) -> Iterator[None]:
 
 
 def meet_everywhere(what: str) -> None:
-    """`meet` of all ranks that there are, before a library's own collective; nothing where all are in no channel."""
+    """Have all ranks of the world `meet` before a library's own collective, if they share a channel."""
     if dist.is_initialized():
         of_all = (channel for channel in list(_open.values()) if channel.size == dist.get_world_size())
         meet(next(of_all, None), what)
 
 
 def lost(error: Exception, group: str) -> None:
-    """Raise, in the place of an error of communication, the one that names the rank that is gone.
+    """Raise, in place of an error of communication, one that names the rank that is lost.
 
     Args:
         error: that a collective raised.
@@ -238,7 +236,7 @@ def lost(error: Exception, group: str) -> None:
 
 @contextlib.contextmanager
 def whole_backward() -> Iterator[None]:
-    """Around every backward of this process: it is a turn, and an error of communication names the rank that is gone.
+    """Wrap a backward of this process in a turn, and name the lost rank in errors of communication.
 
     Collectives of torch's data parallelism, and of what Inductor compiled, name none.
 
@@ -258,7 +256,7 @@ def whole_backward() -> Iterator[None]:
 
 
 def _forked() -> None:
-    """In a child process: let go of the connections, so that others see it when this rank's own process ends."""
+    """Release the connections in a child process, so that others see it when this rank's own process ends."""
     for channel in list(_open.values()):
         channel.drop()
     _open.clear()

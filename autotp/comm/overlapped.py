@@ -12,8 +12,8 @@ What each computes is what the calls it stands for compute; only when communicat
 | g*, forward | reduce-scatter, in chunks | the products of the chunks after |
 | g*, backward | all-gather of the gradient, in chunks | the input's gradient of the chunks before |
 
-A chunk holds a part of every rank's rows: rows that are dealt evenly stay on the ranks that had them. Where the rows of
-a call do not divide into the chunks, they go in one.
+A chunk holds a part of every rank's rows: evenly sharded rows stay on the ranks that had them. Where the rows of a call
+do not divide into the chunks, they go in one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def grouped(
     x: Tensor, src: Spec, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     chunks: int = 1, regather: bool = False, least: int = 1, *, rank: int, tp: int, group: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The products of one converted value.
+    """Convert a value (f or g) and multiply it by one or more weights.
 
     Args:
         x: what this rank holds under `src`, [..., k].
         src, dst: run-time layouts (`autotp.ir.specs`), of f (I -> R) or g (S -> R, not along k).
         kinds: for each product "linear" (weight [n, k]), "matmul" or "addmm" (weight [k, n]).
         weights, biases: for each product; a bias is [n], or None.
-        chunks: that the rows are gathered in.
+        chunks: number of chunks in which the rows are gathered.
         regather: keep `x` for the backward, and gather it again there.
         least: rows of `x` that a chunk must have, all dimensions but the last together; otherwise there is one chunk.
         rank, tp, group: this process on the axis, and the group's name.
@@ -69,14 +69,14 @@ def scattered(
     x: Tensor, src: Spec, dst: Spec, kind: str, weight: Tensor, bias: Tensor | None, view: Sequence[int] | None = None,
     chunks: int = 1, least: int = 1, *, rank: int, tp: int, group: str,
 ) -> Tensor:  # fmt: skip
-    """A product whose summands are added up and dealt to the ranks (g*).
+    """Multiply, and reduce-scatter the partial products over the ranks (g*).
 
     Args:
         x: this rank's operand, [..., k].
         src, dst: P, and S along a dimension of the result other than its last.
         kind, weight, bias: of the product, as in `grouped`.
-        view: sizes that the product's rows are viewed in before they are dealt; None: as they are.
-        chunks: that the rows are dealt in.
+        view: sizes that the product's rows are viewed in before they are scattered; None: as they are.
+        chunks: number of chunks in which the rows are scattered.
         least: rows that a rank must get in a chunk, as in `grouped`.
         rank, tp, group: this process on the axis, and the group's name.
 
@@ -89,12 +89,12 @@ def scattered(
 
 
 def _count(x: Tensor) -> int:
-    """Rows of a value, all dimensions but the last together."""
+    """Count the rows of a value, all dimensions but the last together."""
     return x.numel() // x.shape[-1]
 
 
 class _Flight(NamedTuple):
-    """A conversion that has begun; without a primitive it is over."""
+    """A conversion under way; one without a `conversion` is complete."""
 
     value: Tensor
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class _Flight(NamedTuple):
 
 
 def begin(x: Tensor, src: Spec, dst: Spec, place: PlaceLiterals) -> _Flight:
-    """Start a conversion. Where gradients of gradients are asked for it is made at once, differentiably."""
+    """Start a conversion; where gradients of gradients are recorded it runs at once, differentiably."""
     rank, tp, group = place
     kind = kind_of(src, dst)
     if kind.primitive is None or kind.grouped or _twice():
@@ -113,12 +113,12 @@ def begin(x: Tensor, src: Spec, dst: Spec, place: PlaceLiterals) -> _Flight:
 
 
 def _twice() -> bool:
-    """Return whether this is to be differentiated itself; never so where it is compiled."""
+    """Return whether gradients of gradients are recorded; never so where this is compiled."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def end(flight: _Flight) -> Tensor:
-    """Wait for a conversion."""
+    """Wait for a conversion and return its result."""
     if flight.conversion is None:
         return flight.value
     src, dst, (rank, tp, group) = flight.conversion
@@ -188,7 +188,7 @@ def _gather(
     x: Tensor, src: Any, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     chunks: int, place: PlaceLiterals, keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
-    """The converted value where it is to be kept, and its products."""
+    """Return the converted value, where it is to be kept, and its products."""
     run = _run(src, place[1], chunks) if not src.whole and kinds else None
     if run is None or _twice():
         whole = x if src.whole else end(begin(x, src, dst, place))
@@ -209,7 +209,7 @@ def _gather(
 
 
 def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
-    """The product, summed and dealt."""
+    """Return this rank's slice of the summed product."""
     src, dst, kind, view, chunks, place = how
     rows = x if view is None else x.reshape(*view, x.shape[-1])
     run = _run(dst, place[1], chunks)
@@ -224,8 +224,8 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor
 def _along(
     primitive: collectives.Primitive, values: Iterable[Tensor], dtype: torch.dtype, place: PlaceLiterals
 ) -> Iterator[Tensor]:
-    """The collectives' results; later ones are on their way by then. Of a CPU's that is one at once, for gloo (torch
-    2.13) corrupts memory where several gathers are, and ends the process."""
+    """Yield the collectives' results, with later ones already under way. On a CPU one is under way at a time: with
+    several gathers gloo (torch 2.13) corrupts memory and ends the process."""
     flights: list[Tensor] = []
     _, tp, group = place
     for value in values:
@@ -238,7 +238,7 @@ def _along(
 
 
 def _run(spec: Any, tp: int, chunks: int) -> tuple[int, int, int] | None:
-    """(repeat, chunks, length) of a rank's rows where they come evenly and divide into the chunks."""
+    """Return (repeat, chunks, length) of a rank's rows where they are sharded evenly and divide into the chunks."""
     repeat, segments = spec.repeat, spec.segments
     if chunks == 1 or len(segments) != 1 or len(segments[0]) > 2 or segments[0][0] % tp != 0:
         return None
@@ -259,7 +259,7 @@ def _input_gradient(
     kinds: Sequence[str], weights: Sequence[Tensor], rows: Sequence[Tensor | None], first: Tensor | None,
     grads: Sequence[Tensor | None],
 ) -> Tensor | None:  # fmt: skip
-    """The sum over the products, added in the order in which autograd adds: the last call's gradient first."""
+    """Sum over the products in the order in which autograd adds: the last call's gradient first."""
     shape = next((g.shape[:-1] for g in grads if g is not None), ())
     total: Tensor | None = None
     for kind, weight, g in reversed(list(zip(kinds, weights, rows, strict=True))):
@@ -277,7 +277,7 @@ def _input_gradient(
 def _weight_gradients(
     kind: str, x: Tensor | None, g: Tensor | None, weight: bool, bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, where they are wanted."""
+    """Return the gradients of weight and bias that are wanted."""
     if g is None:
         return None, None
     gradient = None

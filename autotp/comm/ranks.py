@@ -1,4 +1,4 @@
-"""The tp ranks of this process: finding them, and making sure that they agree and fail together."""
+"""Ranks of this process: finding them, and making sure that they agree and fail together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
-from autotp.text import BESIDE, divisors, message_of, processor
+from autotp.text import BESIDE, axis_text, counted, divisors, message_of, processor
 
 from .channel import Channel, by_value, rank_list
 from .lockstep import channel_of, lost, meet
@@ -39,7 +39,7 @@ SETTLE_SECONDS = 0.1  # seconds at exit for gloo's threads
 
 
 def check_degree(tp: object, world: int | None = None) -> int:
-    """`tp`, where it is a tensor-parallel degree that a world of `world` ranks (None: no ranks yet) can have.
+    """Return `tp` where it is a tensor-parallel degree that a world of `world` ranks (None: no ranks yet) can have.
 
     Args:
         tp: what the user gave. world: how many ranks there are, where that is known.
@@ -55,7 +55,7 @@ def check_degree(tp: object, world: int | None = None) -> int:
         return tp
     if tp > world:
         raise InputError(
-            f"tp={tp} is larger than the world: there {_are(world)}. "
+            f"tp={tp} is larger than the world: there {'are' if world > 1 else 'is'} {counted(world, 'rank')}. "
             f"Launch {tp} with {_torchrun(tp)}, or pass a smaller tp."
         )
     raise InputError(
@@ -105,39 +105,40 @@ class Ranks:
         return self.line or self
 
     def holding(self, model: nn.Module) -> Ranks:
-        """Copy it for a model where one plain process holds it: on the device that the model is on; of one on the meta
-        device on the CUDA device if there is one."""
+        """Return these ranks for a model: in one plain process with the model's device, or with the CUDA device, if
+        there is one, for a model on the meta device."""
         if self.mesh is not None or not isinstance(model, nn.Module):  # which is refused later
             return self
         values = (*model.parameters(), *model.buffers())
-        there = next((x.device for x in values if not x.is_meta), None)
-        if there is None and torch.cuda.is_available():
-            there = torch.device("cuda", torch.cuda.current_device())
-        return replace(self, device=there or self.device)
+        device = next((x.device for x in values if not x.is_meta), None)
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        return replace(self, device=device or self.device)
 
     def along(self, axis: str) -> Ranks:
-        """The ranks of this one's place on an axis beside tp; this process alone where there is no such axis."""
+        """Return the ranks along an axis beside tp; this process alone where there is no such axis."""
         return self.beside.get(axis, PLAIN_PROCESS)
 
     def over(self, degrees: Mapping[str, int]) -> DeviceMesh | None:
-        """A mesh of these degrees over the same ranks; None where they are all that there are. A collective call."""
+        """Make a mesh of these degrees over the same ranks; None where these are the world. A collective call."""
         if self.mesh is None:
             return None
-        own = dist.get_process_group_ranks(self.group)
-        if len(own) == dist.get_world_size():
+        members = dist.get_process_group_ranks(self.group)
+        if len(members) == dist.get_world_size():
             return None
-        return DeviceMesh(self.device.type, torch.tensor(own).view(*degrees.values()), mesh_dim_names=tuple(degrees))
+        ranks = torch.tensor(members).view(*degrees.values())
+        return DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(degrees))
 
     @property
     def channel(self) -> Channel | None:
-        """By which the ranks keep in step, but those beside tp; a collective call where it is the first."""
+        """Channel by which the ranks keep in step; None for axes beside tp. The first call is collective."""
         if "tp" not in self.axes or self.group is None:
             return None
         return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
     def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, cp: int = 1) -> Ranks:
-        """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
+        """Find the tp ranks: of `mesh`, of the process group there is, or of one made here under torchrun.
 
         Args:
             tp: the degree; None takes the mesh's or the world's size (its part beside `dp` and `cp`).
@@ -177,12 +178,11 @@ PLAIN_PROCESS = Ranks(None, 0, 1, None, "", torch.device("cpu"))  # the only ran
 
 
 def _check_world(tp: int | None, degrees: Mapping[str, int], world: int) -> int:
-    """The tp degree in a world of this many ranks, each of which has one place on every axis."""
+    """Return the tp degree in a world of this many ranks, each of which has one place on every axis."""
     beside = prod(degrees.values())
     if beside > 1 and (world % beside or tp not in (None, world // beside)):
-        text = ", ".join(f"{name}={n}" for name, n in degrees.items())
         raise InputError(
-            f"{text} and tp={tp or 'the rest'} do not make up the world of {world} ranks: "
+            f"{axis_text(degrees, ', ')} and tp={tp or 'the rest'} do not make up the world of {world} ranks: "
             f"{' x '.join((*degrees, 'tp'))} must be {world}. Pass a mesh with dimensions of these names, such as "
             f"{_mesh_text(degrees, tp or 1)}, to use a part of the world."
         )
@@ -213,8 +213,8 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def mesh_of(tp: Any, mesh: DeviceMesh | None) -> tuple[Any, DeviceMesh | None]:
-    """The degree that `tp` asks for, and the mesh: it may be one itself, or name the dimensions of one, whose sizes are
-    then the degree and which are one dimension tp in what is returned.
+    """Return the degree that `tp` asks for, and the mesh. `tp` may be a mesh itself, or name the dimensions of one:
+    their sizes are then the degree, and the returned mesh has one dimension tp in their place.
 
     Args:
         tp: as a public function was given it, names of the last dimensions too. mesh: likewise.
@@ -240,7 +240,7 @@ def mesh_of(tp: Any, mesh: DeviceMesh | None) -> tuple[Any, DeviceMesh | None]:
 
 
 def _with_tp(mesh: DeviceMesh, degrees: Mapping[str, int]) -> DeviceMesh:
-    """The mesh, with a tp of one rank where it has dp or cp alone."""
+    """Return the mesh, with a tp of one rank where it has dp or cp alone."""
     names = getattr(mesh, "mesh_dim_names", None) or ("",)
     if not degrees or not {*BESIDE}.issuperset(names):
         return mesh
@@ -248,7 +248,7 @@ def _with_tp(mesh: DeviceMesh, degrees: Mapping[str, int]) -> DeviceMesh:
 
 
 def check_order(names: Sequence[str]) -> None:
-    """Refuse a mesh whose dimensions of these names are not the order in which ranks are counted."""
+    """Refuse a mesh whose dimensions of these names are not in the order in which ranks are counted."""
     axes = ("pp", *BESIDE, "tp")
     order = [name for name in names if name in axes]
     for name in order:
@@ -262,7 +262,7 @@ def check_order(names: Sequence[str]) -> None:
 
 
 def _with_axes(ranks: Ranks, mesh: DeviceMesh, degrees: Mapping[str, int]) -> Ranks:
-    """The tp ranks with those of the mesh's axes beside tp that are asked for."""
+    """Return the tp ranks with those of the mesh's axes beside tp that are asked for."""
     names = mesh.mesh_dim_names or ()
     for axis, size in degrees.items():
         if axis not in names or mesh[axis].size() != size:
@@ -285,17 +285,17 @@ def _with_axes(ranks: Ranks, mesh: DeviceMesh, degrees: Mapping[str, int]) -> Ra
     )
 
 
-def no_ranks_error(tp: int, degrees: Mapping[str, int] | None = None) -> RankError:
-    """The error for calling a module in a process that has no ranks.
+def no_ranks_error(tp: int, degrees: Mapping[str, int]) -> RankError:
+    """Make the error for calling a module in a process that has no ranks.
 
     Args:
-        tp: ranks that it is split over; `degrees`: of axes beside tp, by name.
+        tp: ranks that it is split over. degrees: of axes beside tp, by name.
     """
-    axes = {**(degrees or {}), "tp": tp}
-    over, count = " x ".join(f"{name}={n}" for name, n in axes.items()), prod(axes.values())
+    axes = {**degrees, "tp": tp}
+    count = prod(axes.values())
     return RankError(
-        f"This module is split over {over} ranks, and this is one plain process with no ranks, so it cannot be called "
-        f"here (its plan can be printed). Launch the script on {count} ranks: {_torchrun(count)}"
+        f"This module is split over {axis_text(axes)} ranks, and this is one plain process with no ranks, so it "
+        f"cannot be called here (its plan can be printed). Launch the script on {count} ranks: {_torchrun(count)}"
     )
 
 
@@ -304,7 +304,7 @@ def agree(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
 
     Args:
         ranks: that compare. what: what is compared, such as "the plan", for the message.
-        mine: this rank's names and their digests, texts, or what `str` says of them.
+        mine: this rank's values by name: digests, texts, or anything that `str` describes.
     Raises:
         RankError: for each name that differs, which ranks have which value.
     """
@@ -316,9 +316,10 @@ def agree(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
         if len(set(values := [theirs.get(name, "(missing)") for theirs in everyone])) > 1
     ]
     if differing:
-        more = [f"  and {len(differing) - MAX_LINES} more"] if len(differing) > MAX_LINES else []
+        if len(differing) > MAX_LINES:
+            differing[MAX_LINES:] = [f"  and {len(differing) - MAX_LINES} more"]
         raise RankError(
-            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing[:MAX_LINES], *more))
+            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing))
             + "\nEvery rank of a tp group must run the same script on the same versions, with the same model and the "
             "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
             "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."
@@ -326,7 +327,7 @@ def agree(ranks: Ranks, what: str, mine: Mapping[str, Any]) -> None:
 
 
 def together(ranks: Ranks, what: str, fn: Callable[[], T]) -> T:
-    """`fn()`, and if it fails on one rank it fails on every rank, instead of leaving the others waiting.
+    """Run `fn()`; if it fails on one rank, every rank raises instead of waiting for it.
 
     Args:
         ranks: that do it. what: what `fn` does, such as "capturing the model", for the message.
@@ -352,10 +353,10 @@ def together(ranks: Ranks, what: str, fn: Callable[[], T]) -> T:
 
 
 def of_first(ranks: Ranks, what: str, fn: Callable[[], T]) -> T:
-    """Rank 0's `fn()` on every rank; where it fails, all fail, as in `together`. A collective call.
+    """Run `fn()` on rank 0 and return its result on every rank; where it fails, all fail. A collective call.
 
     Args:
-        ranks: that wait for it. what: `fn` does.
+        ranks: that wait for it. what: what `fn` does, for messages.
         fn: local work of one rank, whose result pickles.
     """
     first = together(ranks, what, lambda: None if ranks.rank else fn())
@@ -363,7 +364,7 @@ def of_first(ranks: Ranks, what: str, fn: Callable[[], T]) -> T:
 
 
 def broadcast(ranks: Ranks, obj: T) -> T:
-    """tp rank 0's `obj` (anything that pickles) on every rank. A collective call."""
+    """Send tp rank 0's `obj` (anything that pickles) to every rank and return it. A collective call."""
     if ranks.tp == 1:
         return obj
     meet(ranks.channel, "broadcast of an object")
@@ -374,10 +375,10 @@ def broadcast(ranks: Ranks, obj: T) -> T:
 
 
 def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
-    """Every rank's `obj` (anything that pickles), in rank order. A collective call.
+    """Gather every rank's `obj` (anything that pickles), in rank order. A collective call.
 
     Args:
-        ranks: those that give one. obj: this rank's. what: is compared or told, for messages.
+        ranks: those that give one. obj: this rank's. what: what is compared or told, for messages.
     """
     if ranks.tp == 1:
         return [obj]
@@ -393,7 +394,7 @@ def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
 
 @contextlib.contextmanager
 def _telling(ranks: Ranks) -> Iterator[None]:
-    """Around collectives of objects: they are no part of a program (of a dry run, say), and errors name who is gone."""
+    """Wrap collectives of objects: they are no part of a program (of a dry run, say), and errors name the lost rank."""
     try:
         with compat.without_modes():
             yield
@@ -403,12 +404,12 @@ def _telling(ranks: Ranks) -> Iterator[None]:
 
 
 def versions() -> Facts:
-    """The versions that must be equal on every rank, for `agree`."""
+    """Return the versions that must be equal on every rank, for `agree`."""
     return {"python": platform.python_version(), "torch": torch.__version__, "autotp": __version__}
 
 
 def machine(device: torch.device) -> Facts:
-    """Facts by which the bits of a kernel may differ beside its operands and versions, for `agree`."""
+    """Return facts on which the bits of a kernel depend beside its operands and versions, for `agree`."""
     return {
         "threads": torch.get_num_threads(),
         "processor": f"{torch.backends.cpu.get_cpu_capability()} {processor()}",
@@ -420,7 +421,7 @@ def machine(device: torch.device) -> Facts:
 
 
 def _tp_axis(mesh: object) -> DeviceMesh:
-    """The 1-D mesh of the tp ranks in the user's mesh."""
+    """Return the 1-D mesh of the tp ranks in the user's mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise InputError(f"mesh is {type(mesh).__name__}: pass a torch.distributed DeviceMesh, or leave it out.")
     names = mesh.mesh_dim_names or ()
@@ -444,7 +445,7 @@ def _of_mesh(mesh: DeviceMesh, tp: int | None) -> Ranks:
 
 
 def _start() -> None:
-    """The process group of the ranks that torchrun launched."""
+    """Make the process group of the ranks that torchrun launched."""
     cuda = torch.cuda.is_available()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if cuda and here > torch.cuda.device_count():  # said by every rank of this node, before any of them waits
@@ -459,7 +460,7 @@ def _start() -> None:
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Once per process: let go of the GIL for a moment before the interpreter ends.
+    """Release the GIL for a moment before the interpreter ends, once per process.
 
     A gloo thread that still has to free the last collective's tensors needs the GIL. If it asks while the interpreter
     ends, the process aborts ("terminate called without an active exception"), after all the work went well: up to one
@@ -469,7 +470,7 @@ def _settle_at_exit() -> None:
 
 
 def _own_device(rank: int) -> torch.device:
-    """`cuda:LOCAL_RANK`, made current: NCCL's object collectives use the current device."""
+    """Make `cuda:LOCAL_RANK` the current device, which NCCL's object collectives use, and return it."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
     torch.cuda.set_device(device)
     return device
@@ -480,7 +481,3 @@ def _torchrun(tp: int) -> str:
     script = Path(typed)
     is_script = script.suffix == ".py" and script.is_file() and not script.stem.startswith("__")
     return f"torchrun --nproc-per-node {tp} {typed if is_script else 'your_script.py'}"
-
-
-def _are(world: int) -> str:
-    return "is 1 rank" if world == 1 else f"are {world} ranks"

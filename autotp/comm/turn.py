@@ -1,4 +1,4 @@
-"""One thing at a time in a process, and whoever leaves it by an exception says so to the other ranks.
+"""Turns: one call at a time in a process, and an exception that ends one is told to the other ranks.
 
 A forward, a backward, `generate()` and a save are a turn each, within which there may be others. Threads queue for
 them, for the collectives of two would mix. A rank whose turn ends by an exception sends that to all ranks that its
@@ -45,13 +45,13 @@ _now = _UnderWay()
 
 
 class Turn(ContextDecorator):
-    """A context in which this thread alone calls sharded modules, and after whose failure no rank waits for this one.
+    """Context in which this thread alone calls sharded modules, and whose failure is told to the other ranks.
 
     It decorates functions too.
 
     Args:
-        what: is done, in words that other ranks are told.
-        channels: by which it meets other ranks, as far as that is known.
+        what: the work, in words that other ranks are told.
+        channels: connections to the ranks that it meets, as far as these are known.
     """
 
     def __init__(self, what: str, *channels: Channel) -> None:
@@ -104,7 +104,7 @@ def call_hook(hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def _versions(args: Iterable[Any]) -> list[int]:
-    """By which writes to tensors among a hook's arguments are seen; those of inference count none."""
+    """List the versions of tensors among a hook's arguments, by which writes show; inference tensors have none."""
     values: list[Any] = []
     for arg in args:
         values += arg if isinstance(arg, tuple | list) else (arg,)
@@ -122,28 +122,28 @@ def holding() -> bool:
 
 
 def release() -> tuple[BaseException | None, int]:
-    """End that; the error that was kept, and the count."""
+    """End what `hold` began; return the error that was kept and the count of changes."""
     error, _now.holds, _now.hook_error = _now.hook_error, False, None
     return error, _now.hook_changes
 
 
-def depart(text: str, *more: Channel) -> None:
-    """Tell the other ranks that this one leaves, but those that left at the same place or were told of it.
+def depart(text: str, *channels: Channel) -> None:
+    """Tell the other ranks that this one leaves, except those that left at the same place or were told of it.
 
     A rank that has begun something else since tells all again, for the others would wait for it.
 
     Args:
-        text: what is left, and why. more: channels beside those of the turn that is under way.
+        text: what is left, and why. channels: further ones beside those of the turn that is under way.
     """
-    channels = [*_now.channels, *more]
-    around = [wider for channel in channels for wider in channel.around]  # who waits with other tp groups by now
-    for link in {link for channel in (*channels, *around) for link in channel.links.values()}:
+    joint = [*_now.channels, *channels]
+    around = [wider for channel in joint for wider in channel.around]  # who waits with other tp groups by now
+    for link in {link for channel in (*joint, *around) for link in channel.links.values()}:
         if link.departure != (link.turn, Channel.begun):
             link.send(LEAVES, text.encode()[:CAUSE_CHARACTERS])
-    for channel in channels:
+    for channel in joint:
         channel.leave()
 
 
 def forked() -> None:
-    """In a child process: no other thread holds the lock, for there is none."""
+    """Reset the state in a child process, where no other thread can hold the lock."""
     _now.__init__()

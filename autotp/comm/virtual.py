@@ -1,4 +1,4 @@
-"""Virtual ranks: a process runs the programs of several ranks in step, and sums over all are taken along one tree.
+"""Virtual ranks: a process runs the programs of several ranks in step, and sums over all are added along one tree.
 
 A value that is the same on all virtual ranks of a process (an invariant one, and a replicated one without gradient) is
 one tensor, and what is computed of such values alone is computed once. Any other is a `Virtual`. So a sum over ranks
@@ -34,14 +34,14 @@ SENT: dict[Primitive, Primitive] = {
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
 }
-ALIGNED = 64  # bytes that the address of a tensor of its own is a multiple of
+ALIGNED = 64  # bytes: the address of a tensor that owns its memory is a multiple of this
 LARGE = 1 << 17  # bytes of a sum from which on each of several processes adds up a slice of it
 SUMS = ("all_reduce", "reduce_scatter")
 ADDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 class Virtual:
-    """A value that virtual ranks of this process have each for itself on one axis, in their order.
+    """A value of which each virtual rank of this process has its own on one axis, in their order.
 
     With several axes those of an outer one have what those of the next inner one have: a tensor, or a `Virtual` of it.
     """
@@ -65,7 +65,7 @@ def every(x: Any) -> list[Any]:
 
 
 class Deterministic:
-    """Context in which kernels give the same bits at every run, where torch has such ones."""
+    """Context in which kernels give the same bits at every run, where torch has such kernels."""
 
     def __init__(self) -> None:
         self.before: list[tuple[bool, bool]] = []
@@ -81,7 +81,7 @@ class Deterministic:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return the tensor where its memory begins as that of one of its own, else a copy: kernels may go by it."""
+    """Return the tensor where its address is as aligned as a new tensor's, else a copy: kernels may depend on it."""
     return x if x.data_ptr() % ALIGNED == 0 else x.clone()
 
 
@@ -89,7 +89,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def middle(tree: Subtree) -> int:
-    """Return where a tree of more than one leaf parts: after as many leaves as the largest power of two below all."""
+    """Return where a tree of several leaves divides: after the largest power of two that is below their number."""
     first, last = tree
     return first + (1 << (last - first - 1).bit_length() - 1)
 
@@ -114,7 +114,7 @@ def total(parts: Mapping[Subtree, Tensor], tree: Subtree, reduction: str) -> Ten
         return parts[tree]
     halves = (tree[0], middle(tree)), (middle(tree), tree[1])
     left, right = (total(parts, half, reduction) for half in halves)
-    return ADDS[reduction](left, right, out=None if halves[0] in parts else left)  # where that is a sum of its own
+    return ADDS[reduction](left, right, out=None if halves[0] in parts else left)  # in place, in a sum made here
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ class Host:
 
     @property
     def here(self) -> range:
-        """The virtual ranks that run here."""
+        """Numbers of the virtual ranks that run here."""
         return range(self.first, self.first + self.own)
 
     @cached_property
     def subtrees(self) -> list[list[Subtree]]:
-        """The sums that each process sends: asked for twice by every sum."""
+        """Subtrees whose sums each process sends; every sum reads them twice."""
         firsts = range(0, self.size, self.own)
         return [subtrees(first, first + self.own, (0, self.size)) for first in firsts]
 
@@ -197,7 +197,7 @@ class Host:
         return [result] * self.own if primitive == "all_reduce" else list(result.unbind(0))
 
     def _parts(self, xs: Sequence[Tensor], reduction: str) -> Tensor:
-        """The sums that this process sends, [parts, ...]: of all processes as many, of which some are zeros."""
+        """Compute the sums that this process sends, [parts, ...]; zeros make up the same number on all processes."""
         leaves = {(v, v + 1): x for v, x in zip(self.here, xs, strict=True)}
         parts = [total(leaves, tree, reduction) for tree in self.subtrees[self.first // self.own]]
         missing = max(map(len, self.subtrees)) - len(parts)
@@ -216,8 +216,8 @@ class Host:
         size = -(-shape.numel() // hosts)
         padded = torch.nn.functional.pad(parts, (0, size * hosts - shape.numel())).unflatten(1, (hosts, size))
         y = collectives.real("all_to_all", padded.movedim(1, 0), reduction, tp=hosts, group=self.group)
-        own = self._whole(y, reduction)
-        whole = collectives.real("all_gather", own, reduction, tp=hosts, group=self.group)
+        piece = self._whole(y, reduction)
+        whole = collectives.real("all_gather", piece, reduction, tp=hosts, group=self.group)
         return whole.flatten()[: shape.numel()].view(shape)
 
 
@@ -239,7 +239,7 @@ class AllHosts:
 
     @cached_property
     def hosts(self) -> list[Host]:
-        """Each of them."""
+        """All of the processes, in order."""
         return [Host(first, self.own, self.size) for first in range(0, self.size, self.own)]
 
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
@@ -261,11 +261,11 @@ def of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence[
     out = []
     for rank, operands in zip(ranks, everyone, strict=True):
         first = rank // copies * copies
-        own = operands[first : first + copies]
+        result = operands[first : first + copies]
         if primitive != "all_gather":
-            parts = {(i, i + 1): own[i, rank - first] for i in range(copies)}
-            own = total(parts, (0, copies), "sum")
-        out.append(own)
+            parts = {(i, i + 1): result[i, rank - first] for i in range(copies)}
+            result = total(parts, (0, copies), "sum")
+        out.append(result)
     return out
 
 
@@ -274,16 +274,16 @@ def of_groups(primitive: Primitive, everyone: Sequence[Tensor], ranks: Sequence[
 Hosts = Sequence[Host]  # a process on each axis, the outermost first, tp last
 
 
-def each(
+def on_all(
     call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], hosts: Hosts, axis: str | None = None,
     draws: bool = False,
 ) -> Any:  # fmt: skip
     """Run one operator for the virtual ranks of a process.
 
     Args:
-        call: the operator; args, kwargs: what it takes, with a `Virtual` for what these have each for itself.
-        hosts: the process. axis: the operator depends on the rank there, which it is told with how many there are.
-        draws: it draws random numbers, for all the same.
+        call: the operator. args, kwargs: its arguments, with a `Virtual` where each virtual rank has its own value.
+        hosts: the process. axis: the axis whose rank and size the operator takes as arguments.
+        draws: whether it draws random numbers, which are the same for all.
 
     Returns: one result where all have the same operands, else a `Virtual`.
     """
@@ -296,8 +296,8 @@ def each(
         if state is not None:  # the generators of all ranks are in the same state
             torch.set_rng_state(state)
         place = {"rank": rank, "tp": host.size} if host.axis == axis else {}
-        own, options = at_rank(args, at, host.axis), {**at_rank(dict(kwargs), at, host.axis), **place}
-        results.append(each(call, own, options, inner, axis, draws) if inner else call(*own, **options))
+        operands, options = at_rank(args, at, host.axis), {**at_rank(dict(kwargs), at, host.axis), **place}
+        results.append(on_all(call, operands, options, inner, axis, draws) if inner else call(*operands, **options))
     # A size that all have alike is one: what is whole on every rank is computed once with it too.
     alike = isinstance(results[0], int | float) and results.count(results[0]) == host.own
     return results[0] if alike or host.own == 1 else Virtual(results, host.axis)
@@ -305,15 +305,11 @@ def each(
 
 def at_rank(args: Any, at: int, axis: str = "tp") -> Any:
     """Return arguments as the virtual rank in this place of its process, on an axis, has them."""
-
-    def own(x: Any) -> Any:
-        return x.values[at] if isinstance(x, Virtual) and x.axis == axis else x
-
-    return map_aggregate(args, own)
+    return map_aggregate(args, lambda x: x.values[at] if isinstance(x, Virtual) and x.axis == axis else x)
 
 
 def _differs(args: Any, kwargs: Any, axis: str) -> bool:
-    """Return whether virtual ranks of an axis have something each for itself among these arguments."""
+    """Return whether virtual ranks of an axis have values of their own among these arguments."""
     todo = [*args, *kwargs.values()]
     while todo:
         x = todo.pop()

@@ -20,14 +20,14 @@ from torch.utils._sympy.printers import PythonPrinter
 
 
 def fake_mode() -> FakeTensorMode:
-    """A fake tensor mode that `torch.export` accepts for a model's parameters."""
+    """Make a fake tensor mode that `torch.export` accepts for a model's parameters."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
 def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: Any, device: torch.device | str) -> torch.Tensor:
-    """A fake tensor as large as another one, and a parameter where that is one.
+    """Make a fake tensor as large as another one, and a parameter where that is one.
 
-    Made directly: by way of the mode and of `nn.Parameter`, which detaches, it takes several times as long.
+    It is made directly: by way of the mode and of `nn.Parameter`, which detaches, it takes several times as long.
 
     Args:
         mode: that it belongs to. like: gives shape and strides. dtype: of its elements. device: that it claims.
@@ -42,7 +42,7 @@ def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: Any, device: torch.dev
 
 
 def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
-    """Reading tensors' attributes here is not shown to the tracer's modes, which takes most of the time."""
+    """Return a context in which reading tensors' attributes is not shown to the tracer's modes, which is slow."""
     return torch._C.DisableTorchFunction()
 
 
@@ -53,12 +53,12 @@ def told_by_data(val: Any) -> bool:
 
 
 def mode_of(val: Any) -> contextlib.AbstractContextManager[Any]:
-    """The mode that fake tensors belong to."""
+    """Return the mode that fake tensors belong to."""
     return next((v.fake_mode for v in pytree.tree_leaves(val) if isinstance(v, FakeTensor)), contextlib.nullcontext())
 
 
 def shape_env(graph: fx.Graph) -> ShapeEnv | None:
-    """The shape environment that the symbolic sizes of this graph belong to."""
+    """Return the shape environment that the symbolic sizes of this graph belong to."""
     for node in graph.nodes:
         for val in pytree.tree_leaves(node.meta.get("val")):
             sizes = val.shape if isinstance(val, torch.Tensor) else [val]
@@ -69,7 +69,7 @@ def shape_env(graph: fx.Graph) -> ShapeEnv | None:
 
 
 def read_shape_env(env: ShapeEnv | None) -> tuple[dict, dict, list[sympy.Basic]]:
-    """Hints (symbol -> example size), ranges (symbol -> (low, high)) and guards of a shape environment."""
+    """Return hints (symbol -> example size), ranges (symbol -> (low, high)) and guards of a shape environment."""
     if env is None:
         return {}, {}, []
     values = getattr(env, "backed_var_to_val", None)
@@ -84,10 +84,11 @@ def _bound(x: Any, otherwise: int) -> int:
 
 
 def size_code(symbols: list[sympy.Symbol], tests: list[Any], sizes: list[Any]) -> Any:
-    """A function of the values of symbols and of further sizes: whether all tests hold, and each size is as it says.
+    """Compile a predicate of symbols' values and of further sizes: all tests hold, and each size equals its expression.
 
     Args:
-        tests: relations between symbols. sizes: an expression, or number, for each further size.
+        symbols: the first arguments. tests: relations between symbols.
+        sizes: an expression, or number, for each further argument.
 
     Returns: None where torch's printer cannot write one of them as Python.
     """

@@ -19,7 +19,7 @@ c10d_ops: Any = torch.ops._c10d_functional
 
 
 def operators_named(*starts: str) -> list[Any]:
-    """Torch's operators whose names start so, in all overloads that this version has, but for those with `out`."""
+    """List torch's operators whose names start so, in all overloads of this version except those with `out`."""
     names = [n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     split = [n.partition(".") for n in sorted(names) if n.startswith(starts)]
     return [getattr(getattr(torch.ops.aten, n), over or "default") for n, _, over in split if "out" not in over]
@@ -34,8 +34,7 @@ ATTENDS_WITHOUT_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 
 
 
 def overload_of(function: Any, args: Any, kwargs: Any) -> Any:
-    """The overload of torch's own that a function or method of torch calls with these; None where it has none so
-    named."""
+    """Return the overload that a function or method of torch calls with these; None where none has its name."""
     name = getattr(function, "__name__", "")
     try:
         overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **kwargs)
@@ -45,14 +44,14 @@ def overload_of(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def is_composite(op: Any) -> bool:
-    """Return whether an operator of a library is written as others, and has no derivative or kernel of its own."""
+    """Return whether an operator of a library is composed of others, with no derivative or kernel of its own."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims", "higher_order"):
         return False
     return op._can_decompose()
 
 
 def operator(op: Any) -> Any:
-    """The overload or packet that an operator is: by itself, as a custom operator, or by name; None where unknown."""
+    """Resolve an overload or packet, given as such, as a custom operator or by name; None where it is unknown."""
     if isinstance(op, CustomOpDef):
         return op._opoverload
     if isinstance(op, str):
@@ -65,8 +64,8 @@ def operator(op: Any) -> Any:
 
 @contextmanager
 def flex_as_products() -> Iterator[None]:
-    """Let flex_attention compute all scores, by torch's own reference: its functions for every score
-    at once, between two products. The operator takes them as graphs, which do not say what may be split.
+    """Let flex_attention compute all scores by torch's own reference: its functions for every score at once, between
+    two products. The operator takes these as graphs, which do not say what may be split.
     """
 
     def reference(query: Any, key: Any, value: Any, score: Any, mask: Any, scale: float, options: Any) -> Any:

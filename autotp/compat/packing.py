@@ -1,4 +1,4 @@
-"""Graphs with fake tensors and symbolic sizes as bytes, by torch's own pickler, and back in another process."""
+"""Serialisation of graphs with fake tensors and symbolic sizes for other processes, by torch's own pickler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ PACKAGE, FOREIGN = "autotp.", torch.clone
 
 
 def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
-    """A graph, with other data that may refer to its symbols.
+    """Serialise a graph, with other data that may refer to its symbols.
 
     Args:
         graph: stays as it is, and holds no modules of its own. rest: plain data, sympy, classes that can be imported.
@@ -33,45 +32,41 @@ def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
     """
     if any(node.op == "get_attr" for node in graph.nodes):
         raise LookupError("a graph with modules of its own")
-    copy, nodes, own = fx.Graph(), {}, {}
+    copy, nodes, targets = fx.Graph(), {}, {}
     for place, node in enumerate(graph.nodes):
         nodes[node] = copied = copy.node_copy(node, nodes.__getitem__)
         if (getattr(node.target, "__module__", None) or "").startswith(PACKAGE):
-            own[place], copied.target = node.target, FOREIGN
+            targets[place], copied.target = node.target, FOREIGN
     options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
     with _quiet():
-        return pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), copy), own, rest), options)
+        return pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), copy), targets, rest), options)
 
 
 def unpacked_graph(data: bytes, device: torch.device) -> tuple[fx.Graph, Any]:
-    """The inverse of `packed_graph`, with symbols of its own; only of bytes that this user's processes wrote.
+    """Read what `packed_graph` gave, with new symbols; only for bytes that this user's processes wrote.
 
     Args:
-        data: the bytes. device: stands for every device of its kind, so that a rank's program is on its own.
+        data: the bytes. device: replaces every device of its type, so that a rank's program is on its own.
     """
     state = pickler._UnpickleState(fake_mode())
     slices = getattr(pickler, "patch_pytree_map_over_slice", contextlib.nullcontext)  # torch 2.11 has none
     with _quiet(), slices(), io.BytesIO(data) as stream:
-        module, own, rest = _reader(stream, state, device).load()
+        module, targets, rest = _reader(stream, state, device).load()
     for place, node in enumerate(module.graph.nodes):
-        node.target = own.get(place, node.target)
+        node.target = targets.get(place, node.target)
     return module.graph, rest
 
 
 def _reader(stream: io.BytesIO, state: Any, device: torch.device) -> Any:
+    def device_of(kind: str, *index: int) -> torch.device:
+        return device if kind == device.type else torch.device(kind, *index)
+
     class Reader(pickler._GraphUnpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
             kind = super().find_class(module, name)
-            return _device_like(device) if kind is torch.device else kind
+            return device_of if kind is torch.device else kind
 
     return Reader(stream, state)
-
-
-def _device_like(own: torch.device) -> Callable[..., torch.device]:
-    def device(kind: str, *index: int) -> torch.device:
-        return own if kind == own.type else torch.device(kind, *index)
-
-    return device
 
 
 @contextlib.contextmanager

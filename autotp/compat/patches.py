@@ -31,29 +31,29 @@ LASTING = {  # of torch -> the function that changes it, and why
 
 
 def operator_handlers() -> dict[Any, Callable[..., Any]]:
-    """Return the table of what computes an operator on DTensors, called with (operator, args, kwargs)."""
+    """Return the table of handlers that compute an operator on DTensors, called with (operator, args, kwargs)."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
 def by_default(op: Any, args: Any, kwargs: Any) -> Any:
     """Compute an operator on DTensors as torch does, from within its handler."""
     handlers = operator_handlers()
-    own = handlers.pop(op, None)
+    handler = handlers.pop(op, None)
     try:
         return op(*args, **kwargs)
     finally:
-        if own is not None:
-            handlers[op] = own
+        if handler is not None:
+            handlers[op] = handler
 
 
 def replace_data(make: Callable[[Any], property]) -> None:
-    """Exchange the property `.data` of DTensors for what `make` makes of torch's own."""
+    """Replace the property `.data` of DTensors by `make` of torch's own."""
     DTensor.data = make(Tensor.data)  # type: ignore[assignment]
 
 
 @functools.cache
 def around_steps(before: Callable[..., Any], after: Callable[..., None]) -> None:
-    """Call a function before every step of every optimizer, which may replace its arguments, and one after it."""
+    """Call a function before every step of every optimizer, whose arguments it may replace, and another after it."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
 
@@ -81,7 +81,7 @@ def around_redistribution(around: Callable[..., Any]) -> None:
 
 
 def around_backward(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Let every backward run within such a context, which may raise another error in the place of its own."""
+    """Run every backward within such a context, which may replace the error that it raises."""
     torchs: Any = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(torchs)

@@ -1,4 +1,4 @@
-"""Insides of torch that a rank runs: DTensors, compiled functions, backwards, groups."""
+"""Internals of torch that a rank runs: DTensors, compiled functions, backwards, groups."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_
 
 
 def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
-    """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
+    """Apply `torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
     variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for.
 
-    What the function reads of torch and autotp is not looked at again before every call; what it reads of anybody
-    else's modules is, and so are its inputs and the modes of torch.
+    No guards check what the function reads of torch and autotp; guards check what it reads of other modules, its
+    inputs, and the modes of torch.
 
     Args:
         function: of tensors. backend, options: of `torch.compile`.
     """
-    more: dict[str, Any] = (
+    limit: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
     options = {"guard_filter_fn": _exchangeable, **(options or {})}  # its own each time: torch takes the filter out
-    return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+    return torch.compile(function, fullgraph=True, backend=backend, options=options, **limit)
 
 
 CannotCompile = TorchDynamoException  # the function, or for the backend: nothing has run
 
 
 def compiled_once(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
-    """A function of which a compiled one that calls it often holds one copy; in graphs it goes by this name."""
+    """Wrap a function so that a compiled caller holds one copy of it; this is its name in graphs."""
 
     def block(*args: Any) -> Any:
         return function(*args)
@@ -69,7 +69,7 @@ def _exchangeable(guards: Sequence[Any]) -> list[bool]:
 
 @contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
-    """Within this context hooks on tensors that are saved for a backward, as checkpointing has them, see none."""
+    """Suspend hooks on tensors that are saved for a backward, such as those of checkpointing, within this context."""
     autograd: Any = vars(torch._C)["_autograd"]
     hooks: list[Any] = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -83,25 +83,25 @@ def without_saved_hooks() -> Iterator[None]:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Within this context tensors are real ones, whatever fakes or counts operators outside of it."""
+    """Suspend the modes that fake tensors or count operators, within this context."""
     return _disable_current_modes()
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that what runs on a device draws from: the CPU's, and its own."""
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
+    """Return the states of the generators that work on a device draws from: the CPU's, and its own."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def draw_from(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Put states of `random_states` back."""
+    """Restore the states that `random_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:] if device.type == "cuda" else ():
         torch.cuda.set_rng_state(state, device)
 
 
 def transform(values: Sequence[Any]) -> str:
-    """The transform of torch.func that is under way, or forward-mode differentiation, as torch names it; "" for none.
+    """Name the transform of torch.func that is under way, or forward-mode differentiation; "" for none.
 
     Args:
         values: of the call; a backward of several gradients at once (`is_grads_batched`) shows in these alone.
@@ -120,31 +120,31 @@ def hooks_all_modules() -> bool:
 
 
 def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
-    """This rank's part as a DTensor that lies as `like` does; outside of autograd, where it costs a tenth of
+    """Wrap this rank's part as a DTensor with the placements of `like`; outside of autograd, where it costs a tenth of
     `DTensor.from_local`.
 
-    The two share what says how they lie, as a DTensor and its views do.
+    The two share one spec, as a DTensor and its views do.
     """
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """A DTensor's local tensor, the very one, which autograd does not see: `to_local` under no_grad at less cost."""
+    """Return a DTensor's local tensor itself, unseen by autograd: `to_local` under no_grad at less cost."""
     return tensor._local_tensor
 
 
 def lie_as(tensor: Any, other: Any) -> None:
-    """Let a DTensor hold what another one of its shape holds, and lie as that does; it stays the object that it is."""
+    """Give a DTensor the local tensor and placements of another one of its shape; it stays the same object."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 
 
 def forget_state(module: Any) -> Any:
-    """Let torch's data parallelism forget that it was given this module; return what it knew."""
+    """Remove a module from the table of torch's data parallelism; return its state there."""
     return _composable_state._module_state_mapping.pop(module, None)
 
 
 def remember_state(module: Any, state: Any) -> None:
-    """Give that back."""
+    """Restore what `forget_state` returned."""
     if state is not None:
         _composable_state._module_state_mapping[module] = state
 
@@ -155,7 +155,7 @@ def of_sharding(hook: Any) -> bool:
 
 
 def part_of(value: Any) -> Any:
-    """This rank's part: a DTensor's local tensor; anything else is its own."""
+    """Return this rank's part: a DTensor's local tensor; anything else is its own."""
     return local_of(value) if isinstance(value, DTensor) else value
 
 
@@ -164,27 +164,27 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Called in a backward: run the function when all of it is done; what it raises is raised by the backward."""
+    """Queue a function, from within a backward, for its end; what it raises is raised by the backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def flat_mesh(mesh: Any) -> Any:
-    """A mesh of several dimensions as one of one dimension."""
+    """Flatten a mesh of several dimensions to one dimension."""
     return mesh._flatten()
 
 
 def joined_mesh(outer: Any, inner: Any) -> Any:
-    """Return the mesh of two meshes of one whole, as `fully_shard` has it for weights that are split over both."""
+    """Concatenate two meshes of one whole, as `fully_shard` does for weights that are split over both."""
     return DeviceMesh._concatenate([outer, inner])  # type: ignore[attr-defined]
 
 
 def graph_task() -> int:
-    """A number for the backward that is running in this thread; -1 outside of one."""
+    """Return the number of the backward that is running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def group_timeout(group: Any, device: torch.device) -> float:
-    """Seconds after which a collective of this process group fails."""
+    """Return the seconds after which a collective of this process group fails."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
@@ -192,7 +192,7 @@ def group_timeout(group: Any, device: torch.device) -> float:
 
 @contextlib.contextmanager
 def tables_of_dynamo() -> Iterator[None]:
-    """Functions of torch are replaced within this context: tables that Dynamo makes of them are not kept."""
+    """Clear, at the end of this context, tables that Dynamo made within it of functions that are replaced in it."""
     before = {id(table) for table in _tables() if table.cache_info().currsize}
     try:
         yield
@@ -203,7 +203,7 @@ def tables_of_dynamo() -> Iterator[None]:
 
 
 def _tables() -> list[Any]:
-    """Dynamo's tables by function of torch, of those of its modules that are loaded."""
+    """List Dynamo's tables by function of torch, of those of its modules that are loaded."""
     variables, rules = (sys.modules.get(f"torch._dynamo.{name}") for name in ("variables.torch", "trace_rules"))
     kind = getattr(variables, "TorchInGraphFunctionVariable", None)
     places = (kind, "_get_handlers"), (rules, "get_torch_obj_rule_map"), (rules, "get_tensor_method")
@@ -226,12 +226,12 @@ def gathered(root: Any, function: Callable[..., Any], args: tuple[Any, ...], kwa
 
 @contextlib.contextmanager
 def at_once(parts: Sequence[Any]) -> Iterator[None]:
-    """Within this context torch's data parallelism gathers weights once and sums no gradients; at its end it does.
+    """Let torch's data parallelism gather weights once within this context, and sum gradients at its end.
 
-    As torch's own pipeline stages have it, whose backwards in parts read weights that must be there from the forward.
+    Torch's own pipeline stages do the same: backwards in parts read weights that must be present from the forward.
 
     Args:
-        parts: modules that it was given; `outermost` has been told of theirs.
+        parts: modules that it was given, for each of which `outermost` was called.
     """
     states = [part._get_fsdp_state() for part in parts]
     groups = [group for state in states for group in _parameter_groups(state)]
@@ -263,12 +263,12 @@ def at_once(parts: Sequence[Any]) -> Iterator[None]:
 
 
 def outermost(root: Any) -> None:
-    """Let torch's data parallelism know that the calls of this module hold those of the modules in it."""
+    """Make a module the root of torch's data parallelism for the modules in it."""
     root._get_fsdp_state()._lazy_init()
 
 
 def reset_iteration(root: Any) -> None:
-    """Let torch's data parallelism forget a forward or backward that failed: what it gathered is stale by the next."""
+    """Reset torch's data parallelism after a forward or backward that failed: what it gathered is stale by the next."""
     if root._get_fsdp_state()._is_root is None:  # before its first forward: it has gathered nothing
         return
     if hasattr(root, "reset_iter_state"):  # torch 2.13
@@ -298,9 +298,9 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 
 def follow_types(part: Any) -> None:
-    """Let torch's data parallelism forget what it gathered in a type that the parameters of this part no longer have.
+    """Drop what torch's data parallelism gathered in a type that the parameters of this part no longer have.
 
-    It takes note of types at the first forward; `Module.to` changes them without its knowledge.
+    It notes types at the first forward; `Module.to` changes them without its knowledge.
     """
     for group in _parameter_groups(part._get_fsdp_state()):
         # Before the first forward no type is noted.

@@ -1,4 +1,4 @@
-"""Insides of torch that tracing and exporting a module needs of torch's insides."""
+"""Internals of torch that tracing and exporting a module needs."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from .trees import tree_leaves
 
 @contextlib.contextmanager
 def sizes_of_one() -> Iterator[list[Any]]:
-    """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other.
+    """Treat a size of 0 or 1 of an example as any other size in exports within this context, not as a constant.
 
     Torch may note no guard then where Python takes a size as a number (ProphetNet: `int(past_length + 1)`), and a
     program would have the example's for every size: that ends the export.
 
     Yields: the conditions on sizes that Python branches on, and none of those that kernels ask for strides.
     """
-    own, answer, call = sym_node.SymNode.guard_int, sym_node.SymNode.guard_bool, proxy_tensor.proxy_call
+    guard_int, guard_bool, call = sym_node.SymNode.guard_int, sym_node.SymNode.guard_bool, proxy_tensor.proxy_call
     branches: list[Any] = []
     within: list[Any] = []  # operators that are called now
 
     def number(self: Any, file: str, line: int) -> int:
         if self.expr.free_symbols:
             raise ValueError(f"the forward takes the size {self.expr} as a number")
-        return own(self, file, line)
+        return guard_int(self, file, line)
 
     def branch(self: Any, file: str, line: int) -> bool:
         if not within:
             branches.append(self.expr)
-        return answer(self, file, line)
+        return guard_bool(self, file, line)
 
     def run(mode: Any, operator: Any, *args: Any) -> Any:
         within.append(operator)
@@ -66,7 +66,7 @@ def sizes_of_one() -> Iterator[list[Any]]:
 
 
 def all_nonzero() -> contextlib.AbstractContextManager[Any]:
-    """Within this context `nonzero`, and an index of flags, finds every element of a tensor on the meta device."""
+    """Let `nonzero`, and an index of flags, find every element of a tensor on the meta device within this context."""
     return mock.patch.object(symbolic_config, "meta_nonzero_assume_all_nonzero", True)
 
 
@@ -77,7 +77,7 @@ def vmapped(graph: fx.Graph) -> bool:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Without torch's own log lines about guards and missing fake kernels."""
+    """Silence torch's own log lines about guards and missing fake kernels within this context."""
     loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
     levels = [x.level for x in loggers]
     for x in loggers:
@@ -90,14 +90,14 @@ def quiet_export() -> Iterator[None]:
 
 
 def module_stack() -> dict[str, tuple[str, Any]] | None:
-    """The modules whose forward is being traced, as their operators will show them; None where nothing is traced."""
+    """Return the modules whose forward is being traced, as their operators will show them; None without a trace."""
     mode: Any = get_proxy_mode()
     return None if mode is None else mode.tracer.module_stack
 
 
 @contextlib.contextmanager
 def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Within this context what `torch.utils.checkpoint.checkpoint` calls is called within `region`, and that is all."""
+    """Replace `torch.utils.checkpoint.checkpoint` within this context by a plain call within `region`."""
 
     def inside(*args: Any, **kwargs: Any) -> Iterator[None]:
         with region():
@@ -118,15 +118,15 @@ def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def recorded_inference() -> Iterator[None]:
-    """Within this context `torch.inference_mode` is `torch.no_grad`, which a trace records."""
+    """Replace `torch.inference_mode` within this context by `torch.no_grad`, which a trace records."""
     with mock.patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode)):
         yield
 
 
 @contextlib.contextmanager
 def recorded_regions() -> Iterator[None]:
-    """Within this context `torch.export` keeps a region under no_grad also where it lies within autocast: it forgets
-    those that begin with autocast's own mark."""
+    """Make `torch.export` keep a region under no_grad also inside autocast, within this context: it drops those that
+    begin with autocast's own mark."""
     enter = torch.amp.autocast_mode._enter_autocast
 
     def begins(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
@@ -143,7 +143,7 @@ def recorded_regions() -> Iterator[None]:
 
 
 def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any) -> torch.export.ExportedProgram:
-    """`torch.export.draft_export` that follows the values of the inputs, but not those of weights, which are fake.
+    """Run `torch.export.draft_export` with the values of the inputs, but not those of weights, which are fake.
 
     Without this torch would allocate every weight and compute with whatever is in that memory.
 
@@ -182,7 +182,7 @@ def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any
 
 @contextlib.contextmanager
 def _unexplained() -> Iterator[None]:
-    """Within this context a draft export's report does not say how it came to each expression in sizes.
+    """Omit from a draft export's report, within this context, how it came to each expression in sizes.
 
     For that torch reads the stack at every operation on a symbolic size, which takes most of the seconds of a draft.
     """
@@ -195,7 +195,8 @@ def _unexplained() -> Iterator[None]:
 
 
 def _to_nowhere(handler: Any, record: logging.LogRecord) -> None:
-    """Torch logs every draft into a file that it neither closes nor removes; it wants to know the file's name."""
+    """Discard torch's log of a draft, which goes into a file that is neither closed nor removed; only its name is
+    read."""
     if handler.stream is None:
         handler.stream = io.StringIO()
         handler.stream.name = ""
@@ -207,9 +208,9 @@ def _keep_values(mode: FakeTensorMode, keep: bool) -> None:
 
 
 def _only_known(dispatch: Any) -> Any:
-    """A dispatch of fake tensors under which what is made of an unknown value is unknown.
+    """Wrap the dispatch of fake tensors so that results of unknown values are unknown.
 
-    Torch's own leaves memory there that nothing was written to: inside a cast, and where a known value is overwritten
+    Torch's own leaves them memory that nothing was written to: inside a cast, and where a known value is overwritten
     with an unknown one.
     """
     overwritten: dict[int, Any] = {}  # real storages with something unknown in them
@@ -245,13 +246,13 @@ def _only_known(dispatch: Any) -> Any:
 
 
 def draft_failures(program: torch.export.ExportedProgram) -> list[Any]:
-    """Return what `draft_export` reports that it guessed or decided."""
+    """List the guesses and decisions that `draft_export` reports."""
     report: Any = getattr(program, "_report", None)
     return report.failures if report is not None else []
 
 
 def decided_by_values(program: torch.export.ExportedProgram) -> set[str]:
-    """The conditions that a draft export decided by the values of its inputs, as torch writes them in assertions."""
+    """Return the conditions that a draft export decided by values of its inputs, as torch writes them in assertions."""
     env = shape_env(program.graph)
     by_symbol = env.deferred_runtime_asserts if env else {}
     asserts = [a for group in by_symbol.values() for a in group]

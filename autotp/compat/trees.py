@@ -1,4 +1,4 @@
-"""Nested containers and their leaves."""
+"""Nested containers (pytrees) and their leaves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TreeSpec = pytree.TreeSpec
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of nested containers by their place, such as `logits` or `['more'][0]`.
+    """Map the leaves of nested containers by their place, such as `logits` or `['more'][0]`.
 
-    What a container that was registered without names holds is numbered.
+    Items of containers that were registered without names are numbered.
     """
     know_records(tree)
     try:
@@ -30,9 +30,9 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dic
 
 
 def know_records(tree: Any) -> Any:
-    """Make containers of the plain dataclasses among the leaves, and of those within; the tree.
+    """Register the plain dataclasses among the leaves, and within those, as containers; return the tree.
 
-    Torch knows a class for good. One that somebody registered before stays as it is.
+    Torch registers a class for good. One that somebody registered before stays as it is.
     """
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(type(leaf)):
@@ -42,7 +42,7 @@ def know_records(tree: Any) -> Any:
 
 
 def know_structure(spec: pytree.TreeSpec) -> None:
-    """Make containers of the plain dataclasses in a structure that another process made."""
+    """Register the plain dataclasses in a structure that another process made."""
     kind: type = spec.type  # none of a leaf
     if dataclasses.is_dataclass(kind) and not registered(kind):
         _know(kind)
@@ -61,7 +61,7 @@ def _know(kind: type) -> None:
 
 
 def _fields(record: Any) -> tuple[list[Any], list[str]]:
-    """Return what a dataclass holds, also what is no field of it, and the names of these."""
+    """Return the values that a dataclass holds, also of attributes that are no fields, and their names."""
     names = [f.name for f in dataclasses.fields(record) if hasattr(record, f.name)]
     names += [name for name in getattr(record, "__dict__", ()) if name not in names]
     return [getattr(record, name) for name in names], names
@@ -89,7 +89,7 @@ def _places(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
-    """Return what a container holds, by its place in it."""
+    """List the items of a container, by their place in it."""
 
     def inner(value: Any) -> bool:
         return value is not tree
@@ -104,7 +104,7 @@ def register_node(kind: type, flatten: Any, unflatten: Any) -> None:
     """Make a class a node of nested containers.
 
     Args:
-        flatten: gives a list of children and a context; `unflatten` takes both.
+        kind: the class. flatten: gives a list of children and a context. unflatten: takes both.
     """
 
     def with_keys(value: Any) -> Any:
@@ -130,5 +130,5 @@ def is_user_node(value: Any) -> bool:
 
 
 def children(value: Any) -> list[Any]:
-    """Return what a node holds, in order."""
+    """Return the children of a node, in order."""
     return list(pytree.SUPPORTED_NODES[pytree._get_node_type(value)].flatten_fn(value)[0])

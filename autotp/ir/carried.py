@@ -1,4 +1,4 @@
-"""Objects that a model keeps its state in between calls, such as a key/value cache, as tensors and a description.
+"""Objects that hold a model's state between calls, such as a key/value cache, as tensors and a description.
 
 An object among a call's arguments that is no container of tensors by itself is walked through its attributes, lists
 and dictionaries. Its tensors become leaves of the call by their path; the rest is a `Shape` (classes, flags, numbers),
@@ -31,42 +31,42 @@ SHIFT = 2  # a number n travels as a tensor of size [n + SHIFT, 0]: torch takes 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Stands for a tensor: this one of those that the object holds."""
+    """Placeholder of a tensor, by its index among those that the object holds."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Count:
-    """Stands for a whole number that changes from call to call: this one of the tensors that the object holds."""
+    """Placeholder of a whole number that changes from call to call, by its index among the object's tensors."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Again:
-    """Stands for what is held in another place too, which was described as the n-th."""
+    """Reference to what is held in another place too, by its number in the order of description."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class EarlierTensor:
-    """Stands for a tensor that the object held before the call: this one of those."""
+    """Placeholder of a tensor that the object held before the call, by its index among those."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A value that is a part of what the program is for. `text` stands for it where processes compare."""
+    """A value that the program depends on; processes compare its `text`."""
 
     token: Hashable = field(repr=False)
     text: str
     value: Any = field(compare=False, repr=False)
 
     def __reduce__(self) -> Any:
-        """By the value, for another process; what is known here by its identity is no value there, but a class."""
+        """Pickle the value for another process; of objects known by their identity only classes can be."""
         if isinstance(self.value, type):
             return _by_identity, (self.value,)
         if not isinstance(self.value, PLAIN_TYPES):
@@ -78,7 +78,7 @@ class Fixed:
 
 
 class Compound(NamedTuple):
-    """An object, list, tuple or dictionary: its class, and what is in it by name, place or key."""
+    """An object, list, tuple or dictionary: its class, and its items by name, place or key."""
 
     kind: type
     items: tuple[tuple[Any, Any], ...]
@@ -86,7 +86,7 @@ class Compound(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Description of an object but for its tensors; equal for objects that one program serves.
+    """Description of an object without its tensors; equal for objects that one program serves.
 
     Attributes:
         name: of the argument or output. tree: the description. names: of the tensors, in order.
@@ -102,12 +102,12 @@ class Shape:
         return hash((self.name, self.names))
 
     def comparable(self) -> bool:
-        """Return whether it says the same in every process: nothing in it is known by its identity alone."""
+        """Return whether it can be compared between processes: nothing in it is known by its identity alone."""
         return _comparable(self.tree)
 
 
 def classes(tree: Any) -> set[type]:
-    """The classes of the objects and containers in a description."""
+    """Collect the classes of the objects and containers in a description."""
     if not isinstance(tree, Compound):
         return set()
     return {tree.kind}.union(*(classes(x) for _, x in tree.items))
@@ -139,7 +139,7 @@ class Returned:
 
 
 class Same:
-    """In the outputs of a trace: the n-th object among the arguments."""
+    """Reference, in the outputs of a trace, to the n-th object among the arguments."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -192,10 +192,10 @@ _slot, _count = lru_cache(maxsize=4096)(TensorSlot), lru_cache(maxsize=4096)(Cou
 
 
 class Walk:
-    """Describes objects; `moving` are the attributes whose whole numbers change, as (class, attribute)."""
+    """A description in the making; `moving` are the attributes whose whole numbers change, as (class, attribute)."""
 
-    def __init__(self, name: str, moving: Iterable[Attribute], earlier: Sequence[Tensor] = ()) -> None:
-        self.name, self.moving = name, frozenset(moving)
+    def __init__(self, moving: Iterable[Attribute], earlier: Sequence[Tensor]) -> None:
+        self.moving = frozenset(moving)
         self.tensors: list[Any] = []
         self.names: list[str] = []
         self.counts: set[int] = set()
@@ -203,12 +203,8 @@ class Walk:
         self.objects: list[Any] = []  # so that no id is used twice
         self.index_of = {id(t): i for i, t in enumerate(earlier)}
 
-    def shape(self, value: Any) -> Shape:
-        tree = self.walk(value, self.name)
-        return Shape(self.name, tree, tuple(self.names), frozenset(self.counts))
-
     def walk(self, value: Any, path: str, owner: type | None = None, name: str = "") -> Any:
-        """The description of a value; its tensors are noted.
+        """Describe a value and note its tensors.
 
         Args:
             value: of an attribute or item, at `path`. owner, name: class and name of the attribute, where it is one.
@@ -254,7 +250,7 @@ class Walk:
 
 
 class Skim:
-    """An object as a flat key, its tensors, and what holds them: in half a walk's time, once for every decoded token.
+    """An object as a flat key, its tensors, and their holders: in half a walk's time, once for every decoded token.
 
     Objects of equal keys have equal descriptions.
 
@@ -314,11 +310,11 @@ class Skim:
                 parts += (kind_of, id(x))
 
 
-Writes = list[tuple[int, Any, Any]]  # into which holder, under which key, what is described so
+Writes = list[tuple[int, Any, Any]]  # index of a holder, the key in it, and the description of the value
 
 
 def writes_between(before: Shape, after: Shape) -> Writes | None:
-    """List what to set in an object's holders for another description; None where that takes more than setting."""
+    """List what to set in an object's holders so that another description holds; None where setting is not enough."""
     writes: Writes = []
     numbers = itertools.count()
 
@@ -357,25 +353,26 @@ def write(writes: Writes, holders: Sequence[Any], carried: Carried, before: Sequ
 
 
 def counted(number: Any) -> Tensor:
-    """An empty tensor that carries a whole number in its size."""
+    """Make an empty tensor that carries a whole number in its size."""
     return torch.empty((number + SHIFT, 0), dtype=torch.uint8)
 
 
 def describe(value: Any, name: str, moving: Iterable[Attribute] = (), earlier: Sequence[Tensor] = ()) -> Carried:
-    """An object as its shape and tensors.
+    """Describe an object as its shape and tensors.
 
     Args:
+        value: the object.
         name: of the argument or output that it is; the names of its tensors begin with it.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
         earlier: tensors that it held before the call; those are not held again.
     """
-    walk = Walk(name, moving, earlier)
-    shape = walk.shape(value)
-    return Carried(shape, walk.tensors)
+    walk = Walk(moving, earlier)
+    tree = walk.walk(value, name)
+    return Carried(Shape(name, tree, tuple(walk.names), frozenset(walk.counts)), walk.tensors)
 
 
 def rebuilt(carried: Carried) -> Any:
-    """A new object of the same classes that holds the tensors of `carried`; no constructor runs."""
+    """Build a new object of the same classes that holds the tensors of `carried`; no constructor runs."""
     return Builder(carried).value(carried.shape.tree)
 
 
@@ -383,20 +380,20 @@ def assign(target: Any, carried: Carried, before: Sequence[Tensor]) -> Any:
     """Set what an object holds after a call on the caller's own object, and on the objects in it, in place.
 
     Args:
-        before: the tensors that it held before the call.
+        target: the caller's object. carried: what it is to hold. before: the tensors that it held before the call.
     """
     return Builder(carried, before).value(carried.shape.tree, target)
 
 
 class Builder:
-    """Makes or updates objects by a description."""
+    """Builder that makes or updates objects by a description."""
 
     def __init__(self, carried: Carried, before: Sequence[Tensor] = ()) -> None:
         self.tensors, self.before = carried.tensors, before
         self.objects: list[Any] = []
 
     def value(self, tree: Any, now: Any = None) -> Any:
-        """Make what a description stands for; `now`, which is in its place, is updated where it is of that class."""
+        """Make what a description stands for; `now`, the present value, is updated where it is of that class."""
         if isinstance(tree, Fixed):
             if not isinstance(tree.value, PLAIN_TYPES):
                 self.objects.append(tree.value)
@@ -431,15 +428,15 @@ class Builder:
 
 
 def object_of(kind: Any) -> Any:
-    """A new object of a class, without its constructor."""
+    """Make an object of a class without its constructor."""
     return kind.__new__(kind)
 
 
 def changed_numbers(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
-    """Attributes whose whole numbers differ between two descriptions, or depend on sizes.
+    """Collect the attributes whose whole numbers differ between two descriptions, or depend on sizes.
 
     Args:
-        before, after: descriptions of one value. owner, name: class and name of the attribute that it is of.
+        before, after: descriptions of one value. owner, name: class and name of its attribute.
 
     Returns: (class, attribute, whether it was there before, as a number that does not change).
     """
@@ -455,7 +452,7 @@ def changed_numbers(before: Any, after: Any, owner: Any = None, name: str = "") 
 
 
 def asked_sizes(before: Shape, after: Shape, sizes: Mapping[str, Sequence[Any]]) -> set[Attribute]:
-    """Attributes whose numbers an object brings to a call that begins a state of this size, as (class, attribute).
+    """Collect the attributes, as (class, attribute), whose numbers are sizes of a state that a call begins.
 
     Args:
         before, after: descriptions of the object. sizes: of the states after the call, by name.
@@ -476,7 +473,7 @@ def asked_sizes(before: Shape, after: Shape, sizes: Mapping[str, Sequence[Any]])
 
 
 def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:
-    """Nested containers with every object that `is_carrier` says replaced; `function` gets the object and its place."""
+    """Replace every object in nested containers that `is_carrier` says; `function` gets the object and its place."""
     leaves, spec = compat.tree_flatten(tree, is_leaf=is_carrier)
     if not any(is_carrier(x) for x in leaves):
         return tree
@@ -487,7 +484,7 @@ def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:
 
 
 def states_of(spec: compat.TreeSpec) -> dict[int, str]:
-    """The leaves of a call or of its results that are states: position -> name."""
+    """Map the leaves of a call or of its results that are states: position -> name."""
     names: dict[int, str] = {}
     tree = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
     for x in compat.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Carried)):

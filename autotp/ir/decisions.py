@@ -11,8 +11,7 @@ from .layouts import Distribution, Layout, SlotLayouts, kinds
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of how one operator runs: a layout per operand slot and per result, and the split factor with its
-    loop."""
+    """Decision for one operator: a layout per operand slot and per result, and the split factor with its loop."""
 
     ins: SlotLayouts
     outs: SlotLayouts
@@ -26,7 +25,7 @@ class Decision:
 
 
 def plain(x: Any) -> Any:
-    """Layouts, distributions, mappings and sequences as what JSON can hold."""
+    """Convert layouts, distributions, mappings and sequences to what JSON can hold."""
     if isinstance(x, Layout | Distribution):
         return x.to_json()
     if isinstance(x, Mapping):
@@ -37,7 +36,7 @@ def plain(x: Any) -> Any:
 
 
 def read_loop(x: Any) -> Distribution | None:
-    """The loop of a decision, as `plain` wrote it.
+    """Read the loop of a decision, as `plain` wrote it.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
@@ -52,7 +51,7 @@ def read_loop(x: Any) -> Distribution | None:
 
 
 def read_layout(x: Any) -> Layout:
-    """A layout, as `plain` wrote it.
+    """Read a layout, as `plain` wrote it.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.

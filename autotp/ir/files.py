@@ -1,4 +1,4 @@
-"""JSON and TOML files that anybody may have written: what is read of them is bounded before it is used."""
+"""JSON and TOML files that anybody may have written: sizes, nesting and numbers are bounded before they are used."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def bounded(data: Any, name: str, *, error: type[AutoTPError]) -> None:
     """Refuse what is nested deeper than `MAX_DEPTH`, and whole numbers beyond `MAX_NUMBER`.
 
     Args:
-        data: as JSON gave it. name: of what it is, for the message. error: the class of what is raised.
+        data: as JSON gave it. name: of the file or text, for the message. error: the class of what is raised.
     """
     level, depth = [data], 0
     while level:
         if depth > MAX_DEPTH:
             raise error(f"{name} is nested more than {MAX_DEPTH} deep. Correct the file.")
-        if odd := next((x for x in level if isinstance(x, int) and abs(x) > MAX_NUMBER), None):
-            raise error(f"{name} holds the number {_short(odd)}, which is no size of anything. Correct the file.")
+        if number := next((x for x in level if isinstance(x, int) and abs(x) > MAX_NUMBER), None):
+            raise error(f"{name} holds the number {_short(number)}, which is no size of anything. Correct the file.")
         inner: list[Any] = []
         for x in level:
             if isinstance(x, dict | list):

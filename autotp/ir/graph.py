@@ -1,4 +1,4 @@
-"""A captured program as data, and questions about its graph that several stages ask."""
+"""Captured programs as data, and queries of their graphs that several stages share."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MAX_ELEMENTS = 2**62  # elements in a dimension whose symbol has no range
 
 @dataclass(frozen=True)
 class SizeBounds:
-    """The sizes that a program takes.
+    """Bounds of the sizes that a program takes.
 
     Attributes:
-        symbols: where each symbol is read: the first dimension that is this symbol alone.
-        sizes: every other dimension, and what it has to be.
+        symbols: symbol -> the dimension that it is read from, the first that is this symbol alone.
+        sizes: every other dimension, and its size.
         ranges: least and greatest value of each symbol. guards: relations that hold between symbols.
     """
 
@@ -51,9 +51,10 @@ class SizeBounds:
     def of(
         cls, tensors: Sequence[Tensor], ranges: Mapping[sympy.Symbol, tuple[int, int]], guards: Sequence[sympy.Basic]
     ) -> SizeBounds:
-        """Args:
-        tensors: the (fake) tensors among the inputs, in order.
-        ranges, guards: as in `Capture`.
+        """Derive the bounds from inputs.
+
+        Args:
+            tensors: the (fake) tensors among the inputs, in order. ranges, guards: as in `Capture`.
         """
         dimensions = [((i, d), expression(n)) for i, value in enumerate(tensors) for d, n in enumerate(value.shape)]
         symbols: dict[sympy.Symbol, Place] = {}
@@ -87,7 +88,7 @@ class SizeBounds:
         return None if broken is None else f"the captured program needs {broken}"
 
     def code(self) -> tuple[list[Place], Callable[..., bool]] | None:
-        """Places of sizes, and a function of the sizes there: whether they fit. None where that cannot be written."""
+        """Return places of sizes, and a predicate of the sizes there; None where it cannot be written as code."""
         tests: list[Any] = [s >= low for s, (low, _) in self.ranges.items()]
         tests += [s <= high for s, (_, high) in self.ranges.items()]
         tests += self.guards
@@ -104,7 +105,7 @@ class SizeBounds:
 
 @dataclass(frozen=True)
 class LeafKind:
-    """The policy of the leaves of one kind.
+    """Policy of the leaves of one kind.
 
     Attributes:
         name: what messages call it.
@@ -126,7 +127,7 @@ class LeafKind:
     saved: bool = False
 
     def __reduce__(self) -> Any:
-        """A copy, in this process or another, is the same kind: kinds are compared by identity."""
+        """Pickle a kind by its name: kinds are compared by identity, in other processes too."""
         return next((name for name, kind in globals().items() if kind is self), super().__reduce__())
 
     def __str__(self) -> str:
@@ -160,13 +161,13 @@ class Conditions(Protocol):
     """Conditions that a capture decided by the values of its inputs (`autotp.capture.export_passes`)."""
 
     def broken(self, values: Sequence[Any]) -> str | None:
-        """The condition that these flat inputs break, in words, or None."""
+        """Return the condition that these flat inputs break, in words, or None."""
         ...
 
 
 @dataclass
 class Leaf:
-    """A placeholder of the graph: what it holds and under which name of the model."""
+    """A placeholder of the graph: the kind of its value, and its name in the model."""
 
     node: fx.Node
     kind: LeafKind
@@ -221,7 +222,7 @@ class Capture:
 
     @property
     def results(self) -> list[Any]:
-        """All that the graph gives, one by one: nodes, and what is none."""
+        """Outputs of the graph, one by one: nodes, and constants."""
         return compat.tree_leaves(self.graph.output_node().args)
 
     @property
@@ -235,7 +236,7 @@ class Capture:
         return bool(self.carried) or any(leaf.kind.carried for leaf in self.leaves)
 
     def becomes(self, position: int) -> str | None:
-        """The name of the state that the output at this position becomes; None where it becomes none."""
+        """Return the name of the state that the output at this position becomes; None where it becomes none."""
         taker = self.mutations.get(position)
         if position in self.carried or not isinstance(taker, int):
             return self.carried.get(position)
@@ -243,7 +244,7 @@ class Capture:
         return leaf.name if leaf.kind.carried else None
 
     def write_back(self, values: Mapping[str, fx.Node]) -> None:
-        """Have buffers become these values after a call: they are further outputs.
+        """Assign these values to buffers after a call, as further outputs.
 
         Args:
             values: by name of the buffer.
@@ -254,7 +255,7 @@ class Capture:
         self.mutations = {**self.mutations, **dict(enumerate(values, first))}
 
     def accepts(self, values: list[Any]) -> str | None:
-        """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
+        """Return None where these flat inputs fit the captured sizes, otherwise the reason why not."""
         for leaf, value in zip(self.inputs, values, strict=True):
             reason = _unlike(leaf.name, leaf.node.meta.get("val"), value, self.asks_gradients)
             if reason:
@@ -271,17 +272,17 @@ class Capture:
         return None if broken is None else f"the captured program needs {broken}"
 
     def size_bounds(self) -> SizeBounds:
-        """Conditions of the program on the sizes of the tensors among its inputs."""
+        """Return the conditions of the program on the sizes of the tensors among its inputs."""
         tensors = [leaf.node.meta["val"] for leaf in self.tensor_inputs]
         return SizeBounds.of(tensors, self.ranges, self.guards)
 
     def sizes_of(self, tensors: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
-        """The sizes that the program's symbols stand for with these input tensors."""
+        """Return the values of the program's symbols for these input tensors."""
         tensor_of = dict(zip([x.node for x in self.tensor_inputs], tensors, strict=True))
         return {s: tensor_of[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in tensor_of}
 
     def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """The shape that a (fake) value of the program has for these input tensors."""
+        """Return the shape that a (fake) value of the program has for these input tensors."""
         bound = self.sizes_of(tensors)
         out = []
         for n in map(expression, value.shape):
@@ -295,14 +296,13 @@ class Capture:
         self.move(graph, env)
 
     def move(self, graph: fx.Graph, env: Mapping[fx.Node, Any]) -> None:
-        """Have another graph, in which these nodes stand for the placeholders of this one."""
+        """Take another graph, in which these nodes stand for the placeholders of this one."""
         self.graph = graph
         self.leaves = [replace(leaf, node=env[leaf.node]) for leaf in self.leaves]
         self.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in self.symbols.items()}
 
     def digest(self) -> str:
-        """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank, whose devices
-        are others."""
+        """Return a SHA-256 over operators, wiring, literals and shapes, equal for equal programs on all ranks."""
         h = hashlib.sha256()
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
         carried = self.carried, [leaf.name for leaf in self.inputs if leaf.kind.carried]
@@ -314,20 +314,20 @@ class Capture:
 
 
 def described(node: fx.Node, arguments: Any) -> str:
-    """Describe what a node computes from these arguments, and what shapes it gives: the same text on every rank."""
+    """Describe what a node computes from these arguments, and the shapes of its results, alike on every rank."""
     text = str(arguments)
-    if "device(" in text:  # which is another on each
+    if "device(" in text:  # which differ between ranks
         text = str(compat.tree_map(on_meta, arguments))
     return repr((node.op, short_name(node.target), text, [(str(v.shape), v.dtype) for v in tensors(node)]))
 
 
 def on_meta(argument: Any) -> Any:
-    """The meta device in place of a device; anything else as it is."""
+    """Replace a device by the meta device; anything else stays."""
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
 def _unlike(name: str, expected: Any, value: Any, asks: bool) -> str | None:
-    """In what an input is unlike the captured one, sizes apart; None where in nothing."""
+    """Describe how an input differs from the captured one, other than in sizes; None where it does not."""
     if not isinstance(expected, Tensor):
         same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
@@ -347,7 +347,7 @@ def computed(node: fx.Node) -> Any:
 
 
 def caller(node: fx.Node) -> Emit:
-    """Writes calls at the graph's insertion point, in the module of this node, with their fake values."""
+    """Return a writer of calls at the graph's insertion point, in the module of this node, with their fake values."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = node.graph.call_function(function, args, kwargs)
@@ -370,7 +370,7 @@ def before(node: fx.Node) -> Iterator[Emit]:
 
 
 def differentiable(program: Capture) -> set[fx.Node]:
-    """Nodes whose value may carry a gradient: floating or complex, and reached from a parameter or such an input."""
+    """Return the nodes whose value may carry a gradient: floating or complex, and reached from a leaf that has one."""
     carries: set[fx.Node] = set()
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
@@ -386,12 +386,12 @@ def differentiable(program: Capture) -> set[fx.Node]:
 
 
 def tensors(node: fx.Node) -> list[Tensor]:
-    """The tensor values of a node."""
+    """Return the tensor values of a node."""
     return tensors_in(node.meta.get("val"))
 
 
 def tensors_in(val: Any) -> list[Tensor]:
-    """The tensors of a value; most are one tensor, so that is looked at first."""
+    """Return the tensors of a value; most are one tensor, so that is checked first."""
     if isinstance(val, Tensor):
         return [val]
     if not isinstance(val, list | tuple | dict):
@@ -400,32 +400,32 @@ def tensors_in(val: Any) -> list[Tensor]:
 
 
 def tensor_at(value: Any) -> Tensor:
-    """The tensor of a `Value`."""
+    """Return the tensor of a `Value`."""
     node, index = value
     return tensors(node)[index]
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
-    """The shape of a node's first tensor value."""
+    """Return the shape of a node's first tensor value."""
     values = tensors(node)
     return sizes(values[0]) if values else ()
 
 
 def replace_node(node: fx.Node, result: Any) -> None:
-    """Put this in the place of a node's value, and erase the node."""
+    """Replace a node's value by this, and erase the node."""
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 
 
 def replace_results(node: fx.Node, results: Sequence[Any]) -> None:
-    """Put these in the place of a call's results, which readers take by their position, and erase the call."""
+    """Replace a call's results, which readers take by their position, and erase the call."""
     for user in list(node.users):
         replace_node(user, results[user.args[1]])  # type: ignore[index]
     node.graph.erase_node(node)
 
 
 def reached(starts: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """Give all that steps lead to from these, which come first, the nearest before the others."""
+    """Yield everything that steps lead to from these, breadth first, beginning with these."""
     visited = dict.fromkeys(starts)
     order = [*visited]
     for x in order:
@@ -436,7 +436,7 @@ def reached(starts: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> Iter
 
 
 def resolve(node: fx.Node) -> Value:
-    """The value behind a node: `getitem` nodes name a result of the operator before them."""
+    """Return the value behind a node: `getitem` nodes name a result of the operator before them."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return node.args[0], int(node.args[1])  # type: ignore[arg-type]
     return node, 0
@@ -457,13 +457,13 @@ def floating(val: Any) -> bool:
 
 
 def short_name(target: Any) -> str:
-    """`aten.linear` for the overload `aten.linear.default`, a function's own name otherwise."""
+    """Return `aten.linear` for the overload `aten.linear.default`, a function's own name otherwise."""
     text = str(target)
     return text.removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", text)
 
 
 def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
-    """The size that the example inputs had; used for costs only, never for legality."""
+    """Return the size that the example inputs had; used for costs only, never for legality."""
     if isinstance(size, int):
         return size
     value = substitute(size, hints)
@@ -471,17 +471,17 @@ def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
 
 
 def outputs_of(program: Capture) -> list[fx.Node]:
-    """The graph's tensor outputs, in order."""
+    """Return the graph's tensor outputs, in order."""
     return [node for _, node in placed_outputs(program)]
 
 
 def placed_outputs(program: Capture) -> list[tuple[int, fx.Node]]:
-    """The graph's tensor outputs, each with its position among all outputs."""
+    """Return the graph's tensor outputs, each with its position among all outputs."""
     return [(i, x) for i, x in enumerate(program.results) if isinstance(x, fx.Node) and tensors(x)]
 
 
 def read(maker: fx.Node, ops: Ops) -> Iterator[tuple[fx.Node, int, Any]]:
-    """Operators that read a node's values, the operand slot, and the value."""
+    """Yield the operators that read a node's values, the operand slot, and the value."""
     work = [maker]
     while work:
         node = work.pop()
@@ -494,7 +494,7 @@ def read(maker: fx.Node, ops: Ops) -> Iterator[tuple[fx.Node, int, Any]]:
 
 
 def where(node: fx.Node) -> str:
-    """An operator with its module."""
+    """Name an operator with its module."""
     if node.op != "call_function":
         return node.name
     return f"{short_name(node.target)} in {module_name(node) or 'the model'}"

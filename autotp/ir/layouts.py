@@ -25,7 +25,7 @@ class Layout:
 
     Attributes:
         mark: the short name of the kind, unique among them.
-        distribution_kind: how it deals out a dimension, the class; None: it deals out none.
+        distribution_kind: the class of its distribution of a dimension; None: it distributes none.
         partial: whether a rank holds a summand, or a candidate, of every element.
         reduction: how the ranks' tensors become the value where it is partial.
         split: whether ranks own different elements.
@@ -56,12 +56,12 @@ class Layout:
 
     @property
     def groups(self) -> Groups | None:
-        """By which groups rows are dealt; None where they are not."""
+        """Groups by which rows are sharded; None where they are not."""
         return None
 
     @property
     def stored(self) -> Partition | None:
-        """The partition of `sharded_dim` that DTensors hold; None: a rank stores the whole and takes its slice."""
+        """Partition of `sharded_dim` that DTensors hold; None: a rank stores the whole and takes its slice."""
         return None
 
     @property
@@ -71,21 +71,21 @@ class Layout:
 
     @property
     def pieces(self) -> Size:
-        """Number of runs of a dimension that are dealt separately, as those of a fused weight."""
+        """Number of runs of a dimension that are sharded separately, as those of a fused weight."""
         return 1 if self.distribution is None else self.distribution.pieces
 
     def share(self, tp: int, hint: Hint) -> float:
-        """Largest part of a value that one rank holds; `hint` gives a number for every size."""
+        """Return the largest part of a value that one rank holds; `hint` gives a number for every size."""
         return 1.0 if self.distribution is None else self.distribution.share(tp, hint)
 
     def part(self, rank: int | None, tp: int, hint: Hint) -> float:
-        """Part of a value that `rank` holds, the largest where it is None; `hint` as of `share`."""
+        """Return the part of a value that `rank` holds, the largest where it is None; `hint` as of `share`."""
         if rank is None or self.distribution is None:
             return self.share(tp, hint)
         return self.distribution.part(rank, tp, hint)
 
     def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
-        """The shape of what `rank` holds of a value of this shape, in a layout of numbers; rank 0 has most."""
+        """Return the local shape of a value of this shape on `rank`, in a layout of numbers; rank 0 has most."""
         return tuple(shape)
 
     def plain(self, tp: int) -> bool:
@@ -97,11 +97,11 @@ class Layout:
         return self.distribution is None or self.distribution.even(tp)
 
     def padding(self, tp: int) -> float:
-        """Times as much as there is that ranks send where all send as much as the fullest of unlike ones."""
+        """Return how many times the value's elements ranks send, where all pad to the fullest of unequal shares."""
         return 1.0 if self.distribution is None else self.distribution.padding(tp)
 
     def penalty(self, tp: int) -> int:
-        """Points that break ties between equal costs."""
+        """Return the points that break ties between equal costs."""
         return 0 if self.distribution is None else self.distribution.penalty(tp)
 
     def small(self, tp: int) -> Layout:
@@ -109,26 +109,33 @@ class Layout:
         return self
 
     def words(self, units: bool = True) -> str:
-        """The layout of a parameter as a reader of plans sees it; with `units`, in units of how many elements."""
+        """Describe the layout of a parameter for a reader of plans; with `units`, in units of how many elements."""
         return "whole"
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
         """Convert to what conversions take: sizes mapped by `size` (to an int, or to the fx.Node that computes it)."""
-        raise NotImplementedError
+        from . import specs  # noqa: PLC0415  a plan is read without torch
+
+        kind: Any = getattr(specs, f"{type(self).__name__}Spec")
+        return kind(*self._numbers(size))
+
+    def _numbers(self, size: ToSize) -> tuple[Any, ...]:
+        """Return the fields of the run-time layout."""
+        return ()
 
     def to_json(self) -> Any:
-        """Plain data that `from_json` reads."""
+        """Return plain data that `from_json` reads."""
         return str(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Layout | None:
-        """The inverse of `to_json`; None where the data are of another kind."""
+        """Read what `to_json` gave; None where the data are of another kind."""
         kinds = (cls(*fields) for fields in cls.variants)
         return next((x for x in kinds if str(x) == data), None)
 
     @classmethod
     def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:
-        """The distributions of this kind that a dimension of this length may have by itself."""
+        """Return the distributions of this kind that a dimension of this length may have by itself."""
         return ()
 
     def __str__(self) -> str:
@@ -143,11 +150,6 @@ class Invariant(Layout):
     """The whole value, the same on every rank; its gradient is too."""
 
     mark = "I"
-
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import InvariantSpec  # noqa: PLC0415  a plan is read without torch
-
-        return InvariantSpec()
 
 
 @record
@@ -184,18 +186,16 @@ class Partial(Layout):
     def dual(self) -> Layout:
         return R
 
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import PartialSpec  # noqa: PLC0415  a plan is read without torch
-
-        return PartialSpec(reduction=self.reduction)
+    def _numbers(self, size: ToSize) -> tuple[Any, ...]:
+        return (self.reduction,)
 
     def __str__(self) -> str:
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
 
 
 @record
-class _Dealt(Layout):
-    """A dimension that is dealt to the ranks; `key` is the field of its JSON that no other kind has."""
+class _Distributed(Layout):
+    """A dimension that is distributed over the ranks; `key` is the field of its JSON that no other kind has."""
 
     dim: int
     partition: Distribution
@@ -219,8 +219,8 @@ class _Dealt(Layout):
 
 
 @record
-class _Sliced(_Dealt):
-    """A rank has a slice of dimension `dim`."""
+class _Sliced(_Distributed):
+    """A slice of dimension `dim` on every rank."""
 
     partition: Partition | Copies
 
@@ -234,16 +234,13 @@ class _Sliced(_Dealt):
     def small(self, tp: int) -> Layout:
         return replace(self, partition=self.partition.small(tp))
 
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from . import specs  # noqa: PLC0415  a plan is read without torch
-
-        kind: Any = getattr(specs, f"{type(self).__name__}Spec")
-        return kind(self.dim, *self.partition.to_runtime(size))
+    def _numbers(self, size: ToSize) -> tuple[Any, ...]:
+        return (self.dim, *self.partition.to_runtime(size))
 
 
 @record
 class Shard(_Sliced):
-    """One slice of dimension `dim`, dealt by `partition`; its gradient likewise."""
+    """One slice of dimension `dim`, sharded by `partition`; its gradient likewise."""
 
     partition: Partition
     mark, key = "S", "partition"
@@ -254,7 +251,7 @@ class Shard(_Sliced):
         return self.partition
 
     def words(self, units: bool = True) -> str:
-        """`Shard(0) by 128`: dealt in units of 128; `in 3 pieces`, each of which is dealt."""
+        """Describe it: `Shard(0) by 128` is sharded in units of 128; `in 3 pieces`, each of which is sharded."""
         pieces, unit = self.partition.pieces, self.partition.unit
         by = f" by {unit}" if units and unit is not None else ""
         return f"Shard({self.dim})" + (f" in {pieces} pieces" if pieces != 1 else "") + by
@@ -265,7 +262,7 @@ class Shard(_Sliced):
 
 
 @record
-class Grouped(_Dealt):
+class Grouped(_Distributed):
     """The rows of a rank's groups along dimension `dim`, in their places among all rows; its gradient likewise."""
 
     partition: Groups
@@ -276,14 +273,12 @@ class Grouped(_Dealt):
     def groups(self) -> Groups | None:
         return self.partition
 
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import GroupedSpec  # noqa: PLC0415  a plan is read without torch
-
-        return GroupedSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
+    def _numbers(self, size: ToSize) -> tuple[Any, ...]:
+        return self.dim, size(self.partition), self.partition.to_runtime(size).segments
 
 
 @record
-class Travelled(_Dealt):
+class Travelled(_Distributed):
     """Rows along dimension `dim` with the ranks that own their groups, and with no other; its gradient likewise."""
 
     partition: Groups
@@ -294,12 +289,9 @@ class Travelled(_Dealt):
         """Ranks that follow each other and own the same groups."""
         return getattr(self.partition.of, "copies", 1)
 
-    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import TravelledSpec  # noqa: PLC0415  a plan is read without torch
-
+    def _numbers(self, size: ToSize) -> tuple[Any, ...]:
         segments = self.partition.to_runtime(size).segments
-        spec: Any = TravelledSpec(self.dim, size(self.partition), segments, self.copies)
-        return spec
+        return self.dim, size(self.partition), segments, self.copies
 
 
 @record
@@ -319,7 +311,7 @@ class Copied(_Sliced):
         return Summed(self.dim, self.partition)
 
     def words(self, units: bool = True) -> str:
-        """`Shard(1) on 2 ranks each`."""
+        """Describe it: `Shard(1) on 2 ranks each`."""
         return f"Shard({self.dim}) on {self.partition.copies} ranks each"
 
 
@@ -340,7 +332,7 @@ _KINDS: dict[str, type[Layout]] = {}
 
 
 def register(kind: type[Layout]) -> type[Layout]:
-    """Take a kind of layout into planning and saved plans; its conversions go to `comm.conversions.register`.
+    """Enter a kind of layout into planning and saved plans; its conversions go to `comm.conversions.register`.
 
     Raises:
         ValueError: another kind has its mark.
@@ -355,12 +347,12 @@ for _kind in (Invariant, Replicate, Partial, Shard, Grouped, Copied, Summed):
 
 
 def kinds() -> tuple[type[Layout], ...]:
-    """All kinds of layout, in the order in which they were registered."""
+    """Return all kinds of layout, in the order in which they were registered."""
     return tuple(_KINDS.values())
 
 
 def dealt_by(dim: int, distribution: Distribution) -> Layout:
-    """The layout that deals this dimension so.
+    """Return the layout that distributes this dimension so.
 
     Example:
         >>> str(dealt_by(0, Partition.plain(8, 2)))
@@ -370,5 +362,5 @@ def dealt_by(dim: int, distribution: Distribution) -> Layout:
     return kind(dim, distribution)
 
 
-Layouts = Mapping[str, Layout]  # by the names of what lies so
+Layouts = Mapping[str, Layout]  # by the names of the values
 SlotLayouts = tuple[Layout, ...]  # of the operands of a call, or of its results

@@ -20,11 +20,12 @@ Axis = Literal["tp", "dp", "cp"]
 
 
 class BatchConversion(NamedTuple):
-    """A conversion over a mesh axis beside tp, which has so many ranks.
+    """A conversion over a mesh axis beside tp.
 
     Attributes:
-        source, target: layouts before and after. axis: its name.
-        inner: parts of a dimension that are each dealt over the axis, for as many tp ranks to split it.
+        source, target: layouts before and after. ranks, axis: size and name of the axis.
+        inner: number of parts of a dimension that are each sharded over the axis, so that as many tp ranks can split
+            it.
     """
 
     source: Layout
@@ -41,7 +42,7 @@ class Saved:
     Attributes:
         slots, results: positions of the operands and results that are kept.
         extra: what is neither: a mask, statistics, a contiguous copy. Bytes, and the position (operands, then results)
-            of a value with as many elements, which it is dealt out with; None where it is dealt out as the call is.
+            of a value with as many elements, with which it is sharded; None where it is sharded as the call is.
         views: result -> the operand slot whose memory it shares.
     """
 
@@ -53,7 +54,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Mark:
-    """Marks of passes on one node. None means that nobody has said it."""
+    """Marks of passes on one node; None where no pass has set one."""
 
     no_grad: bool | None = None
     """True where the call stands under `torch.no_grad`, so that its result carries no gradient."""
@@ -62,10 +63,10 @@ class Mark:
     """The conversion over a mesh axis beside tp that the call is."""
 
     layout: Layout | None = None
-    """How the value lies over the tp ranks."""
+    """The value's layout over the tp ranks."""
 
     conversion: tuple[Layout, Layout] | None = None
-    """From which layout to which the call converts its operand over the tp ranks."""
+    """The layouts before and after, where the call is a conversion over the tp ranks."""
 
     axis: Axis | None = None
     """The mesh axis whose rank and size the call takes as arguments."""
@@ -77,7 +78,7 @@ class Mark:
     """Floating-point operations of the whole call, remembered when it is first priced."""
 
     saved: Saved | None = None
-    """What autograd keeps of the call, remembered when it is first asked."""
+    """The memory that autograd keeps of the call, remembered when it is first asked."""
 
 
 NOTHING = Mark()
@@ -89,7 +90,7 @@ def mark(node: fx.Node) -> Mark:
 
 
 def conversion_of(node: fx.Node) -> tuple[Layout, Layout]:
-    """From which layout to which a conversion over the tp ranks goes; of other calls it must not be asked."""
+    """Return the layouts before and after a call that is a conversion over the tp ranks."""
     conversion = mark(node).conversion
     assert conversion is not None, node.format_node()
     return conversion
@@ -101,8 +102,7 @@ def write(node: fx.Node, **fields: Any) -> None:
 
 
 def inherit(new: fx.Node, source: fx.Node, val: Any = None, **fields: Any) -> None:
-    """`new` stands for `source`: it gets torch's entries and the record of that, with this value and these fields
-    changed."""
+    """Give `new`, which stands for `source`, torch's entries and the record of that, with this value and fields."""
     new.meta = dict(source.meta)
     if val is not None:
         new.meta["val"] = val
@@ -122,10 +122,10 @@ def copy_graph(
 
     Args:
         nodes: each after those of them that it reads; `graph.nodes` for all, with the output.
-        env: what copies read in place of a node, which is extended by the copies. A node that is there already is not
+        env: node -> what copies read in its place, to which the copies are added. A node that is in it already is not
             copied.
-        graph: what is written to, at its insertion point; by default a new graph. What copies read in the same graph
-            and is not in `env` is read as it is.
+        graph: receives the copies, at its insertion point; by default a new graph. Operands in the same graph that are
+            not in `env` are read as they are.
 
     Returns:
         That graph, and `env`.
@@ -146,9 +146,9 @@ def copy_node(node: fx.Node, graph: fx.Graph, operand: Callable[[fx.Node], Any],
     """Copy one node.
 
     Args:
-        node: what is copied.
-        graph: what is written to, at its insertion point.
-        operand: what the copy reads in place of each node that the original reads, asked from the first to the last.
+        node: the original.
+        graph: receives the copy, at its insertion point.
+        operand: maps each node that the original reads, from the first to the last, to what the copy reads.
         name: of the copy, by default the node's own.
     """
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)

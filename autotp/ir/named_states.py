@@ -1,8 +1,9 @@
-"""States that a user names: which output of a model comes back as which input of the next call."""
+"""States that a user names: outputs of a model, each of which is an input of the next call."""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ FORM = "give a mapping such as {1: 'past_k', 2: 'past_v'}: the place or key of a
 
 
 def read_carried(carried: Any) -> Names:
-    """`carried` of the public functions, checked.
+    """Read and check `carried` of the public functions.
 
     Raises:
         InputError: it is no mapping of places to names, or two outputs come back as one input.
@@ -32,18 +33,18 @@ def read_carried(carried: Any) -> Names:
     names: dict[Path, str] = {}
     for key, name in carried.items():
         path = key if isinstance(key, tuple) else (key,)
-        odd = [x for x in path if not isinstance(x, int | str) or isinstance(x, bool)]
-        if odd or not path or not isinstance(name, str):
+        places = [isinstance(x, int | str) and not isinstance(x, bool) for x in path]
+        if not path or not all(places) or not isinstance(name, str):
             raise InputError(f"carried has {key!r}: {name!r}; {FORM}.")
         names[path] = name
-    twice = [name for name in names.values() if list(names.values()).count(name) > 1]
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise InputError(f"carried lets two outputs come back as {twice[0]!r}; {FORM}.")
     return tuple(names.items())
 
 
 def places_of(forward: Callable[..., Any], spec: compat.TreeSpec, names: Iterable[str]) -> dict[int, str]:
-    """The leaves of a call that are states: their flat position -> the state's name.
+    """Map the leaves of a call that are states: their flat position -> the state's name.
 
     Args:
         forward: says which argument is where. spec: of `(args, kwargs)`.
@@ -89,16 +90,16 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
         positions_of = dict(_leaves(name, follow(outputs, path)))
         before = {x for x in states if x == name or x.startswith((name + "[", name + "."))}
         if before and before != set(positions_of):
-            odd = min(before ^ set(positions_of))
+            part = min(before ^ set(positions_of))
             raise InputError(
-                f"carried says that the output {_text(path)} comes back as {name!r}, and only one of them has {odd!r}. "
-                "Name outputs that have the parts of the input."
+                f"carried says that the output {_text(path)} comes back as {name!r}, and only one of them has "
+                f"{part!r}. Name outputs that have the parts of the input."
             )
         program.carried |= {at: place for place, at in positions_of.items()}
 
 
 def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of an argument or output, each with a name that begins with the argument's."""
+    """List the leaves of an argument or output, each with a name that begins with the argument's."""
     pairs = [(place, leaf) for place, leaf in compat.named_leaves(tree).items() if leaf is not None]
     if len(pairs) == 1 and pairs[0][1] is tree:
         return [(name, tree)]
@@ -109,7 +110,7 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 
 def follow(outputs: Any, path: Path) -> Any:
-    """Return what lies at this place of a model's outputs."""
+    """Return what is at this place of a model's outputs."""
     value: Any = outputs
     if path == (0,) and compat.tree_leaves(outputs) == [outputs]:  # the one output of a model
         return outputs

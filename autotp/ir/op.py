@@ -1,4 +1,4 @@
-"""One call of an operator, and what a rule says of it: the operator's factors (independent loops)."""
+"""Calls of operators as rules see them, and rules: the factors (independent loops) of an operator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Carry:
     """Place of a factor in a slot: dimension `dim` holds the loop `repeat` times, `unit` elements a step.
 
     With `piece`, the dimension holds only that piece of a loop that is cut up (`Factor.pieces`). With `groups`, the
-    loop runs over groups, the dimension holds their rows, sorted by group, and operand slot `groups` where each ends.
+    loop runs over groups, the dimension holds their rows, sorted by group, and operand slot `groups` holds their ends.
     """
 
     dim: int
@@ -34,7 +34,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class Factor:
-    """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
+    """A loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
 
     `contracted` says whether the loop may be split where results lack it; they are then partial, by `reduction`: sums,
     or maxima, which carry no gradient. `label` is its letter in an einsum string, or its name. `copies`: how often
@@ -56,7 +56,7 @@ class Factor:
 
     @property
     def carries(self) -> tuple[Carry | None, ...]:
-        """Its place in each operand slot, then in each result."""
+        """Places in each operand slot, then in each result."""
         return *self.ins, *self.outs
 
     @property
@@ -71,7 +71,7 @@ Localise = Callable[["Op", Any], tuple[Any, tuple[Any, ...], dict[str, Any]] | f
 
 @dataclass(frozen=True)
 class Rule:
-    """The factors of one call of an operator.
+    """Rule of one call of an operator: its factors, and what else sharding must know.
 
     `linear`: sets of operand slots; with those partial (sums) and the others replicated, all results are partial.
     `addends`: slots added to the result after the contraction (a bias): partial where the result is.
@@ -95,22 +95,22 @@ class Rule:
 
 
 def factors_of(rule: Rule | None) -> tuple[Factor, ...]:
-    """The loops of a call, none of an operator without a rule."""
+    """Return the loops of a call, none of an operator without a rule."""
     return rule.factors if rule is not None else ()
 
 
 def sizes(value: Any) -> Shape:
-    """The shape of a tensor (fake or real) as ints and sympy expressions."""
+    """Return the shape of a tensor (fake or real) as ints and sympy expressions."""
     return tuple(expression(s) for s in value.shape)
 
 
 def expression(size: Any) -> Size:
-    """An int or SymInt as an int or sympy expression."""
+    """Convert an int or SymInt to an int or sympy expression."""
     return simplify(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
 
 
 def symbols_of(size: Size) -> set[Any]:
-    """The symbols in a size; none in a number."""
+    """Return the symbols in a size; none in a number."""
     return set() if isinstance(size, int) else set(size.free_symbols)
 
 
@@ -124,17 +124,17 @@ class Argument(NamedTuple):
 
 
 def packet_of(target: Any) -> Any:
-    """The operator of which this is an overload; None of a Python function."""
+    """Return the operator of which this is an overload; None for a Python function."""
     return getattr(target, "overloadpacket", None)
 
 
 def operator_name(target: Any) -> str:
-    """`aten.linear` for every overload of it; a function's own name otherwise."""
+    """Return `aten.linear` for every overload of it; a function's own name otherwise."""
     return str(packet_of(target) or getattr(target, "__name__", ""))
 
 
 def gives_views(target: Any) -> bool:
-    """Say whether an operator gives views of what it reads, by its schema."""
+    """Say whether an operator returns views of its operands, by its schema."""
     returns = getattr(getattr(target, "_schema", None), "returns", ())
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -146,7 +146,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def arguments_of(target: Any) -> tuple[Argument, ...]:
-    """The arguments of an operator with a schema, which torch writes anew whenever it is asked."""
+    """Return the arguments of an operator with a schema, cached, for torch makes them anew at every read."""
     arguments = target._schema.arguments
     return tuple(Argument(a.name, a.default_value, a.has_default_value(), a.kwarg_only) for a in arguments)
 
@@ -188,16 +188,16 @@ class Op:
         return self.node.target
 
     def slot(self, name: str) -> int | None:
-        """Slot of the (first) tensor given for the schema argument `name`."""
+        """Return the slot of the (first) tensor given for the schema argument `name`."""
         return self.names.index(name) if name in self.names else None
 
     def size(self, name: str) -> Size:
-        """The argument of this name, a number or a node whose value is one."""
+        """Return the argument of this name, a number or a node whose value is one."""
         value = self.args[name]
         return expression(value.meta["val"]) if isinstance(value, fx.Node) else value
 
     def dim(self) -> int:
-        """The argument `dim`, a dimension of the first operand, counted from the front."""
+        """Return the argument `dim`, a dimension of the first operand, counted from the front."""
         return self.args["dim"] % max(len(self.ins[0]), 1)
 
 
@@ -205,7 +205,7 @@ Ops = Mapping[fx.Node, Op]  # the calls of a graph
 
 
 def several(value: Any) -> Sequence[Any]:
-    """The items of a list; any other value as the one item."""
+    """Return the items of a list; any other value as the one item."""
     return value if isinstance(value, list | tuple) else [value]
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @record
 class Segment:
-    """`count` units of `unit` consecutive elements; whole units go to the ranks as `sizes.dealt` has it by `deal`.
+    """A run of `count` units of `unit` consecutive elements; `deal` says which units a rank gets, see `sizes.dealt`.
 
-    Reversed, with a deal of True, a segment is dealt evenly. Shares are whole units where the count is a number, and of
-    a symbol what ranks have of it in proportion.
+    With a deal of True, the reverse order, shares are equal. Shares are whole units where the count is a number, and
+    proportions where it is a symbol.
     """
 
     count: Size
@@ -32,12 +32,12 @@ class Segment:
 
 
 class Distribution:
-    """Base of the ways in which a loop, or a dimension that carries it, is dealt to the ranks.
+    """Base of the ways in which a loop, or a dimension that carries it, is distributed over the ranks.
 
     A kind answers for itself what depends on it; what a kind does not say is impossible with it.
 
     Attributes:
-        by_data: whether only the data says which elements a rank owns; a parameter cannot lie so.
+        by_data: whether only the data says which elements a rank owns; a parameter cannot be sharded so.
         shared: whether several ranks own the same elements, so that a sum over the ranks would count these twice; of a
             parameter each rank holds its part, and no copies.
         field: a key of its JSON that no other kind has.
@@ -59,7 +59,7 @@ class Distribution:
 
     @property
     def pieces(self) -> Size:
-        """Number of runs of the dimension that are dealt separately, as those of a fused weight."""
+        """Number of runs of the dimension that are sharded separately, as those of a fused weight."""
         return 1
 
     @property
@@ -80,45 +80,45 @@ class Distribution:
         return False
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Distribution | None:
-        """Distribution of a dimension that holds this loop `repeat` times, `unit` elements a step; None: none."""
+        """Return the distribution of a dimension that holds this loop `repeat` times, `unit` elements a step; None if
+        there is none."""
         return self if repeat == unit == 1 else None
 
     def lower(self, repeat: Size, unit: Size, tp: int) -> Distribution | None:
-        """The inverse of `lift`, or None where this cuts through a unit."""
+        """Invert `lift`; None where this cuts through a unit."""
         return self if repeat == unit == 1 else None
 
     def cut(self, lengths: Sequence[Size], tp: int) -> Sequence[Distribution] | None:
-        """Distributions of consecutive pieces, or None where a boundary falls inside a part, or where it falls is
-        not known."""
+        """Return the distributions of consecutive pieces; None where a boundary is inside a part, or is unknown."""
         return None
 
     def by(self, shares: tuple[int, ...], tp: int, units: UnitsBy = ()) -> Distribution:
-        """The distribution of this kind by these shares, one for each rank; () for equal ones; or by `units`."""
+        """Return the distribution of this kind by these shares, one for each rank; () for equal ones; or by `units`."""
         return self
 
     def runs(self) -> Sequence[Segment] | None:
-        """Its segments one after the other, to be joined with others; None where it cannot be."""
+        """List its segments one after the other, to be joined with others; None where it cannot be."""
         return None
 
     def by_groups(self, ends: int) -> Distribution | None:
-        """Distribution of the rows of groups which are dealt so; `ends` as in `Groups`. None where rows cannot
-        follow."""
+        """Return the distribution of rows whose groups are distributed so; `ends` as in `Groups`. None where rows
+        cannot follow."""
         return None
 
     def local(self, rank: int, tp: int) -> int:
-        """Elements that `rank` owns, where `static`."""
+        """Count the elements that `rank` owns, where `static`."""
         raise NotImplementedError
 
     def share(self, tp: int, hint: Hint) -> float:
-        """Largest part that one rank stores; `hint` gives a number for every size."""
+        """Return the largest part that one rank stores; `hint` gives a number for every size."""
         return 1.0
 
     def part(self, rank: int, tp: int, hint: Hint) -> float:
-        """Part that `rank` stores; `hint` as of `share`."""
+        """Return the part that `rank` stores; `hint` as of `share`."""
         return self.share(tp, hint)
 
     def padding(self, tp: int) -> float:
-        """Elements that ranks send, of unlike shares each as many as the fullest, over those that there are."""
+        """Return the elements that ranks send, each as many as the fullest, over the elements of the dimension."""
         return 1.0
 
     def small(self, tp: int) -> Self:
@@ -126,25 +126,24 @@ class Distribution:
         return self
 
     def simplicity(self, tp: int) -> Simplicity:
-        """Key that candidates are ordered by: even before uneven, few runs before many, a plain split before a
-        repeated."""
+        """Return the key that orders candidates: even before uneven, few runs before many, plain before repeated."""
         return (not self.even(tp), 1, False, str(self))
 
     def penalty(self, tp: int) -> int:
-        """Points that break ties between equal costs."""
+        """Return the points that break ties between equal costs."""
         return 0
 
     def to_runtime(self, size: ToSize) -> Runs | CopiedRuns:
-        """The form that calls of a rank's program take, each size mapped by `size`."""
+        """Convert to the form that calls of a rank's program take, each size mapped by `size`."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` reads."""
+        """Return plain data that `from_json` reads."""
         raise NotImplementedError
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """The inverse of `to_json`.
+        """Read what `to_json` gave.
 
         Raises:
             KeyError, TypeError, ValueError: the data are no distribution of this kind.
@@ -170,7 +169,7 @@ class Partition(Distribution):
 
     @classmethod
     def of(cls, segments: Sequence[Segment], repeat: Size, tp: int) -> Partition:
-        """The canonical form for `tp` ranks: largest units (even segments have `tp` of them), repeated runs folded."""
+        """Make the canonical form for `tp` ranks: largest units (of even segments `tp`), repeated runs folded."""
         run = [_coarsest(s, tp) for s in segments if s.length != 0]
         if not run or repeat == 0:
             return cls((Segment(tp, 0),))
@@ -181,11 +180,11 @@ class Partition(Distribution):
 
     @classmethod
     def plain(cls, length: Size, tp: int) -> Partition:
-        """One segment of single elements."""
+        """Make a partition of one segment of single elements."""
         return cls.of([Segment(length, 1)], 1, tp)
 
     def by(self, shares: tuple[int, ...], tp: int, units: UnitsBy = ()) -> Partition:
-        """All its elements dealt by shares, in whole tiles where there are many of these."""
+        """Distribute all its elements by shares, in whole tiles where there are many of these."""
         if (deal := shared(self.length, shares, units)) is None:
             return self
         return Partition.of([Segment(self.length // deal[0] if deal[0] > 1 else self.length, *deal)], 1, tp)
@@ -218,22 +217,17 @@ class Partition(Distribution):
     def full(self, tp: int) -> bool:
         """Say whether every rank certainly owns something."""
         counted = [s for s in self.segments if isinstance(s.count, int)]
-        whole = Partition(tuple(counted))
-        return all(whole.units(rank, tp) > 0 for rank in range(tp))
-
-    def units(self, rank: int, tp: int) -> int:
-        """Whole units that `rank` owns of one run of segments whose counts are numbers."""
-        return sum(dealt(s.count, rank, tp, s.deal)[1] for s in self.segments)
+        return all(any(dealt(s.count, rank, tp, s.deal)[1] for s in counted) for rank in range(tp))
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
-        """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
+        """Return the partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
         if repeat == unit == 1:  # most loops: the dimension is the loop
             return self
         segments = [replace(s, unit=simplify(s.unit * unit)) for s in self.segments]
         return Partition.of(segments, simplify(self.repeat * repeat), tp)
 
     def lower(self, repeat: Size, unit: Size, tp: int) -> Partition | None:
-        """The inverse of `lift`, or None where this partition cuts through a unit."""
+        """Invert `lift`; None where this partition cuts through a unit."""
         if repeat == unit == 1:
             return self
         times = divide(self.repeat, repeat)
@@ -244,7 +238,7 @@ class Partition(Distribution):
         return Partition.of(segments, times, tp)
 
     def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Partition, ...] | None:
-        """The partitions of consecutive pieces, or None where a boundary falls inside a segment."""
+        """Return the partitions of consecutive pieces; None where a boundary is inside a segment."""
         if not isinstance(self.repeat, int) or self.repeat > 64:
             return None
         run = [s for s in self.segments * self.repeat if s.length != 0]
@@ -259,12 +253,12 @@ class Partition(Distribution):
         return tuple(pieces) if at == len(run) else None
 
     def runs(self) -> Sequence[Segment] | None:
-        """None where the run repeats a symbolic or large number of times."""
+        """List its segments; None where the run repeats a symbolic or large number of times."""
         return self.segments * self.repeat if isinstance(self.repeat, int) and self.repeat <= 64 else None
 
     @staticmethod
     def join(parts: Sequence[Distribution], tp: int) -> Partition | None:
-        """The partition of a concatenation; None where a part has no `runs`."""
+        """Return the partition of a concatenation; None where a part has no `runs`."""
         joined: list[Segment] = []
         for p in parts:
             run = p.runs()
@@ -277,17 +271,17 @@ class Partition(Distribution):
         return Groups(ends, self) if self.repeat == len(self.segments) == 1 else None
 
     def local(self, rank: int, tp: int) -> int:
-        """Elements of a static partition that `rank` owns."""
+        """Count the elements of a static partition that `rank` owns."""
         run: Any = sum(dealt(s.count, rank, tp, s.deal)[1] * s.unit for s in self.segments)
         return self.repeat * run
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
-        """The (offset, length) runs of a static partition that `rank` owns, in order."""
+        """List the (offset, length) runs of a static partition that `rank` owns, in order."""
         return self.to_runtime(int).spans(rank, tp)
 
     def part(self, rank: int, tp: int, hint: Hint) -> float:
-        own = sum(dealt(hint(s.count), rank, tp, s.deal)[1] * hint(s.unit) for s in self.segments)
-        return own / max(sum(hint(s.count) * hint(s.unit) for s in self.segments), 1)
+        local = sum(dealt(hint(s.count), rank, tp, s.deal)[1] * hint(s.unit) for s in self.segments)
+        return local / max(sum(hint(s.count) * hint(s.unit) for s in self.segments), 1)
 
     def share(self, tp: int, hint: Hint) -> float:
         part = total = 0
@@ -313,15 +307,15 @@ class Partition(Distribution):
         return (not self.even(tp), len(self.segments), self.repeat != 1, str(self))
 
     def penalty(self, tp: int) -> int:
-        """A point for each further segment and for repetition, two for unevenness."""
+        """Count a point for each further segment and for repetition, two for unevenness."""
         return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
 
     def to_runtime(self, size: ToSize) -> Runs:
         from .specs import Runs  # noqa: PLC0415  a plan is read without torch
 
         deals: list[tuple[Deal, ...]] = [(s.deal,) * bool(s.deal) for s in self.segments]
-        each = [(size(s.count), size(s.unit), *deal) for s, deal in zip(self.segments, deals, strict=True)]
-        return Runs(size(self.repeat), tuple(each))
+        segments = [(size(s.count), size(s.unit), *deal) for s, deal in zip(self.segments, deals, strict=True)]
+        return Runs(size(self.repeat), tuple(segments))
 
     def to_json(self) -> dict[str, Any]:
         segments = []
@@ -339,12 +333,12 @@ class Partition(Distribution):
 
 @record
 class Copies(Distribution):
-    """Units that are fewer than the ranks: `copies` ranks that follow each other have the same of them.
+    """Distribution of units that are fewer than the ranks: `copies` ranks that follow each other have the same ones.
 
-    So lie the heads of keys and values that are fewer than the ranks: a rank has those that its queries read.
+    Key/value heads that are fewer than the ranks are distributed so: a rank has those that its queries read.
 
     Attributes:
-        of: how the groups of so many ranks, and not the ranks, share the dimension.
+        of: partition of the dimension over the groups of so many ranks.
         copies: ranks of a group; a divisor of their number.
     """
 
@@ -355,7 +349,7 @@ class Copies(Distribution):
 
     @classmethod
     def of_units(cls, count: Size, tp: int, groups: Iterable[int] = (), node: int = 0) -> list[Copies]:
-        """The ways to have units on groups of ranks.
+        """List the ways to have units on groups of ranks.
 
         Args:
             count: of units. tp: ranks.
@@ -408,7 +402,7 @@ class Copies(Distribution):
         return self.of.local(rank // self.copies, tp // self.copies)
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
-        """The (offset, length) runs of a static one that `rank` has, in order."""
+        """List the (offset, length) runs of a static one that `rank` has, in order."""
         return self.of.spans(rank // self.copies, tp // self.copies)
 
     def share(self, tp: int, hint: Hint) -> float:
@@ -424,7 +418,7 @@ class Copies(Distribution):
         return replace(self, of=self.of.small(tp // self.copies))
 
     def simplicity(self, tp: int) -> Simplicity:
-        """Key that comes after those of partitions that are as even, of as many segments."""
+        """Return a key that comes after those of partitions that are as even, of as many segments."""
         uneven, segments, repeated, text = self.of.simplicity(tp // self.copies)
         return uneven, segments, repeated, f"{type(self).__name__} {text}".lower()
 
@@ -452,9 +446,9 @@ def _coarsest(segment: Segment, tp: int) -> Segment:
     if not isinstance(segment.count, int):
         return segment
     if (deal := segment.deal) is not True:
-        each = [dealt(segment.count, rank, tp, deal)[1] for rank in range(tp)]
-        units = math.gcd(*each)
-        deal = tuple([n // units for n in each])
+        counts = [dealt(segment.count, rank, tp, deal)[1] for rank in range(tp)]
+        units = math.gcd(*counts)
+        deal = tuple([n // units for n in counts])
         deal = any(n != dealt(sum(deal), rank, tp)[1] for rank, n in enumerate(deal)) and deal
     else:
         units = math.gcd(segment.count, largest(segment.count, tp))
@@ -471,7 +465,7 @@ class Groups(Distribution):
 
     Attributes:
         ends: number of the value that holds the row after each group's last, [groups], in `Planned.ends`.
-        of: how the groups are dealt, one segment; of rows that travel also to ranks which have the same of them.
+        of: distribution of the groups, one segment; of rows that travel, groups of ranks may have the same ones.
     """
 
     ends: int

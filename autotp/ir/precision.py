@@ -1,4 +1,4 @@
-"""In what the large products of a program are computed, as the user asks for it."""
+"""Precision of the large products of a program, as the user asks for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Precision:
 
     @classmethod
     def read(cls, choice: Any) -> Precision | None:
-        """Read what a public function's argument asks for; None for the model's own.
+        """Read the argument of a public function; None stands for the model's own precision.
 
         Raises:
             InputError: it is not known.

@@ -15,11 +15,11 @@ from .graph import Capture, Value, tensors
 from .layouts import I, Layout, Layouts, R, Size
 from .op import Factor, Op, Rule
 
-# By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
+# Values that hold the ends of groups, by number: one for each of the blocks that share a decision, in graph order.
 EndsTable = tuple[tuple[Value, ...], ...]
 
 
-Parts = Mapping[int, float]  # dimension -> which part of the sequence is there
+Parts = Mapping[int, float]  # dimension -> the part of the sequence that it holds
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Past:
     """Values of earlier tokens, as a step of decoding reads them in a program of whole sequences.
 
     Attributes:
-        values: what is as long as the cache, with the dimensions along which it is. stored: those of them that a cache
-            holds.
-        sides: the same for every operand and result of an operator that reads some. steps: the part of its arithmetic
-            on whole sequences that one step does.
-        copies: values that repeat others, as of keys one for every head of the query, and how often: they are read as
-            what they repeat (`passes/optimise/cached_attention.py`).
+        values: values that are as long as the cache, with the dimensions along which they are. stored: those of them
+            that a cache holds.
+        sides: such dimensions of every operand and result of an operator that reads some. steps: the part of its
+            arithmetic on whole sequences that one step does.
+        copies: values that repeat others, such as keys once for every head of the query, and how often: a step reads
+            the originals (`passes/optimise/cached_attention.py`).
     """
 
     values: dict[Value, Parts] = field(default_factory=dict)
@@ -64,13 +64,13 @@ class Planned:
         return {leaf.node for leaf in self.program.leaves if leaf.kind.trained}
 
     def split(self, node: fx.Node) -> Factor | None:
-        """The loop along which an operator is split; None where it is not."""
+        """Return the loop along which an operator is split; None where it is not."""
         rule, decision = self.rules.get(node), self.decisions.get(node)
         return None if rule is None or decision is None or decision.factor is None else rule.factors[decision.factor]
 
 
 class Decided(NamedTuple):
-    """Decisions of a program by the names of its nodes, and layouts of its states: for a rank that has the graph."""
+    """Decisions of a program by the names of its nodes, and layouts of its states, for a rank that has the graph."""
 
     decisions: Mapping[str, Decision]
     states: Layouts
@@ -88,9 +88,12 @@ class MeshPlace(NamedTuple):
 class Sharded:
     """A per-rank program before the rank is known.
 
-    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end;
-    `states` how what is carried from call to call lies, going in and out; `pieces` are the programs of the stages that
-    it is cut into (`autotp.passes.stages.cut`); `lifetimes` are those of its values, once they were asked for.
+    Attributes:
+        layouts: of each node. origin: the whole value of which each node is a part.
+        ends: node that holds the ends of groups, for each node of Grouped rows.
+        states: layouts of what is carried from call to call, alike going in and out.
+        pieces: programs of the stages that it is cut into (`autotp.passes.stages.cut`).
+        lifetimes: of its values, once they were asked for.
     """
 
     graph: fx.Graph
@@ -102,7 +105,7 @@ class Sharded:
     lifetimes: Any = field(default=None, init=False, repr=False, compare=False)
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
-        """Layout of the output at this position, and the (fake) whole value."""
+        """Return the layout of the output at this position, and the (fake) whole value."""
         output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
         output_node = output.args[0][position]  # type: ignore[index]
         node, index = self.origin[output_node]  # type: ignore[index]
@@ -111,17 +114,17 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Solution:
-    """The chosen index per item, with what was proved of it.
+    """Solution of the integer program: the chosen index per item, with what was proved of it.
 
     Attributes:
         choices: index of each item's choice.
-        seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
+        seconds: of all items and conversions. bound: a lower bound of any assignment within the same bytes.
         least_parameter_bytes: the least bytes of parameters per rank that any assignment reaches.
-        parameter_bytes: those of this one; `budget_bytes`: what of it counts against the memory budget.
+        parameter_bytes: those of this one. budget_bytes: the part that counts against the memory budget.
         least_seconds: the least of any assignment within the same bytes; this one may take the band longer.
         sent_bytes, collectives: what a rank sends in a step.
-        rival: the plan that this one is held against, where there is one.
-        terms: what it all comes to, by the names of the cost's terms.
+        rival: the plan that this one is compared with, where there is one.
+        terms: its totals, by the names of the cost's terms.
         stopped_after: the CPU seconds that ended the search for a better one; None where it came to its end.
     """
 
@@ -149,7 +152,7 @@ HeadDims = tuple[fx.Node, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Heads:
-    """Head counts of an attention, widths of a query's and a value's head, and where query and kv heads are seen."""
+    """Head counts of an attention, widths of a query's and a value's head, and the dimensions of query and kv heads."""
 
     count: Size
     kv: Size
@@ -184,7 +187,7 @@ class GraphPart:
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
-# What is sent of a value in place of all its bytes: its numbers in a narrower type, or the largest of each row.
+# Values that are sent in fewer bytes than they have: numbers in a narrower type, or the largest of each row.
 
 NARROW: dict[str, torch.dtype] = {"autotp.float8_cast.default": torch.float8_e4m3fn}
 ARITHMETIC: dict[str, str] = {  # operators whose products are of another type than their results
@@ -197,12 +200,12 @@ GATHERS = ("all_gather", "all_to_all")  # primitives that add nothing up: sums o
 
 
 def sent_as(target: Any, primitive: str | None) -> torch.dtype | None:
-    """The type in which a primitive sends what an operator gives; None for its own."""
+    """Return the type in which a primitive sends an operator's result; None for its own."""
     return NARROW.get(str(target)) if primitive in GATHERS else None
 
 
 def packed(x: Tensor, wire: torch.dtype | None) -> Tensor:
-    """The numbers as bytes of `wire`, which every backend carries."""
+    """Pack the numbers as bytes of `wire`, which every backend carries."""
     return x if wire is None else x.to(wire).view(torch.uint8)
 
 
@@ -215,7 +218,7 @@ PAIR = 16  # bytes of a value and its place, two numbers of 64 bits: what a rank
 
 
 def argmax_share(node: fx.Node, src: Layout, dst: Layout, tp: int) -> float | None:
-    """The part of a value's bytes that greedy `generate()` sends for it, whose ranks exchange the largest of each row.
+    """Return the part of a value's bytes that greedy `generate()` sends: ranks exchange the largest of each row.
 
     Args:
         node: of the value. src, dst: the layouts before and after a gather. tp: ranks, of which each has a pair a row.

@@ -1,7 +1,8 @@
-"""Activation checkpointing that the model does itself (`torch.utils.checkpoint` in its forward) is kept.
+"""Scopes of nodes: the module calls that made them, and the regions that the model checkpoints itself.
 
-While a model is traced, such a region is one more level of the module stack of its operators, named after the module
-that asks for it: `model#3`. The tree of the sharded module runs what is in it under torch's checkpoint again.
+A region of `torch.utils.checkpoint` in the model's forward is, while it is traced, one more level of the module stack
+of its operators, named after the module that asks for it: `model#3`. The tree of the sharded module runs it under
+torch's checkpoint again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ BLOCK = re.compile(r"\.\d+(\.|$)")  # the place in a list of modules
 
 
 def scope_path(node: fx.Node) -> tuple[str, ...]:
-    """Names of the modules and regions whose forward made this node, outermost first."""
+    """List the modules and regions whose forward made this node, outermost first."""
     scope = mark(node).scope
     return module_path(node, regions=True) if scope is None else scope
 
 
 def moved_to(node: fx.Node) -> tuple[str, ...]:
-    """Names of the modules that a pass moved this node into, outermost first; none where it did not."""
+    """List the modules that a pass moved this node into, outermost first; none where it did not."""
     return tuple(p for p in mark(node).scope or () if not is_region(p))
 
 
@@ -39,12 +40,12 @@ def is_region(path: str) -> bool:
 
 
 def module_of(path: str) -> str:
-    """The module that a level of a path is a call of, or a region in."""
+    """Return the module that a level of a path is a call of, or a region in."""
     return SUFFIX.sub("", path)
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose activations are computed again in the backward."""
+    """Wrap a function so that its activations are recomputed in the backward."""
 
     def region(*args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)
@@ -53,7 +54,7 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
-    """Names of the modules whose forward made this node, outermost first; a later call of one module ends in `@k`.
+    """List the modules whose forward made this node, outermost first; a later call of one module ends in `@k`.
 
     With `regions`, checkpointed regions are levels too (`autotp.ir.scopes`).
     """
@@ -63,22 +64,22 @@ def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
         if key.startswith("L__self__") or key.startswith("L['self']"):
             call = re.search(r"@(\d+)$", key) if "@" in key else None
             paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
-    return tuple(p for p in paths if p and (regions or "#" not in p))
+    return tuple(p for p in paths if p and (regions or not is_region(p)))
 
 
 def module_name(node: fx.Node) -> str:
-    """The innermost module whose forward made this node; empty where none did."""
+    """Return the innermost module whose forward made this node; empty where none did."""
     return ("", *module_path(node))[-1]
 
 
 def innermost(paths: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
-    """The innermost module, or checkpointed region, that all these paths share."""
+    """Return the path of the innermost module, or checkpointed region, that all these paths share."""
     levels = zip(*paths, strict=False)
     return tuple(level[0] for level in takewhile(lambda level: level.count(level[0]) == len(level), levels))
 
 
 def block_of(name: str) -> str:
-    """The path of the outermost repeated block that holds this parameter; empty where none does."""
+    """Return the path of the outermost repeated block that holds this parameter; empty where none does."""
     match = BLOCK.search(name)
     return name[: match.end() - (match.group(1) == ".")] if match else ""
 
@@ -87,7 +88,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a numbe
 
 
 def generic(name: str) -> str:
-    """A path with `*` for its numbers."""
+    """Replace the numbers in a path by `*`."""
     return NUMBER.sub("*", name)
 
 
@@ -97,11 +98,11 @@ def generic(name: str) -> str:
 
 
 class Block(NamedTuple):
-    """A call of a module that stands in a list, or of what belongs to an item of a list whose items are not called.
+    """A call of a module that is in a list, or of a part of an item of a list whose items are not called.
 
     Attributes:
         path: of the call. container: of the list. nodes: its operators, in order.
-        first: place among the blocks of the first that is equal; its own where none before it is.
+        first: index of the first equal block among the blocks; its own where none before it is equal.
     """
 
     path: str
@@ -115,7 +116,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         calls: all of them, those within others last.
-        same: every node and leaf -> itself, or the same node in the first equal block: what decides for its class.
+        same: every node and leaf -> the node that decides for it: itself, or its equal in the first equal block.
     """
 
     calls: tuple[Block, ...] = ()
@@ -123,5 +124,5 @@ class Blocks(NamedTuple):
 
     @property
     def containers(self) -> dict[str, str]:
-        """Path of a block -> path of the list that it is in."""
+        """Path of each block -> path of the list that it is in."""
         return {block.path: block.container for block in self.calls}

@@ -1,5 +1,5 @@
-"""Sizes: ints or sympy expressions over the graph's input sizes; their division, a rank's units of one, JSON, and
-records that keep the hash of theirs."""
+"""Sizes: ints or sympy expressions over the graph's input sizes; their division, a rank's units of one, their JSON, and
+records that keep their hash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUNCTIONS = "Max", "Min"
 
 
 def divide(a: Size, b: Size) -> Size | None:
-    """`a / b` where that is a whole number for certain, otherwise None."""
+    """Return `a / b` where that is a whole number for certain, otherwise None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     quotient = sympy.cancel(sympy.sympify(a) / b)
@@ -49,7 +49,7 @@ Deal = bool | tuple[int, ...]  # how units go to ranks, as `dealt` has it
 def dealt(
     count: Any, rank: int, tp: int, deal: Deal = False, least: Callable[[Any, Any], Any] = min
 ) -> tuple[Any, Any]:
-    """Offset and number of the units that `rank` owns of `count`: the one place that says so.
+    """Return offset and number of the units that `rank` owns of `count`: the one place that says so.
 
     Args:
         count: units, an int or `torch.SymInt`. rank, tp: which rank, of how many.
@@ -70,12 +70,12 @@ def dealt(
 
 
 def tile_of(length: int) -> int:
-    """Elements that shares of a dimension of this length are whole numbers of."""
+    """Return the elements of a tile: shares of a dimension of this length are whole tiles."""
     return max(n for n in TILES if length % n == 0 and (length >= n * TILES[-1] or n == 1))
 
 
 def shared(length: Size, shares: tuple[int, ...], units: UnitsBy) -> tuple[int, tuple[int, ...]] | None:
-    """The unit in which a dimension of this length is dealt, and how many each rank has; None: evenly.
+    """Return the unit in which a dimension of this length is sharded, and each rank's number of them; None: evenly.
 
     Args:
         shares: of the ranks; () for equal ones. units: of some lengths, whatever the shares are.
@@ -91,12 +91,12 @@ def shared(length: Size, shares: tuple[int, ...], units: UnitsBy) -> tuple[int, 
 
 
 def largest(count: Any, tp: int, deal: Deal = False) -> Any:
-    """Units of the rank that owns most of `count`, or of symbols a few more; `deal` as in `dealt`."""
+    """Return the units of the rank that owns most of `count`, or of symbols a few more; `deal` as in `dealt`."""
     return -(-count * max(deal) // sum(deal)) if isinstance(deal, tuple) else (count + tp - 1) // tp
 
 
 def apportion(count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole units for each rank, so that the rank which is done last with its own is done as early as may be.
+    """Apportion whole units to the ranks so that the slowest rank finishes its own as early as possible.
 
     Args:
         count: units. shares: what each rank does of them in the same time.
@@ -113,23 +113,23 @@ def apportion(count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def simplify(size: Size) -> Size:
-    """The plain int where the expression is one."""
+    """Return the plain int where the expression is one."""
     return int(size) if isinstance(size, sympy.Integer) else size
 
 
 def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
-    """The expression with these sizes in place of those of its symbols."""
-    own = expression.free_symbols  # sympy takes as long for each of the others
-    return expression.subs([(symbol, size) for symbol, size in values.items() if symbol in own])
+    """Substitute these sizes for an expression's symbols."""
+    symbols = expression.free_symbols  # sympy takes as long for each of the others
+    return expression.subs([(symbol, size) for symbol, size in values.items() if symbol in symbols])
 
 
 def write_size(size: Size) -> int | str:
-    """A size as JSON: an int, or the text of an expression."""
+    """Write a size as JSON: an int, or the text of an expression."""
     return size if isinstance(size, int) else str(size)
 
 
 def read_size(x: int | str) -> Size:
-    """The inverse of `write_size`.
+    """Read what `write_size` gave.
 
     Raises:
         ValueError: it is no size.
@@ -145,17 +145,17 @@ def read_size(x: int | str) -> Size:
 
 
 def read_deal(data: list[Any]) -> Deal:
-    """The way in which a file says that units go to the ranks: nothing, True, or shares."""
+    """Read from a file how units go to the ranks: nothing, True, or shares."""
     if data in ([], [True]):
         return bool(data)
     (shares,) = data
     if not all(type(n) is int and n >= 0 for n in shares) or not any(shares):
-        raise ValueError(f"units are dealt by {shares!r}, should be a share for each rank")
+        raise ValueError(f"units are distributed by {shares!r}, should be a share for each rank")
     return tuple(shares)
 
 
 def _expression(x: ast.AST) -> Any:
-    """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
+    """Read a size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
     if isinstance(x, ast.Constant) and type(x.value) is int and x.value <= MAX_NUMBER:
         return sympy.Integer(x.value)
     if isinstance(x, ast.Name):
@@ -177,7 +177,7 @@ def _expression(x: ast.AST) -> Any:
 
 
 def _larger(x: ast.Call) -> Any:
-    """The larger or the smaller of sizes; any other call would be code that a file brings."""
+    """Read `Max` or `Min` of sizes; any other call would be code that a file brings."""
     name = x.func.id if isinstance(x.func, ast.Name) else ""
     if name not in FUNCTIONS or x.keywords:
         raise ValueError(f"{ast.unparse(x)!r} is not a size")
@@ -191,11 +191,11 @@ def record(cls: type[T]) -> type[T]:
     frozen: Any = dataclass(frozen=True)(cls)
     of_fields = frozen.__hash__
 
-    def own(self: Any) -> int:
+    def cached_hash(self: Any) -> int:
         return self.__dict__.get("_hash") or self.__dict__.setdefault("_hash", of_fields(self))
 
     def state(self: Any) -> dict[str, Any]:  # another process has other hashes of strings
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    frozen.__hash__, frozen.__getstate__ = own, state
+    frozen.__hash__, frozen.__getstate__ = cached_hash, state
     return frozen

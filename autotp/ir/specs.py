@@ -1,9 +1,10 @@
-"""Layouts at run time: one NamedTuple for each kind, with what a rank does with a tensor that lies so.
+"""Layouts at run time: one NamedTuple for each kind, with what a rank does with a tensor in this layout.
 
 They are literal arguments in a torch.fx graph, and Dynamo traces their methods. The numbers are those of the layout
 as ints or `torch.SymInt`. The last element of each tuple is the kind's mark, so that `==` is right. `whole`: every rank
 holds the whole value. `sharded_dim`: the dimension of which a rank holds a slice. `split` cuts a whole into what each
-rank holds, where summands are pseudo-random, drawn with a seed; `recombine` undoes it.
+rank holds, where summands are pseudo-random, drawn with a seed; `recombine` undoes it. `owned` zeroes what of a rank's
+tensor no reader may use.
 
 Uneven shares are padded **per segment** to the largest share, so that all ranks send and get equally much; what the
 padding holds is read by none.
@@ -39,7 +40,7 @@ class InvariantSpec(NamedTuple):
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return x
 
-    own = take
+    owned = take
 
     def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
         return [x] * tp
@@ -60,12 +61,12 @@ class ReplicateSpec(NamedTuple):
     def dual(self) -> Spec:
         return SUMMANDS
 
-    take = own = InvariantSpec.take
+    take = owned = InvariantSpec.take
     split, recombine = InvariantSpec.split, InvariantSpec.recombine
 
 
 class ReplicateMaxSpec(NamedTuple):
-    """`layouts.Replicate` of whose gradients the largest is the value's."""
+    """`layouts.Replicate` whose gradients are reduced by maximum."""
 
     gradients: str = "max"
     mark: str = "R"
@@ -77,7 +78,7 @@ class ReplicateMaxSpec(NamedTuple):
     def dual(self) -> Spec:
         return PartialSpec(self.gradients)
 
-    take = own = InvariantSpec.take
+    take = owned = InvariantSpec.take
     split, recombine = InvariantSpec.split, InvariantSpec.recombine
 
 
@@ -91,7 +92,7 @@ class PartialSpec(NamedTuple):
 
     @property
     def dual(self) -> Spec:
-        """R.
+        """Layout R.
 
         Raises:
             PlanError: of a maximum, whose gradient has no layout.
@@ -104,10 +105,10 @@ class PartialSpec(NamedTuple):
         return REPLICATED
 
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """The value on rank 0, zeros elsewhere: summands that add up to it."""
+        """Return the value on rank 0, zeros elsewhere: summands that add up to it."""
         return x.view_as(x) if rank == 0 else torch.zeros_like(x)
 
-    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
+    def owned(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return x
 
     def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
@@ -130,7 +131,7 @@ class ShardSpec(NamedTuple):
     mark: str = "S"
     whole = False
     reduction = "sum"
-    dual, own = InvariantSpec.dual, PartialSpec.own
+    dual, owned = InvariantSpec.dual, PartialSpec.owned
 
     @property
     def sharded_dim(self) -> int | None:
@@ -142,7 +143,7 @@ class ShardSpec(NamedTuple):
         return self.repeat == 1 and len(self.segments) == 1 and len(self.segments[0]) == 2
 
     def lengths(self, tp: int) -> list[int]:
-        """Elements along the dimension that each rank owns."""
+        """Count the elements along the dimension that each rank owns."""
         return [Runs(self.repeat, self.segments).local(rank, tp) for rank in range(tp)]
 
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
@@ -151,14 +152,14 @@ class ShardSpec(NamedTuple):
         return windows.window(x, dim, repeat, windows.lengths(segments), mine).contiguous()
 
     def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """The whole tensor with `rank`'s slice `x` in its places and zeros elsewhere."""
+        """Return the whole tensor with `rank`'s slice `x` in its places and zeros elsewhere."""
         dim, repeat, segments, _ = self
         mine, whole = windows.shares(segments, rank, tp), windows.lengths(segments)
         want = [(-start, length) for (start, _), length in zip(mine, whole, strict=True)]
         return windows.window(x, dim, repeat, [n for _, n in mine], want)
 
     def pad(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """`rank`'s slice `x`, every share padded with zeros to rank 0's: the same size on all ranks."""
+        """Pad every share of `rank`'s slice `x` with zeros to the largest: the same size on all ranks."""
         dim, repeat, segments, _ = self
         if share := windows.even_share(repeat, segments, tp):
             return windows.checked(x, dim, 1, [share])
@@ -166,7 +167,7 @@ class ShardSpec(NamedTuple):
         return windows.window(x, dim, repeat, [n for _, n in windows.shares(segments, rank, tp)], largest)
 
     def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """The inverse of `pad`."""
+        """Undo `pad`."""
         dim, repeat, segments, _ = self
         if share := windows.even_share(repeat, segments, tp):
             return windows.checked(x, dim, 1, [share]).contiguous()
@@ -174,7 +175,7 @@ class ShardSpec(NamedTuple):
         return windows.window(x, dim, repeat, windows.most(segments, tp), mine).contiguous()
 
     def deal(self, x: Tensor, tp: int) -> Tensor:
-        """The padded slices of all ranks of the whole `x`, stacked on a new first dimension of size `tp`."""
+        """Stack the padded slices of the whole `x` of all ranks on a new first dimension of size `tp`."""
         dim, repeat, segments, _ = self
         if share := windows.even_share(repeat, segments, tp):
             x = windows.checked(x, dim, 1, [tp * share])
@@ -186,7 +187,7 @@ class ShardSpec(NamedTuple):
         return torch.stack(parts)
 
     def collect(self, stack: Tensor, tp: int) -> Tensor:
-        """The inverse of `deal`: the whole tensor from the stacked padded slices."""
+        """Undo `deal`: join the stacked padded slices to the whole tensor."""
         dim, repeat, segments, _ = self
         if share := windows.even_share(repeat, segments, tp):
             return windows.checked(stack, dim + 1, 1, [share]).movedim(0, dim).flatten(dim, dim + 1).contiguous()
@@ -210,7 +211,7 @@ class ShardSpec(NamedTuple):
 
 
 class GroupedSpec(NamedTuple):
-    """`layouts.Grouped`: groups are dealt by `segments`; `ends` is the tensor of the row after each group's last."""
+    """`layouts.Grouped`: groups are sharded by `segments`; `ends` is the tensor of the row after each group's last."""
 
     dim: int
     ends: Tensor
@@ -222,25 +223,25 @@ class GroupedSpec(NamedTuple):
     dual, split = InvariantSpec.dual, ShardSpec.split
 
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """All rows of `x` in their places, zeros for those of groups that `rank` does not own."""
+        """Return all rows of `x` in their places, zeros for those of groups that `rank` does not own."""
         ((start, length),) = windows.shares(self.segments, rank, tp)
         bounds = torch.cat([self.ends.new_zeros(1), self.ends])
         rows = torch.arange(x.shape[self.dim], device=x.device)
         mine = (rows >= bounds[start]) & (rows < bounds[start + length])
         return torch.where(mine.view(-1, *[1] * (x.ndim - self.dim - 1)), x, x.new_zeros(()))
 
-    own = place = take  # a rank's rows are in their places already
+    owned = place = take  # a rank's rows are in their places already
 
     def recombine(self, xs: Sequence[Tensor]) -> Tensor:
         return reduce(torch.add, [self.take(x, rank, len(xs)) for rank, x in enumerate(xs)])
 
 
 class TravelledSpec(NamedTuple):
-    """`layouts.Travelled`: groups are dealt by `segments`; `counts` has each rank's own rows of each group, on the CPU.
+    """`layouts.Travelled`: groups are sharded by `segments`; `counts` has each rank's rows of each group, on the CPU.
 
-    What a rank sends lies sorted by group, so that each rank's groups follow each other in it. What it gets it holds
-    sorted by group too, and among the rows of one group by who sent them. Where `copies` ranks that follow each other
-    have the same groups, each of them gets the rows of those ranks which have its own place among their copies.
+    The rows that a rank sends are sorted by group, so that each rank's groups are consecutive. Those that it gets it
+    sorts by group too, and within a group by sender. Where `copies` ranks that follow each other have the same groups,
+    each of them gets the rows of the ranks that have its own index among their copies.
     """
 
     dim: int
@@ -254,7 +255,7 @@ class TravelledSpec(NamedTuple):
     dual = InvariantSpec.dual
 
     def rows(self, rank: int, tp: int) -> tuple[list[int], list[int]]:
-        """Return the rows that this rank sends to each, and those that it gets from each; nothing without numbers."""
+        """Return the counts of rows that this rank sends to each and gets from each; nothing for meta counts."""
         if self.counts.is_meta:
             return [], []
         place, sends, gets = rank % self.copies, [0] * tp, [0] * tp
@@ -264,18 +265,18 @@ class TravelledSpec(NamedTuple):
         return sends, gets
 
     def of_owner(self, rank: int, tp: int) -> Tensor:
-        """Return the rows of each of a rank's groups that each of those has who send it theirs, [senders, groups]."""
+        """Return the counts of rows of a rank's groups on each rank that sends to it, [senders, groups]."""
         ((start, n),) = windows.shares(self.segments, rank // self.copies, tp // self.copies)
         return self.counts[rank % self.copies :: self.copies, start : start + n]
 
     def order(self, rank: int, tp: int) -> Tensor:
-        """Return the places, among rows by who sent them, of the rows by group."""
-        own = self.of_owner(rank, tp)
-        groups = torch.arange(own.shape[1]).repeat(len(own))
-        return groups.repeat_interleave(own.flatten()).argsort(stable=True)
+        """Return the permutation that sorts rows from senders' order to groups' order."""
+        counts = self.of_owner(rank, tp)
+        groups = torch.arange(counts.shape[1]).repeat(len(counts))
+        return groups.repeat_interleave(counts.flatten()).argsort(stable=True)
 
     def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """Sort rows by group that came sorted by who sent them."""
+        """Sort rows by group that came in the order of their senders."""
         return x if x.is_meta else x.index_select(0, self.order(rank, tp).to(x.device))
 
     def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
@@ -284,9 +285,9 @@ class TravelledSpec(NamedTuple):
 
 
 class CopiedSpec(NamedTuple):
-    """`layouts.Copied`: `copies` ranks that follow each other have one slice of `dim`, dealt to such groups of ranks.
+    """`layouts.Copied`: `copies` ranks that follow each other have one slice of `dim`, sharded over groups of ranks.
 
-    The ranks of a group may also have their parts of the slice, one after the other, as `parts` deals it.
+    The ranks of a group may also have parts of the slice, one after the other, as `parts` shards it.
     """
 
     dim: int
@@ -296,7 +297,7 @@ class CopiedSpec(NamedTuple):
     mark: str = "C"
     whole = False
     reduction = "sum"
-    sharded_dim, own, split = ShardSpec.sharded_dim, PartialSpec.own, ShardSpec.split
+    sharded_dim, owned, split = ShardSpec.sharded_dim, PartialSpec.owned, ShardSpec.split
 
     @property
     def dual(self) -> Spec:
@@ -313,7 +314,7 @@ class CopiedSpec(NamedTuple):
         return ShardSpec(self.dim, self.repeat, tuple((self.copies, n // self.copies) for _, n, *_ in self.segments))
 
     def holds(self, fine: ShardSpec) -> bool:
-        """Say whether a shard deals every slice to its group as `parts` does."""
+        """Say whether a shard distributes every slice over its group as `parts` does."""
         if (self.dim, self.repeat, len(self.segments)) != (fine.dim, fine.repeat, len(fine.segments)):
             return False
         parts = [(count * self.copies, unit / self.copies) for count, unit, *_ in self.segments]
@@ -332,7 +333,7 @@ class CopiedSpec(NamedTuple):
         return self.over_groups.trim(x, rank // self.copies, tp // self.copies)
 
     def collect(self, stack: Tensor, tp: int) -> Tensor:
-        """The whole tensor from the stacked padded slices of all ranks."""
+        """Join the stacked padded slices of all ranks to the whole tensor."""
         return self.over_groups.collect(stack[:: self.copies], tp // self.copies)
 
     def recombine(self, xs: Sequence[Tensor]) -> Tensor:
@@ -340,7 +341,7 @@ class CopiedSpec(NamedTuple):
 
 
 class SummedSpec(NamedTuple):
-    """`layouts.Summed`: of each slice, which a group of ranks has, one summand on each of them."""
+    """`layouts.Summed`: one summand of a slice on each rank of its group."""
 
     dim: int
     repeat: int
@@ -351,20 +352,20 @@ class SummedSpec(NamedTuple):
     reduction = "sum"
     sharded_dim = ShardSpec.sharded_dim
     over_groups, parts, holds = CopiedSpec.over_groups, CopiedSpec.parts, CopiedSpec.holds
-    own, place, pad, trim = CopiedSpec.own, CopiedSpec.place, CopiedSpec.pad, CopiedSpec.trim
+    owned, place, pad, trim = CopiedSpec.owned, CopiedSpec.place, CopiedSpec.pad, CopiedSpec.trim
 
     @property
     def dual(self) -> Spec:
         return CopiedSpec(*self[:-1])
 
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
-        """The slice on the first rank of a group, zeros on the others."""
-        own = self.over_groups.take(x, rank // self.copies, tp // self.copies)
-        return SUMMANDS.take(own, rank % self.copies, self.copies)
+        """Return the slice on the first rank of a group, zeros on the others."""
+        whole = self.over_groups.take(x, rank // self.copies, tp // self.copies)
+        return SUMMANDS.take(whole, rank % self.copies, self.copies)
 
     def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
         slices = self.over_groups.split(x, tp // self.copies)
-        return [y for i, own in enumerate(slices) for y in SUMMANDS.split(own, self.copies, seed + i)]
+        return [y for i, whole in enumerate(slices) for y in SUMMANDS.split(whole, self.copies, seed + i)]
 
     def recombine(self, xs: Sequence[Tensor]) -> Tensor:
         sums = [SUMMANDS.recombine(xs[i : i + self.copies]) for i in range(0, len(xs), self.copies)]
@@ -372,10 +373,11 @@ class SummedSpec(NamedTuple):
 
 
 def rows_by_rank(src: Any, dst: Any, rank: int, tp: int) -> tuple[list[int], list[int]]:
-    """Rows that a rank sends to each, and those that it gets from each, where they travel."""
-    there = isinstance(dst, TravelledSpec)
-    sends, gets = (dst if there else src).rows(rank, tp)
-    return (sends, gets) if there else (gets, sends)
+    """Return the counts of rows that a rank sends to each and gets from each, where they travel."""
+    if isinstance(dst, TravelledSpec):
+        return dst.rows(rank, tp)
+    gets, sends = src.rows(rank, tp)
+    return sends, gets
 
 
 Copies = CopiedSpec | SummedSpec
@@ -387,7 +389,7 @@ SUMMANDS: Spec = PartialSpec()
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
-# How a dimension is dealt, as a call of a rank's program takes it; whom the units of a dimension belong to.
+# The distribution of a dimension over the ranks, as a call of a rank's program takes it.
 
 
 class Runs(NamedTuple):
@@ -406,11 +408,11 @@ class Runs(NamedTuple):
         return self.repeat * sum(windows.lengths(self.segments))
 
     def local(self, rank: int, tp: int) -> int:
-        """Elements that `rank` owns."""
+        """Count the elements that `rank` owns."""
         return self.repeat * sum(length for _, length in windows.shares(self.segments, rank, tp))
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
-        """The (offset, length) runs that `rank` owns, in order; in elements.
+        """List the (offset, length) runs that `rank` owns, in order; in elements.
 
         Example:
             >>> Runs(1, ((4, 2), (2, 1))).spans(1, 2)

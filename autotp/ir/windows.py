@@ -21,7 +21,7 @@ Segments = Sequence[tuple[Any, ...]]  # (count, unit) each, and where units go o
 
 
 def least(a: Size, b: Size) -> Size:
-    """`torch.sym_min`, which takes five times as long for two ints, as most sizes are."""
+    """Return the minimum: `torch.sym_min` takes five times as long for two ints, as most sizes are."""
     return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
@@ -31,7 +31,7 @@ def lengths(segments: Segments) -> list[int]:
 
 
 def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
-    """(start, length) in elements of `rank`'s share of each segment, for symbolic counts too."""
+    """Return (start, length) in elements of `rank`'s share of each segment, for symbolic counts too."""
     out = []
     for count, unit, *deal in segments:
         start, length = dealt(count, rank, tp, *deal, least=least)
@@ -40,12 +40,12 @@ def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
 
 
 def most(segments: Segments, tp: int) -> list[Any]:
-    """Elements of each segment in the largest of its shares."""
+    """Return the elements of each segment in the largest of its shares."""
     return [largest(count, tp, *deal) * unit for count, unit, *deal in segments]
 
 
 def even_share(repeat: int, segments: Segments, tp: int) -> int:
-    """Return elements of every rank's share where one run of one segment is dealt out evenly; 0 otherwise.
+    """Return elements of every rank's share where one run of one segment is sharded evenly; 0 otherwise.
 
     All conversions of such a dimension are what they are in the general case, at a third of its cost.
     """
@@ -56,7 +56,7 @@ def even_share(repeat: int, segments: Segments, tp: int) -> int:
 
 
 def checked(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
-    """`x`, whose dimension is so many runs of these lengths.
+    """Return `x`, whose dimension must be so many runs of these lengths.
 
     Args:
         x: a tensor. dim: counted from the front. repeat: runs. have: elements of each segment of a run.
@@ -73,7 +73,7 @@ def checked(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
 
 
 def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a window on every segment of a dimension; what of it lies outside the segment is zero.
+    """Return a window on every segment of a dimension, with zeros where it exceeds the segment.
 
     Args:
         x: `dim` is `repeat` runs of segments. have: elements of each segment.
@@ -108,5 +108,5 @@ def _zeros(x: Tensor, axis: int, length: int) -> Tensor:
 
 
 def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    """Return pieces as one tensor along `axis`."""
+    """Concatenate pieces along `axis`."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), axis)

@@ -1,4 +1,4 @@
-"""Attention of some of a sequence's queries: of new tokens over a cache, and of a rank's queries over all keys.
+"""Attention of a part of a sequence's queries: of new tokens over a cache, and of a rank's queries over all keys.
 
 Python functions, not operators of torch's registry: what they call is torch's attention, an eager step calls them in
 every layer, and Dynamo traces them.
@@ -18,7 +18,7 @@ from autotp.ir.specs import Runs
 def attention_mask(
     new: int, length: int, position: Tensor | None, padding: Tensor | None, window: int | None, device: torch.device
 ) -> Tensor:
-    """The mask that says which cached tokens new ones attend to.
+    """Make the mask that says which cached tokens new ones attend to.
 
     Args:
         new: how many tokens are new. length: of the cache with them.
@@ -30,19 +30,19 @@ def attention_mask(
     Returns:
         Booleans [new, length], with `padding` [batch, 1, new, length]; of one for all new tokens where it can be.
     """
-    there = None if padding is None else padding[:, None, None, :length] != 0
-    if there is not None and position is None and window is None and new == 1:
-        return there
-    at = torch.arange(length, device=device)
-    own = (torch.arange(new, device=device) + (length - new if position is None else position))[:, None]
-    near = at <= own
+    unpadded = None if padding is None else padding[:, None, None, :length] != 0
+    if unpadded is not None and position is None and window is None and new == 1:
+        return unpadded
+    keys = torch.arange(length, device=device)
+    queries = (torch.arange(new, device=device) + (length - new if position is None else position))[:, None]
+    near = keys <= queries
     if window is not None:
-        near = near & (at > own - window)
-    return near if there is None else there & near
+        near = near & (keys > queries - window)
+    return near if unpadded is None else unpadded & near
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention, every head of keys and values read by its group of the query's heads.
+    """Compute attention, every head of keys and values read by its group of the query's heads.
 
     Args:
         q: [batch, heads, new, size]. keys, values: [batch, heads or a divisor of that, length, size].
@@ -62,7 +62,7 @@ def cached_attention(
     q: Tensor, past_keys: Tensor, past_values: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention over a past and new tokens.
+    """Compute attention over a past and new tokens.
 
     Args:
         q: [batch, heads, new, size]. past_keys, past_values: [batch, own heads, past, size].
@@ -78,12 +78,12 @@ def cached_attention(
 def dealt_attention(
     q: Tensor, keys: Tensor, values: Tensor, runs: Runs, scale: float | None, *, rank: int, tp: int
 ) -> Tensor:
-    """Causal attention of a rank's queries, run by run: keys after a run's last query are not read.
+    """Compute causal attention of a rank's queries, run by run: keys after a run's last query are not read.
 
     Args:
         q: [batch, heads, own, size], in the order of `runs`.
         keys, values: [batch, heads or a divisor of that, length, size], of the whole sequence.
-        runs: how the sequence is dealt, as many elements to each rank.
+        runs: distribution of the sequence over the ranks, in shares of equal length.
         scale: of the products; None for 1 / sqrt(size).
         rank: of this process on the axis, of `tp` ranks.
 
@@ -91,19 +91,19 @@ def dealt_attention(
         [batch, heads, own, size of the values].
     """
     lengths = windows.lengths(runs.segments)
-    own = windows.shares(runs.segments, rank, tp)
+    shares = windows.shares(runs.segments, rank, tp)
     parts, at, mine = [], 0, 0
     for _ in range(runs.repeat):
-        for whole, (start, length) in zip(lengths, own, strict=True):
+        for whole, (start, length) in zip(lengths, shares, strict=True):
             end = at + start + length
             parts.append(_last(q.narrow(-2, mine, length), keys.narrow(-2, 0, end), values.narrow(-2, 0, end), scale))
             at, mine = at + whole, mine + length
-    # In memory heads lie within tokens, as torch's attention leaves them: joining them is no further copy.
+    # In memory heads are contiguous within tokens, as torch's attention leaves them: joining them is no further copy.
     return torch.cat([part.transpose(-2, -3) for part in parts], -3).transpose(-2, -3)
 
 
 def _last(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last tokens of a sequence: what decoding computes over a cache."""
+    """Compute attention of the last tokens of a sequence, as decoding does over a cache."""
     new, length = q.shape[-2], keys.shape[-2]
     if q.is_cuda and new != length:  # a fused kernel has the mask in its indices
         grouped = q.shape[1] != keys.shape[1]

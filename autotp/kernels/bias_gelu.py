@@ -1,4 +1,4 @@
-"""Bias + GeLU, exact or by tanh: what follows the first product of a feed-forward block."""
+"""Bias + GeLU, exact or by tanh, which follow the first product of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _gelu(x, TANH: tl.constexpr):
 
 @jit
 def _slope(x, TANH: tl.constexpr):
-    """GeLU's derivative at float32 values."""
+    """Compute GeLU's derivative at float32 values."""
     if TANH:
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
@@ -45,7 +45,7 @@ def _forward(x, bias, out, columns, x_row, TANH: tl.constexpr, TILE: tl.constexp
 def _backward(
     grad, x, bias, to_x, sums, rows, columns, grad_row, x_row, TANH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """A tile of columns of every n-th row; `sums` takes their sum, [programs, columns] in float32."""
+    """Compute a tile of columns of every n-th row; `sums` takes their sum, [programs, columns] in float32."""
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < columns
@@ -83,7 +83,7 @@ def _launch_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """`gelu(x + bias)`, added and computed in float32 at least and rounded once.
+    """Compute `gelu(x + bias)`, added and evaluated in float32 at least and rounded once.
 
     Args:
         x: [..., columns]. bias: [columns].
@@ -96,7 +96,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of `bias_gelu` for x and bias."""
+    """Compute the gradients of `bias_gelu` for x and bias."""
     d = torch.ops.aten.gelu_backward(wide(grad), wide(x) + wide(bias), approximate="tanh" if tanh else "none")
     return d.to(x.dtype).contiguous(), as_rows(d).sum(0).to(bias.dtype)
 

@@ -1,4 +1,4 @@
-"""Helpers of the kernels: Triton where it is installed, the operator library, and what operators refuse."""
+"""Helpers of the kernels: Triton where it is installed, the operator library, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autotp.errors import InputError
+from autotp.ir.op import dtype_name
 
 try:
     import triton
@@ -19,6 +20,7 @@ except ImportError:  # optional: every operator then runs its twin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = torch.float32
 LIBRARY = torch.library.Library("autotp", "FRAGMENT")
+OPS: Any = torch.ops.autotp
 Function = Callable[..., Any]
 
 
@@ -28,7 +30,7 @@ def available() -> bool:
 
 
 def jit(function: Function) -> Any:
-    """`triton.jit`; the function as it is where there is no Triton, and nothing then calls it."""
+    """Apply `triton.jit`; without Triton the function stays as it is, and nothing calls it."""
     return triton.jit(function) if triton is not None else function
 
 
@@ -39,12 +41,11 @@ def register(
 
     Args:
         schema: as for `torch.library.define`, without the namespace: "name(Tensor x) -> Tensor".
-        twin: what it computes, in plain PyTorch; it returns new, contiguous tensors.
-        launch: the same by Triton; runs with the tensors' device as the current one.
-        fake: empty results for fake arguments; where it is left out those of the twin.
+        twin: computes it in plain PyTorch; it returns new, contiguous tensors.
+        launch: computes it by Triton; runs with the tensors' device as the current one.
+        fake: makes empty results for fake arguments; where it is left out the twin does.
         check: called with the same arguments before each of them; raises InputError.
     """
-    name = schema.partition("(")[0]
 
     def checked(function: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,8 +55,13 @@ def register(
 
         return call
 
+    def on_cuda(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+            return launch(*args, **kwargs)
+
     enter(schema, checked(twin), fake and checked(fake))
-    _on_cuda(name, checked(launch))
+    if available():
+        LIBRARY.impl(schema.partition("(")[0], checked(on_cuda), "CUDA")
 
 
 def enter(schema: str, function: Function, fake: Function | None = None) -> None:
@@ -66,28 +72,17 @@ def enter(schema: str, function: Function, fake: Function | None = None) -> None
     torch.library.register_fake(f"autotp::{name}", fake or function, lib=LIBRARY)
 
 
-def _on_cuda(name: str, launch: Function) -> None:
-    """Have an operator run by this on CUDA where there is Triton, with the tensors' device as the current one."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
-            return launch(*args, **kwargs)
-
-    if available():
-        LIBRARY.impl(name, call, "CUDA")
-
-
 def differentiable(name: str, backward: Function, setup: Function) -> None:
     """Give the operator a gradient: see `torch.library.register_autograd`."""
     torch.library.register_autograd(f"autotp::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
 def derived(name: str, backward: str, keep: Sequence[int], options: Sequence[int] = ()) -> None:
-    """Give the operator a gradient that is another operator of the gradients, what is kept, and options.
+    """Give the operator a gradient that is another operator of the gradients, the saved tensors, and options.
 
     Args:
-        name, backward: the operator, and that of its gradient, which gives those of its first arguments.
-        keep: places of the arguments, tensors, that are kept. options: and of those that are none.
+        name, backward: the operator, and that of its gradient, which returns those of its first arguments.
+        keep: indices of the arguments that are tensors to save. options: of the others that the backward takes.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -95,16 +90,16 @@ def derived(name: str, backward: str, keep: Sequence[int], options: Sequence[int
         ctx.options, ctx.count = [inputs[i] for i in options], len(inputs)
 
     def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = getattr(torch.ops.autotp, backward)(*grads, *ctx.saved_tensors, *ctx.options)
+        gradients = getattr(OPS, backward)(*grads, *ctx.saved_tensors, *ctx.options)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         return *gradients, *[None] * (ctx.count - len(gradients))
 
     differentiable(name, gradient, setup)
 
 
-def refuse(name: str, why: str) -> None:
+def refuse(name: str, reason: str) -> None:
     """Raise the error of a kernel that cannot take its arguments."""
-    raise InputError(f"autotp::{name} {why}. Call the operators that it stands for, or switch 'kernels' off.")
+    raise InputError(f"autotp::{name} {reason}. Call the operators that it stands for, or switch 'kernels' off.")
 
 
 def check_floats(name: str, **tensors: Tensor | None) -> None:
@@ -112,7 +107,7 @@ def check_floats(name: str, **tensors: Tensor | None) -> None:
     present = {k: x for k, x in tensors.items() if x is not None}
     for key, x in present.items():
         if x.dtype not in DTYPES:
-            refuse(name, f"takes float32, bfloat16 and float16, and {key} is {str(x.dtype).removeprefix('torch.')}")
+            refuse(name, f"takes float32, bfloat16 and float16, and {key} is {dtype_name(x.dtype)}")
     if len(devices := {str(x.device) for x in present.values()}) > 1:
         refuse(name, f"takes tensors on one device, and these are on {' and '.join(sorted(devices))}")
 
@@ -120,7 +115,7 @@ def check_floats(name: str, **tensors: Tensor | None) -> None:
 def check_same(name: str, a: Tensor, b: Tensor, of: str) -> None:
     """Refuse two tensors of different shapes or dtypes."""
     if a.shape != b.shape or a.dtype != b.dtype:
-        shapes = " and ".join(f"{list(x.shape)} in {str(x.dtype).removeprefix('torch.')}" for x in (a, b))
+        shapes = " and ".join(f"{list(x.shape)} in {dtype_name(x.dtype)}" for x in (a, b))
         refuse(name, f"takes {of} of one shape and dtype, and these are {shapes}")
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy over the classes that a rank has: what it needs of the scores, in one pass over them.
+"""Cross entropy over the classes that a rank has, from terms of the scores that one pass over them gives.
 
 `autotp::class_terms` gives for each example the largest of this rank's scores, the sum of exponentials by that, and the
 target's score. From the maximum over the ranks `autotp::class_sums_of` makes what `autotp::class_sums` gives, out of a
@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autotp.ir.op import dtype_name
+
 from .common import DTYPES, WIDE, derived, jit, refuse, register, tl
 from .operators import class_sums_backward
-from .tiles import loaded, power_of_two, row_and_columns, tiles, wide
+from .tiles import empty_like, loaded, power_of_two, row_and_columns, tiles, wide
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8
@@ -23,7 +25,7 @@ EXAMPLES = 256  # whose sums a program takes by another pivot
 
 @jit
 def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.constexpr, TILE: tl.constexpr):
-    """One example: its classes are read once, from the left to the right."""
+    """Compute the terms of one example, whose classes are read once, from the left to the right."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * row_step
     most, pivot, total, parts = -float("inf"), 0.0, 0.0, 0.0
@@ -38,9 +40,9 @@ def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.con
         if TOTAL:
             total += start * (pivot - new) + tl.sum(tl.where(inside, x - new, 0.0), 0)
         pivot = new
-    own = tl.load(target + row)
-    in_range = (own >= 0) & (own < classes)
-    score = loaded(scores + tl.where(in_range, own, 0).to(tl.int64) * step, in_range)
+    label = tl.load(target + row)
+    in_range = (label >= 0) & (label < classes)
+    score = loaded(scores + tl.where(in_range, label, 0).to(tl.int64) * step, in_range)
     tl.store(out + row, most)
     tl.store(out + examples + row, parts)
     tl.store(out + 2 * examples + row, score)
@@ -50,16 +52,16 @@ def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.con
 
 @jit
 def _sums(terms, most, target, out, examples, classes, TOTAL: tl.constexpr, TILE: tl.constexpr):
-    """Sums by another pivot than their own: a few numbers an example."""
+    """Convert the sums of an example, a few numbers, to another pivot."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < examples
     local = tl.load(terms + row, mask=inside, other=0)
     by = loaded(most + row, inside)
     up = tl.where(local == -float("inf"), 0.0, local) - by
-    own = tl.load(target + row, mask=inside, other=-1)
+    label = tl.load(target + row, mask=inside, other=-1)
     score = tl.load(terms + 2 * examples + row, mask=inside, other=0)
     tl.store(out + row, tl.load(terms + examples + row, mask=inside, other=0) * tl.exp(up), mask=inside)
-    tl.store(out + examples + row, tl.where((own >= 0) & (own < classes), score - by, 0.0), mask=inside)
+    tl.store(out + examples + row, tl.where((label >= 0) & (label < classes), score - by, 0.0), mask=inside)
     if TOTAL:
         total = tl.load(terms + 3 * examples + row, mask=inside, other=0)
         tl.store(out + 2 * examples + row, total + classes * up, mask=inside)
@@ -107,7 +109,7 @@ def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor,
     if scores.dtype not in DTYPES:
         return class_sums_backward(grad, scores, most, target, total)
     examples, classes = scores.shape
-    out = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+    out = empty_like(scores)
     if out.numel():
         tile = power_of_two(classes, TILE)
         arguments = grad.to(WIDE).contiguous(), scores, most.contiguous(), target.contiguous(), out
@@ -117,7 +119,7 @@ def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor,
 
 
 def class_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
-    """Compute what `class_sums` needs of the scores, by the largest of those that are here.
+    """Compute the terms of `class_sums`, relative to the largest of the scores that are here.
 
     Args:
         scores: of every example for the classes that are here, [examples, classes].
@@ -132,13 +134,13 @@ def class_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
     most = x.amax(1) if x.shape[1] else x.new_full(x.shape[:1], -torch.inf)
     shifted = x - _pivot(most).unsqueeze(1)
     in_range = (target >= 0) & (target < x.shape[1])
-    own = x.gather(1, torch.where(in_range, target, 0).unsqueeze(1)).squeeze(1) if x.shape[1] else most
-    rows = [most, shifted.exp().sum(1), torch.where(in_range, own, 0)]
+    score = x.gather(1, torch.where(in_range, target, 0).unsqueeze(1)).squeeze(1) if x.shape[1] else most
+    rows = [most, shifted.exp().sum(1), torch.where(in_range, score, 0)]
     return torch.stack([*rows, shifted.sum(1)] if total else rows)
 
 
 def class_sums_of(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor, total: bool) -> Tensor:
-    """`class_sums` from the terms of its scores, without reading these: see there, and `class_terms`."""
+    """Compute `class_sums` from the terms of its scores, without reading these: see there, and `class_terms`."""
     in_range = (target >= 0) & (target < scores.shape[1])
     up = _pivot(terms[0]) - most
     rows = [terms[1] * up.exp(), torch.where(in_range, terms[2] - most, 0)]
@@ -153,7 +155,7 @@ def _check(scores: Tensor, target: Tensor, total: bool) -> None:
     if not scores.is_floating_point() or scores.ndim != 2:
         refuse("class_terms", f"takes floating scores of two dimensions, and these are {list(scores.shape)}")
     if target.is_floating_point() or target.shape != scores.shape[:1] or target.device != scores.device:
-        what = f"{list(target.shape)} in {str(target.dtype).removeprefix('torch.')} on {target.device}"
+        what = f"{list(target.shape)} in {dtype_name(target.dtype)} on {target.device}"
         refuse(
             "class_terms",
             f"takes a whole number for each of {scores.shape[0]} examples on {scores.device}, not {what}",

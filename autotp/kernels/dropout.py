@@ -1,8 +1,8 @@
 """Dropout by global counter: the same mask as `autotp.kernels.operators` draws, bit by bit.
 
-It is `autotp::counter_dropout_fused`, in the place of that without the suffix where kernels are asked for. The number
-of an element is drawn where the element is dropped and again for its gradient, so a forward reads x, writes the result,
-and keeps nothing but the seed.
+It is `autotp::counter_dropout_fused`, which replaces the operator without the suffix where kernels are asked for. The
+number of an element is drawn where the element is dropped and again for its gradient, so a forward reads x, writes the
+result, and keeps nothing but the seed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from .common import DTYPES, differentiable, jit, register, tl
-from .operators import OTHER, _dropout_fake, _keep_seed, counter_dropout, dropout_gradient
-from .tiles import loaded, power_of_two, tiles
+from .common import DTYPES, jit, register, tl
+from .operators import OTHER, _dropout_fake, counter_dropout, differentiable_dropout
+from .tiles import empty_like, loaded, power_of_two, tiles
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`
-NOWHERE, ROWS, COLUMNS = range(3)  # what of an element says where it is in the whole
+NOWHERE, ROWS, COLUMNS = range(3)  # which index of an element `place` maps to the whole
 
 
 @jit
 def _uniform_bits(seed, index):
-    """The upper 24 bits of SplitMix64 for these indices (Steele, Lea and Flood 2014), as int32."""
+    """Draw the upper 24 bits of SplitMix64 for these indices (Steele, Lea and Flood 2014), as int32."""
     state = index.to(tl.uint64) + tl.load(seed).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = state * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -64,9 +62,9 @@ def _launch_dropout(
 ) -> Tensor:  # fmt: skip
     if x.dtype not in DTYPES or other is not None or not _counts(x.shape, place, dim, whole):
         return counter_dropout(x, seed, place, dim, whole, p, other, other_dim)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = empty_like(x)
     if out.numel():
-        rows, by, *sizes = _dealt(x.shape, place, dim, whole)
+        rows, by, *sizes = _layout(x.shape, place, dim, whole)
         tile = power_of_two(sizes[0], TILE)
         place = seed if place is None else place.contiguous()
         arguments = x.contiguous(), out, seed, place, *sizes, _least(p), 1 - p if p < 1 else 1.0
@@ -75,12 +73,12 @@ def _launch_dropout(
 
 
 def _counts(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[int]) -> bool:
-    """Say whether all dimensions but that of `place` are whole: they are then counted as they lie."""
+    """Say whether all dimensions but that of `place` are whole, so that an index in them is one in the whole."""
     return all(n == m or (place is not None and d == dim) for d, (n, m) in enumerate(zip(size, whole, strict=True)))
 
 
-def _dealt(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[int]) -> tuple[int, ...]:
-    """Rows, how `place` counts, columns, and how many rows (or columns) of `place` there are: here, in the whole."""
+def _layout(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[int]) -> tuple[int, ...]:
+    """Return rows, the index that `place` maps, columns, and the length of that dimension here and in the whole."""
     if place is None:
         return 1, NOWHERE, math.prod(size), 1, 1
     if dim == len(size) - 1:
@@ -89,17 +87,12 @@ def _dealt(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[
 
 
 def _least(p: float) -> int:
-    """The least number of 24 bits, as an integer, that `counter_uniform(...) >= p` keeps: torch compares in float32."""
+    """Return the least 24-bit integer that `counter_uniform(...) >= p` keeps: torch compares in float32."""
     return math.ceil(struct.unpack("f", struct.pack("f", p))[0] * 2**BITS)
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return dropout_gradient(OPS.counter_dropout_fused, ctx, grad)
-
-
-OPS: Any = torch.ops.autotp
 register(
     f"counter_dropout_fused(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p{OTHER}) -> Tensor",
     twin=counter_dropout, launch=_launch_dropout, fake=_dropout_fake,
 )  # fmt: skip
-differentiable("counter_dropout_fused", _gradient, _keep_seed)
+differentiable_dropout("counter_dropout_fused")

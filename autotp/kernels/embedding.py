@@ -1,4 +1,4 @@
-"""Looking up in the rows of an embedding that a rank has: zeros for ids that are other ranks'.
+"""Embedding with a sharded vocabulary: look-up in a rank's rows, zeros for ids that are other ranks'.
 
 The forward reads ids and the rows that are here and writes the result, in one pass; mask and local index are never
 written. The gradient is torch's own `embedding_dense_backward`, which sorts the ids and adds up in float32 without
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import check_floats, differentiable, jit, refuse, register, tl
+from autotp.ir.op import aten, dtype_name
+
+from .common import OPS, check_floats, differentiable, jit, refuse, register, tl
 from .tiles import power_of_two, row_and_columns, tiles
 
-aten = torch.ops.aten
 TILE = 2048
 IDS = (torch.int64, torch.int32)
 
@@ -43,7 +44,7 @@ def _launch(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: i
 
 
 def vocabulary_rows(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
-    """This rank's summand of an embedding whose vocabulary is dealt out: the rows that are here, zeros for the others.
+    """Look up this rank's summand of an embedding with a sharded vocabulary: its own rows, zeros for other ids.
 
     Args:
         weight: the rows of the ids from `start` on, [rows, width]; there may be none.
@@ -66,7 +67,7 @@ def vocabulary_rows(weight: Tensor, ids: Tensor, start: int, vocabulary: int, pa
 
 
 def vocabulary_rows_backward(grad: Tensor, ids: Tensor, start: int, rows: int, padding: int) -> Tensor:
-    """The gradient of `vocabulary_rows` for the weight, on every device."""
+    """Compute the gradient of `vocabulary_rows` for the weight, on every device."""
     mine = (ids >= start) & (ids < start + rows) & (ids != padding)
     index = torch.where(mine, ids - start, rows)
     return aten.embedding_dense_backward.default(grad, index, rows + 1, rows, False)[:rows]
@@ -77,7 +78,7 @@ def _check(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: in
     if ids.device != weight.device:
         refuse("vocabulary_rows", f"takes ids on the weight's device, {weight.device}, and these are on {ids.device}")
     if weight.ndim != 2 or ids.dtype not in IDS:
-        what = f"{list(weight.shape)} and {str(ids.dtype).removeprefix('torch.')}"
+        what = f"{list(weight.shape)} and {dtype_name(ids.dtype)}"
         refuse("vocabulary_rows", f"takes a weight of two dimensions and int64 or int32 ids, not {what}")
 
 
@@ -92,7 +93,6 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return OPS.vocabulary_rows_backward(grad, ids, ctx.start, ctx.rows, ctx.padding), None, None, None, None
 
 
-OPS: Any = torch.ops.autotp
 register(
     "vocabulary_rows(Tensor weight, Tensor ids, int start, int vocabulary, int padding) -> Tensor",
     twin=vocabulary_rows, launch=_launch, check=_check,

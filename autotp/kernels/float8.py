@@ -3,9 +3,9 @@
 The recipes are those of torchao.float8. A cast value is a tensor of the original's dtype that holds numbers of float8:
 so autograd gives it gradients of that dtype, and a conversion sends it in a byte an element without any loss. The
 largest value of a product's gradient comes to its backward as the gradient of a further result, a zero, which goes with
-the product to whoever sees the gradient: between the two a conversion makes it the largest over all ranks.
+the product to the operator that sees the gradient: between the two a conversion makes it the largest over all ranks.
 
-Operands in float64 stand for a proof: the casts are the same, and the products are those of float64.
+Operands in float64 are a proof's: the casts are the same, and the products are those of float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNED = 16  # elements, of every dimension that a kernel for CUDA multiplies a
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
-    """The factor of numbers before the cast, in float32, by which the largest becomes the largest of the dtype.
+    """Return the scale of numbers before the cast, in float32, which maps the largest to the largest of the dtype.
 
     Args:
         amax: largest absolute values, of any shape. dtype: of float8.
@@ -43,28 +43,28 @@ def raised(amax: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
-    """Numbers scaled, clamped and rounded to float8; arguments as of `scale_of`."""
+    """Scale, clamp and round numbers to float8; arguments as of `scale_of`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     largest = torch.finfo(dtype).max
     return (x.to(wide) * scale_of(amax, dtype, power).to(wide)).clamp(-largest, largest).to(dtype)
 
 
 def scaled(a: Tensor, a_amax: Tensor, b: Tensor, b_amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T` of [m, k] and [n, k] in float8, with a scale for each row, [m, 1] and [n, 1], a power of two."""
+    """Compute `a @ b.T` of [m, k] and [n, k] in float8, with a power of two as the scale of each row."""
     first, second = cast(a, a_amax, INPUT, power=True), cast(b, b_amax, INPUT, power=True)
     return product(first, second, inverse(a_amax, INPUT, True), inverse(b_amax, INPUT, True).t(), dtype)
 
 
 def inverse(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
-    """The factor of a product of such numbers; arguments as of `scale_of`."""
+    """Return the factor that undoes the scale in a product; arguments as of `scale_of`."""
     return scale_of(amax, dtype, power).reciprocal()
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T` of float8 matrices, scaled back.
+    """Compute `a @ b.T` of float8 matrices, scaled back.
 
     Args:
-        a, b: [m, k] and [n, k]. a_scale, b_scale: what the product is multiplied by, [], or [m, 1] and [1, n].
+        a, b: [m, k] and [n, k]. a_scale, b_scale: factors of the product, [], or [m, 1] and [1, n].
         dtype: of the result; in float64 it is a proof's, and computed so.
     """
     if not a.is_cuda or dtype == torch.float64:  # torch's own on a CPU is a loop that takes hundreds of times as long
@@ -82,32 +82,32 @@ def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
 
 
 def _aligned(a: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros after the last columns of both and the last rows of `b`, as CUDA's kernels want whole sixteens."""
-    more_k, more_n = -a.shape[1] % ALIGNED, -b.shape[0] % ALIGNED
-    if more_k or more_n:
+    """Pad the columns of both and the rows of `b` with zeros to multiples of 16, as CUDA's kernels require."""
+    pad_k, pad_n = -a.shape[1] % ALIGNED, -b.shape[0] % ALIGNED
+    if pad_k or pad_n:
         pad = torch.nn.functional.pad
-        a = pad(a.view(torch.uint8), (0, more_k)).view(a.dtype)
-        b = pad(b.view(torch.uint8), (0, more_k, 0, more_n)).view(b.dtype)
-        b_scale = pad(b_scale, (0, more_n), value=1.0) if b_scale.ndim else b_scale
+        a = pad(a.view(torch.uint8), (0, pad_k)).view(a.dtype)
+        b = pad(b.view(torch.uint8), (0, pad_k, 0, pad_n)).view(b.dtype)
+        b_scale = pad(b_scale, (0, pad_n), value=1.0) if b_scale.ndim else b_scale
     return a.contiguous(), b.contiguous(), b_scale
 
 
 def float8_amax(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
-    """Largest absolute values over these dimensions; 0 where a rank has no elements."""
+    """Return the largest absolute values over these dimensions; 0 where a rank has no elements."""
     size, dims = x.abs(), list(dim)
     return size.amax(dims, keepdim) if x.numel() else size.sum(dims, keepdim)
 
 
 def float8_cast(x: Tensor, amax: Tensor) -> Tensor:
-    """Numbers of float8_e4m3fn, not scaled back, in the dtype of `x`; the gradient passes as it is."""
+    """Round to numbers of float8_e4m3fn, not scaled back, in the dtype of `x`; the gradient passes unchanged."""
     return cast(x, amax, INPUT).to(x.dtype)
 
 
 def float8_linear(x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """`x @ weight.T` in float8 with one scale for each operand; its gradients with one for the gradient too.
+    """Compute `x @ weight.T` in float8 with one scale for each operand; its gradients with one for the gradient too.
 
     Args:
-        x: what `float8_cast` gave, [..., k]. weight: [n, k], not cast yet.
+        x: the result of `float8_cast`, [..., k]. weight: [n, k], not cast yet.
         x_amax, weight_amax: largest absolute values, [].
 
     Returns: the product, [..., n], and a zero, [], whose gradient is to be the largest absolute value of the
@@ -122,7 +122,7 @@ def float8_linear(x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor
 def float8_linear_backward(
     grad: Tensor, amax: Tensor, x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `float8_linear` for `x`, as if it were not scaled, and for `weight`.
+    """Compute the gradients of `float8_linear` for `x`, as if it were not scaled, and for `weight`.
 
     Args:
         grad: of the product, [..., n]. amax: its largest absolute value over all ranks, [].
@@ -136,39 +136,39 @@ def float8_linear_backward(
 
 
 def float8_delayed(x: Tensor, weight: Tensor, x_amax: Tensor, amaxes: Tensor, latest: Tensor) -> tuple[Tensor, Tensor]:
-    """`float8_linear` with the scales of earlier calls, of which none waits for its operand.
+    """Compute `float8_linear` with the scales of earlier calls, so that none waits for its operand.
 
     Args:
-        x: what `float8_cast` gave by `x_amax`. weight: not cast yet.
-        amaxes: largest values in earlier calls of the input, the weight and the product's gradient, [3], raised: in
-            last bits they hang on the order of sums, which such scales do not.
+        x: the result of `float8_cast` by `x_amax`. weight: not cast yet.
+        amaxes: largest values in earlier calls of the input, the weight and the product's gradient, [3], raised: their
+            last bits depend on the order of sums, and such scales do not.
         latest: [], zero; becomes the largest value of the gradient in the backward, for the next call to record.
     """
     return float8_linear(x, weight, x_amax, amaxes[1])
 
 
 def float8_before(history: Tensor, latest: Tensor) -> Tensor:
-    """The largest values in earlier calls, [3], raised; that of the gradient in the last one is still in `latest`."""
+    """Return the largest values in earlier calls, [3], raised; the gradient's of the last call is still in `latest`."""
     gradient = torch.maximum(history[2, 1:].amax(), latest) if history.shape[1] > 1 else latest
     return raised(torch.stack([*history[:2].amax(1), gradient]))
 
 
 def float8_record(history: Tensor, latest: Tensor, x_amax: Tensor, weight_amax: Tensor) -> Tensor:
-    """A history [3, length] with the largest values of this call in place of the oldest: see `float8_delayed`."""
+    """Replace the oldest entries of a history [3, length] by the largest values of this call: see `float8_delayed`."""
     newest = torch.stack([a.to(history.dtype) for a in (x_amax, weight_amax, latest)])
-    newest = torch.where(newest.isfinite(), newest, 0)  # an overflow is no size that later calls can go by
+    newest = torch.where(newest.isfinite(), newest, 0)  # an overflow is no size that later calls can use
     return torch.cat([history[:, 1:], newest.unsqueeze(1)], 1)
 
 
-def float8_seen(y: Tensor, zero: Tensor) -> Tensor:
-    """The product as it is; in the backward its gradient's largest absolute value goes to `zero`."""
+def float8_seen(y: Tensor, *zeros: Tensor) -> Tensor:
+    """Return the product unchanged; in the backward the largest absolute values of its gradient go to the zeros."""
     return y.clone()
 
 
 def float8_rows(
     x: Tensor, weight: Tensor, x_rows: Tensor, weight_rows: Tensor, x_columns: Tensor, weight_columns: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`x @ weight.T` in float8 with a scale for each row that is summed over, in the forward and in the backward.
+    """Compute `x @ weight.T` in float8 with a scale for each row that is summed over, in forward and backward.
 
     Args:
         x, weight: [..., k] and [n, k], not cast yet.
@@ -186,7 +186,7 @@ def float8_rows(
 def float8_rows_backward(
     grad: Tensor, rows: Tensor, columns: Tensor, x: Tensor, weight: Tensor, x_columns: Tensor, weight_columns: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `float8_rows` for `x` and `weight`.
+    """Compute the gradients of `float8_rows` for `x` and `weight`.
 
     Args:
         grad: of the product, [..., n]. rows, columns: its largest absolute values, [..., 1] and [n].
@@ -201,7 +201,7 @@ def float8_rows_backward(
 def float8_rows_hp(
     x: Tensor, weight: Tensor, x_rows: Tensor, weight_rows: Tensor, weight_amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`float8_rows`, in whose backward the gradient of the weight is not in float8.
+    """Compute `float8_rows` with a backward in which the gradient of the weight is not in float8.
 
     Args:
         x, weight, x_rows, weight_rows: as there. weight_amax: the weight's largest absolute value, [].
@@ -215,20 +215,10 @@ def float8_rows_hp(
 def float8_rows_hp_backward(
     grad: Tensor, rows: Tensor, x: Tensor, weight: Tensor, weight_amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `float8_rows_hp` for `x` and `weight`; arguments as there and of `float8_rows_backward`."""
+    """Compute the gradients of `float8_rows_hp`; arguments as there and of `float8_rows_backward`."""
     g = grad.flatten(0, -2)
     to_x = scaled(g, rows.flatten(0, -2), weight.t(), weight_amax.expand(weight.shape[1], 1), x.dtype)
     return to_x.view(x.shape), g.t() @ x.flatten(0, -2)
-
-
-def float8_row_seen(y: Tensor, rows: Tensor) -> Tensor:
-    """The product as it is; in the backward the largest values of its gradient's rows go to the zeros."""
-    return y.clone()
-
-
-def float8_rows_seen(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The product as it is; in the backward the largest values of its gradient's rows and columns go to the zeros."""
-    return y.clone()
 
 
 def _amax_fake(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
@@ -248,8 +238,8 @@ def _rows_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[T
     return x.new_empty((*x.shape[:-1], n)), x_rows.new_empty(x_rows.shape), x.new_empty((n,))
 
 
-def _rows_hp_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty((*x.shape[:-1], weight.shape[0])), x_rows.new_empty(x_rows.shape)
+def _rows_hp_fake(*operands: Tensor) -> tuple[Tensor, Tensor]:
+    return _rows_fake(*operands)[:2]
 
 
 def _rows_gradients_fake(grad: Tensor, rows: Tensor, columns: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,8 +268,8 @@ _ENTRIES = (
      "-> (Tensor, Tensor)", float8_rows_hp, _rows_hp_fake),
     ("float8_rows_hp_backward(Tensor grad, Tensor rows, Tensor x, Tensor weight, Tensor weight_amax) "
      "-> (Tensor, Tensor)", float8_rows_hp_backward, _gradients_fake),
-    ("float8_row_seen(Tensor y, Tensor rows) -> Tensor", float8_row_seen, None),
-    ("float8_rows_seen(Tensor y, Tensor rows, Tensor columns) -> Tensor", float8_rows_seen, None),
+    ("float8_row_seen(Tensor y, Tensor rows) -> Tensor", float8_seen, None),
+    ("float8_rows_seen(Tensor y, Tensor rows, Tensor columns) -> Tensor", float8_seen, None),
 )  # fmt: skip
 for _schema, _function, _fake in _ENTRIES:
     enter(_schema, _function, _fake)

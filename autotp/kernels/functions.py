@@ -1,4 +1,4 @@
-"""A `torch.autograd.Function` as an operator: forward and backward are the user's own, wherever a graph calls it.
+"""Operators that call a `torch.autograd.Function`: forward and backward are the user's own, wherever a graph calls one.
 
 The operator has no kernel of its own. It calls the Function, so that autograd, fake tensors and compilers see what they
 would see in the model.
@@ -23,7 +23,7 @@ Loop = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # which dimension 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor, or for a number that is a size, among the arguments of a call."""
+    """Placeholder of a tensor, or of a number that is a size, among the arguments of a call."""
 
     tensor: bool
 
@@ -33,16 +33,17 @@ TENSOR, SIZE = Slot(True), Slot(False)
 
 @dataclass
 class FunctionCall:
-    """A Function and what it is called with besides tensors and sizes.
+    """A Function with its arguments other than tensors and sizes.
 
     Attributes:
         function: a subclass of `torch.autograd.Function`.
-        leaves, spec: the arguments, with `Slot`s; `outs`, `out_spec`: the same of what it returned, once it ran.
+        leaves, spec: the arguments, with `Slot`s. outs, out_spec: likewise the results, once it ran.
         copied: which of the tensors that it returns share memory with an operand, and are copied.
         dtypes: of the tensors. where: the user's line, for errors.
-        loops: what may be split, by the number of dimensions of each operand.
-        linear: whether the backward is linear in the gradients that it is given.
-        writes: whether it writes to its arguments, and is given copies of them: the operator says that it only reads.
+        loops: the loops that may be split, by the number of dimensions of each operand.
+        linear: whether the backward is linear in the incoming gradients.
+        writes: whether it writes to its arguments, and gets copies of them: the operator's schema says that it only
+            reads.
     """
 
     function: type[torch.autograd.Function]
@@ -67,7 +68,7 @@ CALLS: dict[str, FunctionCall] = {}  # by the key that a graph's operator holds
 
 
 def enter(function_call: FunctionCall) -> str:
-    """The key of a call: the Function's name and its arguments, and a number where those are not enough.
+    """Enter a call into `CALLS` and return its key: the Function's name, its arguments, and a number if needed.
 
     Args:
         function_call: the Function with its other arguments.
@@ -89,7 +90,7 @@ def enter(function_call: FunctionCall) -> str:
 
 
 def _meaning(function: Any) -> list[Any]:
-    """The code of a class: equal for two that compute the same, such as one that a forward makes anew."""
+    """List the code of a class: equal for two that compute the same, such as one that a forward makes anew."""
     parts: list[Any] = []
     for kind in function.__mro__[: function.__mro__.index(torch.autograd.Function)]:
         for name, value in sorted(vars(kind).items()):
@@ -104,17 +105,20 @@ def _meaning(function: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Give a key that two values share where a program cannot tell them apart."""
+    """Return a key that two values share where a program cannot distinguish them."""
     return (type(value), value) if isinstance(value, bool | int | float | complex | str | None) else id(value)
 
 
 def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-    """The tensors that a Function returns for these tensors and sizes; its other arguments are known by the key.
+    """Call a Function with these tensors and sizes; the key says which, and gives its other arguments.
 
     Args:
         xs: the tensors among its arguments, in order; any shapes.
         sizes: the sizes among them, in order.
-        key: what `enter` gave for the call.
+        key: of the call, as `enter` returned it.
+
+    Returns:
+        The tensors among its results.
     """
     function_call = CALLS[key]
     # The operator says that it only reads, and where its backward is traced the operands are leaves, to which autograd
@@ -135,7 +139,8 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     results = [x for x in outs if isinstance(x, Tensor)]
     # What a Function returns is known only once it ran: a tensor, a tuple, a tuple with None in it.
     if function_call.out_spec is None:
-        function_call.outs, function_call.out_spec = list(map(_kind_of, outs)), spec
+        function_call.outs = [TENSOR if isinstance(x, Tensor) else x for x in outs]
+        function_call.out_spec = spec
         memories = {x.untyped_storage()._cdata for x in xs}
         function_call.copied = [x.untyped_storage()._cdata in memories for x in results]
     # An operator of torch.library may not return its operand, as a Function that returns `x.view_as(x)` does.
@@ -148,11 +153,6 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
             if x.is_floating_point() and x.itemsize > 1:
                 results[i] = x.to(torch.float64)
     return results
-
-
-def _kind_of(x: Any) -> Any:
-    """The entry for an output in the record of a Function: any tensor is the same one."""
-    return TENSOR if isinstance(x, Tensor) else x
 
 
 _writable_apply: Any = torch.autograd.Function.apply.__func__
@@ -168,7 +168,7 @@ apply = FunctionType(
 
 @contextmanager
 def functions_as(call: Callable[..., Any]) -> Iterator[None]:
-    """Within this context `SomeFunction.apply(...)` is `call(SomeFunction, ...)`.
+    """Make `SomeFunction.apply(...)` mean `call(SomeFunction, ...)` within this context.
 
     The code is exchanged, not the method: many keep `reverse = Reverse.apply` from when their module was imported.
 
@@ -179,12 +179,12 @@ def functions_as(call: Callable[..., Any]) -> Iterator[None]:
     def with_cell(__class__: Any) -> Callable[..., Any]:  # code with as many free variables as the original's
         return lambda cls, *args, **kwargs: (__class__, _autotp_call)[1](cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
-    own, names = _writable_apply.__code__, _writable_apply.__globals__
+    original, names = _writable_apply.__code__, _writable_apply.__globals__
     names["_autotp_call"], _writable_apply.__code__ = call, with_cell(None).__code__
     try:
         yield
     finally:
-        _writable_apply.__code__ = own
+        _writable_apply.__code__ = original
         del names["_autotp_call"]
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with a residual added before where there is one.
+"""Norms: LayerNorm and RMSNorm, with a residual added before where there is one.
 
 Statistics are in float32. A program holds whole rows, so rows have a largest length.
 """
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import check_floats, check_same, check_vector, differentiable, jit, refuse, register, tl
+from .common import OPS, check_floats, check_same, check_vector, differentiable, jit, refuse, register, tl
 from .tiles import as_rows, empty_like, loaded, power_of_two, programs, tiles, wide
 
-OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]
 MAX_COLUMNS = 16384  # of a row: a program holds it whole
 TILE = 1024  # elements that a program holds at least: of several rows, where they are short
@@ -44,7 +43,7 @@ def _forward(
     CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A few rows for each program, which holds them."""
+    """Normalise a few rows, which the program holds."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -66,11 +65,11 @@ def _forward(
 def _normal_and_slope(
     grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT: tl.constexpr
 ):  # fmt: skip
-    """The normalised value, the gradient that comes, and that gradient times the weight."""
+    """Load the normalised value, the incoming gradient, and that gradient times the weight."""
     normal = (loaded(x + row * x_row + column, inside) - mean) * scale
     normal = tl.where(inside, normal, 0.0)
-    comes = loaded(grad + row * grad_row + column, inside)
-    return normal, comes, _scaled(comes, weight, weight, column, columns, WEIGHT, False)
+    incoming = loaded(grad + row * grad_row + column, inside)
+    return normal, incoming, _scaled(incoming, weight, weight, column, columns, WEIGHT, False)
 
 
 @jit
@@ -86,7 +85,7 @@ def _backward(
     CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th few rows; `sums` takes the sums for weight and bias, [2, programs, columns]."""
+    """Compute every n-th block of rows; `sums` takes the sums for weight and bias, [2, programs, columns]."""
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)[None, :]
     to_weight = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -97,7 +96,7 @@ def _backward(
         inside = (row < rows) & (column < columns)
         mean = tl.load(stats + row, mask=row < rows, other=0)
         scale = tl.load(stats + rows + row, mask=row < rows, other=0)
-        normal, comes, g = _normal_and_slope(
+        normal, incoming, g = _normal_and_slope(
             grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
         )  # fmt: skip
         # The gradient has no part along x, and where the mean is taken off none along ones: the norm does not see
@@ -107,20 +106,20 @@ def _backward(
             value -= tl.sum(g, 1, keep_dims=True) / columns
         _store_gradient(to_x, extra, value * scale, row, column, columns, extra_row, inside, EXTRA)
         if WEIGHT:
-            to_weight += comes * normal
+            to_weight += incoming * normal
         if BIAS:
-            to_bias += comes
+            to_bias += incoming
     # Each program has sums of its own: added up atomically they would be in another order in each run.
     at = first * columns + tl.arange(0, BLOCK)
-    there = tl.arange(0, BLOCK) < columns
+    inside = tl.arange(0, BLOCK) < columns
     if WEIGHT:
-        tl.store(sums + at, tl.sum(to_weight, 0), mask=there)
+        tl.store(sums + at, tl.sum(to_weight, 0), mask=inside)
     if BIAS:
-        tl.store(sums + step * columns + at, tl.sum(to_bias, 0), mask=there)
+        tl.store(sums + step * columns + at, tl.sum(to_bias, 0), mask=inside)
 
 
 def _block(columns: int) -> dict[str, int]:
-    """Options that a kernel is compiled with: how many rows a program holds, of how many columns."""
+    """Return the options that a kernel is compiled with: how many rows a program holds, of how many columns."""
     block = power_of_two(columns, MAX_COLUMNS)
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(16, rows * block // 512))}
@@ -129,7 +128,7 @@ def _block(columns: int) -> dict[str, int]:
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised value, the sum (x itself where nothing is added), and mean and scale of every row.
+    """Compute the normalised value, the sum (x itself where nothing is added), and mean and scale of every row.
 
     Args:
         x: [rows, width]; residual: of the same shape, added first, or None.
@@ -219,7 +218,7 @@ def norm_backward(
     grad: Tensor | None, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `norm` for x, weight and bias.
+    """Compute the gradients of `norm` for x, weight and bias.
 
     Args:
         grad: of the normalised value; None for zero.

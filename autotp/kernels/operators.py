@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import LIBRARY, WIDE, derived, differentiable, enter
+from .common import LIBRARY, OPS, WIDE, derived, differentiable, enter
+from .tiles import empty_like
 
 GOLDEN = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as int64
 
 
 def class_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    """Compute what a cross entropy needs of the scores, as sums over the classes, so that these may be sharded.
+    """Compute the sums over the classes that a cross entropy is made of, so that the classes may be sharded.
 
     The loss of an example is the logarithm of the first sum less the second one; adding its maximum to both changes
     nothing (Shoeybi et al. 2019, section 3).
@@ -31,13 +32,13 @@ def class_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Ten
     """
     shifted = _shifted(scores, most)
     in_range = (target >= 0) & (target < scores.shape[1])
-    own = torch.where(in_range, shifted.gather(1, torch.where(in_range, target, 0).unsqueeze(1)).squeeze(1), 0)
-    sums = [own, shifted.sum(1)] if total else [own]
+    score = torch.where(in_range, shifted.gather(1, torch.where(in_range, target, 0).unsqueeze(1)).squeeze(1), 0)
+    sums = [score, shifted.sum(1)] if total else [score]
     return torch.stack([shifted.exp_().sum(1), *sums])
 
 
 def class_sums_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    """The gradient of `class_sums` for the scores; the exponentials are computed again rather than kept."""
+    """Compute the gradient of `class_sums` for the scores; the exponentials are computed again rather than kept."""
     out = _shifted(scores, most).exp_().mul_(grad[0].unsqueeze(1))
     in_range = (target >= 0) & (target < scores.shape[1])
     out.scatter_add_(1, torch.where(in_range, target, 0).unsqueeze(1), torch.where(in_range, grad[1], 0).unsqueeze(1))
@@ -50,7 +51,7 @@ def _shifted(scores: Tensor, most: Tensor) -> Tensor:
 
 
 def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
-    """Pass classes on, where all are classes or to be ignored: on CUDA by an assertion on the device, without a wait.
+    """Check that all are classes, or to be ignored, and return them: on CUDA by an assertion on the device.
 
     Args:
         target: classes, of any shape. classes: how many there are. ignored: a number that is no class and allowed.
@@ -74,7 +75,7 @@ def counter_uniform(
     size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype,
     other: Tensor | None = None, other_dim: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Uniform numbers in [0, 1), each by its seed and its index in the whole value alone: a rank can draw any part.
+    """Draw uniform numbers in [0, 1), each from its seed and index in the whole value: a rank can draw any part.
 
     The index is mixed by SplitMix64 (Steele, Lea and Flood 2014); the upper bits are the number: 24, for float64 53.
 
@@ -82,7 +83,7 @@ def counter_uniform(
         size: of the part. seed: one int64, []. whole: size of the whole value.
         place: coordinates in the whole of what the part has along `dim`, [size[dim]]; None where it has all.
         dtype: of the result.
-        other, other_dim: likewise of a second dimension, where two axes of a mesh each deal one.
+        other, other_dim: likewise of a second dimension, where two axes of a mesh each shard one.
     """
     places = {other_dim: other, dim: place} if other is not None else {dim: place}
     index, stride = torch.zeros((), dtype=torch.int64, device=seed.device), 1
@@ -97,7 +98,7 @@ def counter_uniform(
 
 
 def mixed(index: Tensor) -> Tensor:
-    """SplitMix64's output for these states: int64 arithmetic wraps around, as unsigned does."""
+    """Compute SplitMix64's output for these states: int64 arithmetic wraps around, as unsigned does."""
     x = index * GOLDEN
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _logical_shift(x, shift)) * factor
@@ -112,7 +113,7 @@ def counter_dropout(
     x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float,
     other: Tensor | None = None, other_dim: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Dropout whose mask is `counter_uniform` >= p, so that it does not depend on who computes it; see there.
+    """Apply dropout with the mask `counter_uniform` >= p, which does not depend on the rank; see there.
 
     Args:
         x: the part. p: the chance that an element is dropped. seed, place, dim, whole, other, other_dim: see there.
@@ -130,7 +131,7 @@ def _uniform_fake(size: Any, seed: Tensor, place: Any, dim: int, whole: Any, dty
 
 
 def _dropout_fake(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return empty_like(x)
 
 
 def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -138,14 +139,15 @@ def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(seed, place, other)
 
 
-def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return dropout_gradient(OPS.counter_dropout, ctx, grad)
+def differentiable_dropout(name: str) -> None:
+    """Give a dropout its gradient: the same operator on the gradient, which drops the same elements."""
 
+    def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        seed, place, other = ctx.saved_tensors
+        arguments = seed, place, ctx.dim, ctx.whole, ctx.p, other, ctx.other_dim
+        return getattr(OPS, name)(grad, *arguments), *[None] * len(arguments)
 
-def dropout_gradient(operator: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Drop of the gradient what was dropped of the value, by this operator."""
-    seed, place, other = ctx.saved_tensors
-    return operator(grad, seed, place, ctx.dim, ctx.whole, ctx.p, other, ctx.other_dim), *(None,) * 7
+    differentiable(name, gradient, _keep_seed)
 
 
 def batch_norm(
@@ -158,7 +160,7 @@ def batch_norm(
     eps: float,
     cudnn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch's batch norm in training, which writes to no operand.
+    """Apply torch's batch norm in training, writing to no operand.
 
     Args:
         x: [examples, channels, ...]. weight, bias: [channels]. mean, variance: running statistics before, [channels].
@@ -188,6 +190,5 @@ LIBRARY.define(
     "float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")
-OPS: Any = torch.ops.autotp
 derived("class_sums", "class_sums_backward", (0, 1, 2), (3,))
-differentiable("counter_dropout", _dropout_backward, _keep_seed)
+differentiable_dropout("counter_dropout")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,18 +11,18 @@ from .common import WIDE, jit, tl
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[rows, columns] with neighbouring columns: a view where the memory allows it, otherwise a copy."""
+    """View as [rows, columns] with columns next to each other in memory; copy where that takes one."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # a size of torch makes a number of symbols
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Convert to float32 at least."""
     return x.to(torch.promote_types(x.dtype, WIDE))
 
 
 def power_of_two(n: int, limit: int) -> int:
-    """The smallest power of two that is no less than n, and `limit` at most."""
+    """Return the smallest power of two that is no less than n, and `limit` at most."""
     return min(1 << max(n - 1, 0).bit_length(), limit)
 
 
@@ -32,19 +31,19 @@ def tiles(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def programs(x: Tensor, each: int) -> int:
-    """Count the programs that share a sum over rows: `each` for every multiprocessor of the tensor's device."""
-    return each * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
+def programs(x: Tensor, multiple: int) -> int:
+    """Count the programs that share a sum over rows: `multiple` for every multiprocessor of the tensor's device."""
+    return multiple * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
 
 
-def empty_like(x: Tensor, shape: Sequence[int] | torch.Size | None = None) -> Tensor:
-    """Contiguous memory of x's dtype, in its shape or this one."""
-    return torch.empty(x.shape if shape is None else shape, dtype=x.dtype, device=x.device)
+def empty_like(x: Tensor) -> Tensor:
+    """Allocate contiguous memory of x's shape and dtype."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @jit
 def loaded(place, inside):
-    """Numbers in memory, in float32; 0 outside.
+    """Load numbers in float32; 0 outside.
 
     Args:
         place: their addresses. inside: which of them the tensor has.
@@ -54,7 +53,7 @@ def loaded(place, inside):
 
 @jit
 def row_and_columns(columns, TILE: tl.constexpr):
-    """The row of a program, and its columns, where tiles of columns make up a row.
+    """Return the row of a program, and its columns, where tiles of columns make up a row.
 
     Args:
         columns: how many a row has. TILE: how many a program takes.

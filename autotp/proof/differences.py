@@ -89,7 +89,7 @@ class Rounding:
         if isinstance(ours, Parts):
             if ours.place is not None:
                 (value,) = ours.ranks
-                return self._off(ours.spec.own(value, *ours.place), ours.spec.take(theirs, *ours.place), scale)
+                return self._off(ours.spec.owned(value, *ours.place), ours.spec.take(theirs, *ours.place), scale)
             values = ours.joined()
             return max((self._off(x, theirs, scale) for x in values or ()), default=math.inf)
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.comm.virtual import Host, Hosts, Virtual, at_rank, each, every
+from autotp.comm.virtual import Host, Hosts, Virtual, at_rank, every, on_all
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import SEEDS, Capture, Leaf, Value, draws, resolve
 from autotp.ir.layouts import Groups, I, Layout, R, Size
@@ -86,7 +86,7 @@ class Simulated:
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
             args, kwargs = _at(node.args, env, place), _at(node.kwargs, env, place)
-            results.append(each(partial(_call, node.target), args, kwargs, hosts, own.axis, random_state is not None))
+            results.append(on_all(partial(_call, node.target), args, kwargs, hosts, own.axis, random_state is not None))
         return results
 
     def converted(

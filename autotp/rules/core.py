@@ -36,17 +36,16 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def targets_of(operators: str) -> list[Any]:
-    """The overloads of operators by name: within `torch.ops.aten`, or with their namespace."""
+    """List the overloads of operators by name: within `torch.ops.aten`, or with their namespace."""
     targets: list[Any] = []
     for name in operators.split():
-        space, _, own = name.rpartition("::")
-        packet = reduce(getattr, own.split("."), getattr(torch.ops, space or "aten"))
-        targets += overloads(packet)
+        space, _, path = name.rpartition("::")
+        targets += overloads(reduce(getattr, path.split("."), getattr(torch.ops, space or "aten")))
     return targets
 
 
 def overloads(target: Any) -> list[Any]:
-    """An overload itself; of a packet those overloads that do not write to their operands."""
+    """List an overload itself; of a packet those overloads that do not write to their operands."""
     if not isinstance(target, OpOverloadPacket):
         return [target]
     members = [getattr(target, name) for name in target.overloads()]
@@ -54,7 +53,7 @@ def overloads(target: Any) -> list[Any]:
 
 
 def rule_of(op: Op) -> Rule | None:
-    """The rule of this call, or None where the operator has none (it then runs whole)."""
+    """Return the rule of this call, or None where the operator has none (it then runs whole)."""
     function = function_of(op.target)
     if function is None:
         return None
@@ -73,8 +72,8 @@ def rule_of(op: Op) -> Rule | None:
 
 
 def function_of(target: Any) -> RuleFunction | None:
-    """The rule function of an operator: its entry in the table, the one that a function of ours brings, or that of all
-    which torch tags as pointwise."""
+    """Look up the rule function of an operator: its entry in the table, the attribute `rule` of a function of ours, or
+    that of all which torch tags as pointwise."""
     function = RULES.get(target) or RULES.get(str(target)) or getattr(target, "rule", None)
     return RULES["pointwise"] if function is None and _pointwise(target) else function
 
@@ -105,10 +104,10 @@ def loops(
     sizes: Mapping[Label, Size] | None = None,
     strict: bool = False,
     last: Label = None,
-    each: Mapping[str, Any] | None = None,
+    factor_fields: Mapping[str, Any] | None = None,
     **rule_fields: Any,
 ) -> Rule:
-    """The rule of an operator whose slots' dimensions are labelled: equal labels are one loop, None is no loop.
+    """Make the rule of an operator whose slots' dimensions are labelled: equal labels are one loop, None is no loop.
 
     A label that no result carries is contracted. A tuple is a dimension that holds several loops, the outermost first:
     labels, numbers, and None for what is no loop; of these the length of one may be unknown.
@@ -117,8 +116,8 @@ def loops(
         op: the call. ins, outs: a label for each dimension of each operand and result.
         whole: labels that must not be split. sizes: of labels that no dimension has alone.
         strict: dimensions of different lengths are no loop, even where one may be a symbol for the other.
-        last: label of the loop that comes last: plans say a loop by its number, and of equal costs the first wins.
-        each: fields of every `Factor`. rule_fields: of `Rule`.
+        last: label of the loop that comes last: plans give a loop by its number, and of equal costs the first wins.
+        factor_fields: of every `Factor`. rule_fields: of `Rule`.
     """
     slots = list(zip([*ins, *outs], [*op.ins, *op.outs], strict=True))
     dims = [(x, n) for labelled, shape in slots for x, n in zip(labelled, shape, strict=True) if x is not None]
@@ -128,8 +127,8 @@ def loops(
             alone[x][n] = None
     lengths: dict[Label, Any] = dict(sizes or {}) | {x: next(iter(several)) for x, several in alone.items()}
     # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
-    apart = {x: list(map(type, several)) for x, several in alone.items()}
-    no_loop = {x for x, kinds in apart.items() if kinds.count(int) > 1 or strict and len(kinds) > 1}
+    types = {x: list(map(type, several)) for x, several in alone.items()}
+    no_loop = {x for x, kinds in types.items() if kinds.count(int) > 1 or strict and len(kinds) > 1}
     labels: dict[Label, None] = {}
     for x, n in dims:
         if not isinstance(x, tuple):
@@ -148,12 +147,12 @@ def loops(
         carries = [place.get(label) for place in places]
         sides = tuple(carries[: len(ins)]), tuple(carries[len(ins) :])
         letter = label if isinstance(label, str) and len(label) == 1 else ""
-        factors.append(Factor(lengths[label], *sides, label=letter, **(each or {})))
+        factors.append(Factor(lengths[label], *sides, label=letter, **(factor_fields or {})))
     return Rule(tuple(factors), **rule_fields)
 
 
 def _parts(label: tuple[Label, ...], length: Size, lengths: Mapping[Label, Size]) -> list[Size | None]:
-    """Lengths of the loops that one dimension holds, of which one may be unknown; None where it cannot be told."""
+    """Return the lengths of the loops that one dimension holds, of which one is inferred; None where it cannot be."""
     parts: list[Size | None] = []
     for x in label:
         parts.append(x if isinstance(x, int) else lengths.get(x))
@@ -163,7 +162,7 @@ def _parts(label: tuple[Label, ...], length: Size, lengths: Mapping[Label, Size]
 
 
 def without(labels: Iterable[Label], whole: Container[Label]) -> list[Label]:
-    """The labels, with None in place of those that stay whole."""
+    """Return the labels, with None in place of those that stay whole."""
 
     def of(label: Label) -> Label:
         return None if label in whole else label
@@ -172,12 +171,12 @@ def without(labels: Iterable[Label], whole: Container[Label]) -> list[Label]:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes, simplified."""
+    """Multiply sizes and simplify the product."""
     return reduce(lambda a, b: simplify(a * b), sizes, 1)
 
 
 def _carries(labelled: Sequence[Label], shape: Shape, lengths: Mapping[Label, Size]) -> dict[Label, Carry]:
-    """The place of each loop in the dimensions of one slot."""
+    """Return the place of each loop in the dimensions of one slot."""
     places: dict[Label, Carry] = {}
     for d, x in enumerate(labelled):
         if not isinstance(x, tuple):
@@ -190,5 +189,5 @@ def _carries(labelled: Sequence[Label], shape: Shape, lengths: Mapping[Label, Si
 
 
 def with_factors(base: Rule, extra: Iterable[Factor]) -> Rule:
-    """The rule with more factors."""
+    """Add factors to a rule."""
     return replace(base, factors=(*base.factors, *extra))

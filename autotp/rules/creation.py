@@ -1,4 +1,4 @@
-"""Values without operands, of which each rank makes its part: of sizes alone, and random ones by an element's index."""
+"""Values without operands, of which each rank makes its part: from sizes alone, or random ones by element index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .local import ShardCall
 
 
-PLACES = {"place": "dim", "other": "other_dim"}  # arguments that say where elements are, and along which dimension
+PLACES = {"place": "dim", "other": "other_dim"}  # arguments with the elements' coordinates, and their dimensions
 
 
 def local_factory(op: Op, local: ShardCall):
@@ -24,9 +24,9 @@ def local_factory(op: Op, local: ShardCall):
 
 
 def local_part(op: Op, local: ShardCall) -> Any:
-    """The whole's size stays; along each split dimension the part says where its elements are.
+    """Rewrite the call for a part: the size of the whole stays, and coordinates are passed along each split dimension.
 
-    An axis that was dealt before may have split the same dimension, of which this is then a part, or another one.
+    An axis that was sharded before may have split the same dimension, of which this is then a part, or another one.
     """
     out, args = local.outs[0], local.arguments(op)
     if out.sharded_dim is None or out.distribution is None:
@@ -37,7 +37,7 @@ def local_part(op: Op, local: ShardCall) -> Any:
     place = local.ranked(coordinates, seed, local.runs(out.distribution))
     fake = op.node.meta["val"]
     place.meta["val"] = fake.new_empty((fake.shape[out.sharded_dim],), dtype=torch.int64)
-    write(place, layout=replace(out, dim=0))  # type: ignore[call-arg]  # by which an axis that is dealt next knows the size here
+    write(place, layout=replace(out, dim=0))  # type: ignore[call-arg]  # from which the next axis knows the local size
     name = next((n for n in PLACES if args[n] is not None and args[PLACES[n]] == out.sharded_dim), None)
     if name is not None:
         place = local.emit(aten.index_select.default, (args[name], 0, place))
@@ -46,6 +46,6 @@ def local_part(op: Op, local: ShardCall) -> Any:
 
 
 def coordinates(like: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:
-    """Places in the whole of this rank's elements of a dealt dimension."""
+    """Return the coordinates in the whole of this rank's elements of a sharded dimension."""
     parts = [torch.arange(start, start + n, device=like.device) for start, n in runs.spans(rank, tp)]
     return torch.cat(parts)

@@ -1,10 +1,11 @@
-"""The rule of a `torch.autograd.Function`: its loops are those of its forward and its backward, taken together."""
+"""Rules of a `torch.autograd.Function`: its loops are those of its forward and its backward together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -27,7 +28,7 @@ ZEROS = (aten.zeros_like, aten.new_zeros, aten.sym_size)
 
 
 def function_rule(op: Op) -> Rule:
-    """Rule on which the Function's own operators agree; the numbers were read off when it was captured."""
+    """Make the rule on which the Function's own operators agree; its loops were found when it was captured."""
     record = CALLS[op.args["key"]]
     factors = []
     for ins, outs in record.loops.get(tuple(map(len, op.ins)), ()):
@@ -46,7 +47,7 @@ CALL.rule = DRAW.rule = function_rule
 
 
 def linear_backward(graph: fx.Graph, operands: int) -> bool:
-    """Say whether the backward in such a graph as `loops_of` reads is linear in the gradients that it is given."""
+    """Say whether the backward in such a graph as `loops_of` reads is linear in the incoming gradients."""
     depends = set(graph.find_nodes(op="placeholder")[operands:])
     for node in graph.nodes:
         gradients = [x for x in node.all_input_nodes if x in depends]
@@ -64,12 +65,12 @@ def linear_backward(graph: fx.Graph, operands: int) -> bool:
 
 
 def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.Basic]) -> tuple[Loop, ...]:
-    """The loops of a traced forward and backward.
+    """Find the loops of a traced forward and backward.
 
     Args:
         graph: placeholders are the operands and the gradients of the outputs, in order; outputs are the outputs and
             the operands' gradients, None where there is none.
-        operands: how many there are. outs: how many outputs. guards: what had to hold of its sizes.
+        operands, outs: numbers of operands and outputs. guards: conditions on its sizes.
     """
     classes = _Classes()
     for guard in guards:
@@ -83,8 +84,8 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
     returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
     inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
     results, back = returned[:outs], returned[outs:]
-    # Results lie as their gradients: of x + b with a gradient of b alone, whose backward is `g.sum(0)`, nothing else
-    # says that the rows of both are one loop, and they would not be split.
+    # Results are sharded as their gradients: of x + b with a gradient of b alone, whose backward is `g.sum(0)`, nothing
+    # else says that the rows of both are one loop, and they would not be split.
     for result, gradient in zip(results, toward, strict=True):
         classes.equal(result, gradient)
     for operand, gradient in zip(inputs, back, strict=True):
@@ -96,8 +97,8 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
 
 
 def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list[Any], back: list[Any]) -> Loop | None:
-    """The loop that these dimensions are; None where it may not be split, as one that is worked along as a whole, is
-    in no operand, or that a result lacks, which would then be a sum over the ranks."""
+    """Return the loop of these dimensions; None where it may not be split: an operator needs it whole, no operand has
+    it, or a result lacks it, which would then be a sum over the ranks."""
     at: dict[fx.Node, int] = {}
     for node, d in members:
         size = _size(node, d)
@@ -124,7 +125,7 @@ def _size(node: fx.Node, d: int) -> Any:
 
 
 def _partial(classes: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
-    """The values that are sums over the ranks where these dimensions are split; None where that cannot be."""
+    """Return the values that are partial where these dimensions are split; None where they cannot be split."""
     partial: set[fx.Node] = set()
     classes.onward = set()
     for node, (op, rule) in classes.ops.items():
@@ -150,7 +151,7 @@ def _partial(classes: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
 
 
 def _says_equal(guard: sympy.Basic) -> bool:
-    """Say whether a guard says of two sizes that they are one, which is no number read."""
+    """Say whether a guard equates two sizes, which reads neither as a number."""
     return isinstance(guard, sympy.Eq) and all(isinstance(x, sympy.Symbol) for x in guard.args)
 
 
@@ -169,9 +170,10 @@ def _plain(carry: Carry) -> bool:
 
 @dataclass
 class _Classes:
-    """Dimensions of the values of a graph that are one loop.
+    """Equivalence classes of the dimensions of a graph's values: those of one class are one loop.
 
     Attributes:
+        parent: the forest of a union-find over dimensions.
         whole: dimensions that must stay whole. read_sizes: symbols of sizes that are read as numbers.
         ops: every operator with its rule. onward: partial values that are summed up further.
     """
@@ -202,11 +204,11 @@ class _Classes:
         for f in factors_of(rule):
             slots = zip([*op.slots, node], f.carries, strict=True)
             places = [(x, c) for x, c in slots if c is not None]
-            own = [(x, c.dim) for x, c in places]
+            dims = [(x, c.dim) for x, c in places]
             # In units or pieces, as heads in a hidden size, a dimension is not the loop itself.
             if all(_plain(c) for _, c in places):
-                carried |= set(own)
-            for a, b in zip(own, own[1:], strict=False):
+                carried |= set(dims)
+            for a, b in pairwise(dims):
                 self.parent[self.root(a)] = self.root(b)
         self.whole |= {*operands, *_dims(node)} - carried
         # Operators that take a shape are given sizes as shapes; any other one reads them as numbers: x / x.shape[0].

@@ -1,4 +1,4 @@
-"""Context of a rule while its operator is rewritten for the shards of one rank."""
+"""Context in which a rule rewrites its operator for the shards of one rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sizes:
             self.node_of.setdefault(expression(val), node)
 
     def of(self, size: Size) -> int | fx.Node:
-        """The int, or the node that computes this expression."""
+        """Return the int, or the node that computes this expression."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
         if size not in self.node_of:
@@ -61,14 +61,14 @@ class Sizes:
         return self.node_of[size]
 
     def share(self, partition: Distribution) -> Any:
-        """Share of every rank in a symbolic partition, where it is known to be the same for all."""
+        """Return the share of every rank in a symbolic partition, where it is known to be the same for all."""
         return None if self.equal is None else self.equal(self, partition)
 
     def convert(self, x: fx.Node, a: Layout, b: Layout, ends: fx.Node | None = None, **options: Any) -> fx.Node:
         """Write the call that converts a value from one layout to another.
 
         Args:
-            x: the value. a, b: the layouts. ends: of the groups by which rows are dealt. options: of the conversion.
+            x: the value. a, b: the layouts. ends: of the groups by which rows are sharded. options: of the conversion.
 
         Raises:
             PlanError: there are groups, and no ends.
@@ -78,7 +78,7 @@ class Sizes:
             if not isinstance(n, Groups):
                 return self.of(n)
             if ends is None:
-                raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
+                raise PlanError("the plan shards rows by groups before it is known where the groups end. Plan again.")
             return ends
 
         src, dst = a.to_runtime(size), b.to_runtime(size)
@@ -96,8 +96,8 @@ class Sizes:
         if function is None or not size.args:
             raise PlanError(f"the size {size} cannot be computed from the sizes of the inputs")
         first, *rest = (self.of(a) for a in size.args)  # type: ignore[arg-type]
-        for each in rest:
-            first = self.graph.call_function(function, (first, each))
+        for term in rest:
+            first = self.graph.call_function(function, (first, term))
         return first  # type: ignore[return-value]
 
 
@@ -128,43 +128,40 @@ class ShardCall:
 
     @property
     def pieces(self) -> Sequence[Distribution] | None:
-        """The partitions of the pieces of a cut loop, where that loop is split."""
+        """Partitions of the pieces of a cut loop, where that loop is split."""
         if self.factor is None or self.loop is None or not self.factor.pieces:
             return None
         return self.loop.cut(self.factor.pieces, self.tp)
 
     def out_partition(self, dim: int) -> Distribution | None:
-        """The partition of a dimension of the first result."""
+        """Return the partition of a dimension of the first result."""
         return _partition(self.outs[0], dim)
 
     def in_partition(self, slot: int, dim: int) -> Distribution | None:
         return _partition(self.ins[slot], dim)
 
     def out_length(self, dim: int, size: Size) -> Any:
-        """Local length of a dimension of the first result; `size` itself where it is not split."""
+        """Return the local length of a dimension of the first result; `size` itself where it is not split."""
         partition = self.out_partition(dim)
         return self.sizes.of(size) if partition is None else self.length(partition)
 
     def out_shape(self, op: Op) -> list[Any]:
-        """Local shape of the first result."""
+        """Return the local shape of the first result."""
         return [self.out_length(d, n) for d, n in enumerate(op.outs[0])]
 
     def length(self, partition: Distribution) -> Any:
-        """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""
+        """Return the number of elements that this rank owns: an int where all own the same, otherwise a node."""
         if partition.static and partition.even(self.tp):
             return partition.local(0, self.tp)
         even = self.sizes.share(partition)
         return even if even is not None else self.ranked(local_size, self.runs(partition))
 
     def runs(self, partition: Distribution) -> Runs | CopiedRuns:
-        """The run-time form of a partition, with nodes for symbolic sizes."""
+        """Return the run-time form of a partition, with nodes for symbolic sizes."""
         return partition.to_runtime(self.sizes.of)
 
-    def size(self, size: Size) -> Any:
-        return self.sizes.of(size)
-
     def arguments(self, op: Op) -> dict[str, Any]:
-        """The operator's arguments by name, for the new graph."""
+        """Return the operator's arguments by name, for the new graph."""
         operands = iter(self.operands)
 
         def new(x: Any) -> Any:
@@ -176,26 +173,26 @@ class ShardCall:
         return {name: fx.map_arg(value, new) for name, value in op.args.items()}
 
     def call(self, op: Op, args: dict[str, Any]) -> LocalCall:
-        """The operator called with these arguments by name."""
+        """Return the local call of the operator with these arguments by name."""
         if not hasattr(op.target, "_schema"):
             return op.target, tuple(args.values()), {}
         arguments = arguments_of(op.target)
         explicit = [args[a.name] != a.default or not a.has_default for a in arguments]
         last = max((i for i, a in enumerate(arguments) if explicit[i] and not a.by_name), default=-1)
         positional = tuple(args[a.name] for a in arguments[: last + 1])
-        by_name = zip(arguments, explicit, strict=True)
-        return op.target, positional, {a.name: args[a.name] for a, each in by_name if each and a.by_name}
+        by_name = [a.name for a, passed in zip(arguments, explicit, strict=True) if passed and a.by_name]
+        return op.target, positional, {name: args[name] for name in by_name}
 
     def unchanged(self, op: Op) -> LocalCall:
         """Make the same call on this rank's operands."""
         return self.call(op, self.arguments(op))
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """A further node before the operator's own."""
+        """Write a further call before the operator's own."""
         return self.graph.call_function(target, args, kwargs or {})
 
     def ranked(self, function: Any, *args: Any) -> fx.Node:
-        """A call that needs to know its rank (`rank` and `tp` are filled in per rank)."""
+        """Write a call that needs to know its rank (`rank` and `tp` are filled in per rank)."""
         node = self.emit(function, args)
         write(node, axis="tp")
         return node
@@ -206,7 +203,7 @@ def _partition(layout: Layout, dim: int) -> Distribution | None:
 
 
 def local_count(name: str) -> Localise:
-    """The `localise` of an operator whose argument `name` counts the loop "g"."""
+    """Make the `localise` of an operator whose argument `name` is the length of the loop "g"."""
 
     def localise(op: Op, local: ShardCall) -> LocalCall:
         args = local.arguments(op)

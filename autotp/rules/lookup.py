@@ -25,7 +25,7 @@ def local_embedding(op: Op, local: ShardCall):
 
 
 def local_index(ids: Tensor, runs: Runs, rank: int, tp: int) -> tuple[Tensor, Tensor]:
-    """Global indices of a split dimension as indices into this rank's shard, and which of them it holds."""
+    """Convert global indices of a sharded dimension to indices into this rank's shard, and say which of them it has."""
     index, mine, offset = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool), 0
     for start, length in runs.spans(rank, tp):
         here = (ids >= start) & (ids < start + length)
@@ -34,13 +34,13 @@ def local_index(ids: Tensor, runs: Runs, rank: int, tp: int) -> tuple[Tensor, Te
 
 
 def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, *, rank: int, tp: int) -> Tensor:
-    """This rank's summand of `embedding(whole weight, ids)`: the rows it holds, zeros for the others.
+    """Look up this rank's summand of `embedding(whole weight, ids)`: the rows it has, zeros for the others.
 
-    An id that the whole does not hold is one that no rank holds: all of them fail as the original does.
+    An id that is no row of the whole is on no rank: all of them fail as the original does.
 
     Args:
         weight: this rank's rows, [rows here, n]. ids: of the whole, of any shape.
-        runs: how the rows are dealt. padding: the id whose row has no gradient; below zero for none.
+        runs: distribution of the rows. padding: the id whose row has no gradient; below zero for none.
         rank, tp: this rank, of how many.
 
     Returns: [*ids, n].
@@ -56,7 +56,7 @@ def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, 
 
 @rule(aten.index.Tensor)
 def index(op: Op) -> Rule:
-    """Advanced indexing: indexed dimensions stay whole, the others and the index's own dimensions split."""
+    """Make the rule of advanced indexing: indexed dimensions stay whole; the others and the index's own split."""
     labels = advanced(op, op.ins[1:])
     if labels is None:
         return Rule()
@@ -65,7 +65,7 @@ def index(op: Op) -> Rule:
 
 
 def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | None:
-    """Labels of a lookup by several indices, `table[:, i, j]`.
+    """Label the dimensions of a lookup by several indices, `table[:, i, j]`.
 
     Args:
         op: its first operand is the table, of any shape; `indices` has None for each dimension that is taken whole.
@@ -79,8 +79,8 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
         return None
     at = [d for d, i in enumerate(op.args["indices"]) if i is not None]
     free = [d for d in range(len(op.ins[0])) if d not in at]
-    # The indices' dimensions stand where the looked-up ones stood, or first where those are apart: x[:, i, j] has
-    # them second, x[i, :, j] first.
+    # The indices' dimensions replace the indexed ones where these are adjacent, or else come first: x[:, i, j] has them
+    # second, x[i, :, j] first.
     together = at == list(range(at[0], at[-1] + 1))
     before = [d for d in free if together and d < at[0]]
     # Labels of the indices' common shape; a shorter index has the last of them, as broadcasting aligns it.
@@ -92,8 +92,8 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
         long |= {x for x, n in zip(end, shape, strict=True) if n != 1}
     indices = []
     for end, shape in zip(ends, shapes, strict=True):
-        own = {x for x, n in zip(end, shape, strict=True) if n != 1}
-        indices.append(without(end, long - own))
+        present = {x for x, n in zip(end, shape, strict=True) if n != 1}
+        indices.append(without(end, long - present))
     table = without(range(len(op.ins[0])), at)
     after = [d for d in free if d not in before]
     return table, indices, [*before, *wide, *after]
@@ -101,7 +101,7 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
 
 @rule(aten.index_put.default)
 def index_put(op: Op) -> Rule:
-    """Indexed dimensions stay whole; values that are added may be added in parts. A mask is pointwise."""
+    """Make the rule of a write: indexed dimensions stay whole; sums may be added in parts. A mask is pointwise."""
     labels = advanced(op, op.ins[1:-1])
     if labels is None:
         return _masked_put(op)
@@ -116,7 +116,7 @@ def index_put(op: Op) -> Rule:
 
 
 def _masked_put(op: Op) -> Rule:
-    """A single mask over the leading dimensions chooses where one value goes."""
+    """Make the rule of one value written by a single mask over the leading dimensions."""
     if len(op.ins) != 3 or op.args["indices"][0] is None or any(n != 1 for n in op.ins[2]):
         return Rule()
     dims = list(range(len(op.ins[0])))
@@ -137,7 +137,7 @@ def local_bags(op: Op, local: ShardCall):
 
 
 def bags_of_columns(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: Any, rank: int, tp: int) -> tuple[Tensor, ...]:
-    """The bags of this rank's columns, and on rank 0 what is the same on all.
+    """Compute the bags of this rank's columns, and on rank 0 the results that are the same on all.
 
     Args:
         weight: this rank's columns, [rows, columns here]. ids: of rows, [n]. offsets: where each bag begins.
@@ -153,13 +153,13 @@ def bags_of_columns(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: Any, ra
 def bags_of_rows(
     weight: Tensor, ids: Tensor, offsets: Tensor, runs: Runs, *rest: Any, rank: int, tp: int
 ) -> tuple[Tensor, ...]:
-    """This rank's summand of the bags: of the rows that it holds.
+    """Compute this rank's summand of the bags, from the rows that it has.
 
-    An id that the whole does not hold is one that no rank holds: all of them fail as the original does.
+    An id that is no row of the whole is on no rank: all of them fail as the original does.
 
     Args:
         weight: this rank's rows, [rows here, columns]. ids: of the whole, [n]. offsets: where each bag begins.
-        runs: how the rows are dealt. rest: as of `bags_of_columns`. rank, tp: this rank, of how many.
+        runs: distribution of the rows. rest: as of `bags_of_columns`. rank, tp: this rank, of how many.
 
     Returns: the operator's results.
     """
@@ -167,9 +167,9 @@ def bags_of_rows(
     index, mine = local_index(ids, runs, rank, tp)
     index = torch.where((ids >= 0) & (ids < runs.length), index, weight.shape[0])
     live = torch.ones_like(mine) if padding is None else ids != padding
-    own = (mine & live).to(weight.dtype)
-    own = own if scale is None else own * scale
-    values, *numbers = aten.embedding_bag.padding_idx(weight, index, offsets, False, SUM, False, own, last, None)
+    scales = (mine & live).to(weight.dtype)
+    scales = scales if scale is None else scales * scale
+    values, *numbers = aten.embedding_bag.padding_idx(weight, index, offsets, False, SUM, False, scales, last, None)
     if mode == MEAN:
         ones, weights = weight.new_ones(1, 1), live.to(weight.dtype)
         few = aten.embedding_bag.padding_idx(
@@ -181,7 +181,7 @@ def bags_of_rows(
 
 
 def _once(numbers: list[Tensor], rank: int) -> list[Tensor]:
-    """Numbers that are the same on all ranks as summands: zeros on all but rank 0."""
+    """Convert numbers that are the same on all ranks to summands: zeros on all but rank 0."""
     if rank == 0:
         return numbers
     return [torch.zeros_like(x) for x in numbers]

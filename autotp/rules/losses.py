@@ -27,7 +27,7 @@ NONE, MEAN, SUM = range(3)  # as in ATen
     )
 )
 def elementwise_loss(op: Op) -> Rule:
-    """One number for each element; the mean over a split dimension is a local sum over the whole count."""
+    """Make the rule of one number for each element; a mean over a split dimension is a local sum / the whole count."""
     if any(s != op.ins[0] for s in op.ins):
         return Rule()
     result = "..." if op.args["reduction"] == NONE else ""
@@ -38,11 +38,11 @@ def _local_loss(op: Op, local: ShardCall):
     if not local.contracted or op.args["reduction"] != MEAN:
         return local.unchanged(op)
     target, args, kwargs = local.call(op, {**local.arguments(op), "reduction": SUM})
-    return aten.div.Tensor, (local.emit(target, args, kwargs), local.size(product(op.ins[0]))), {}
+    return aten.div.Tensor, (local.emit(target, args, kwargs), local.sizes.of(product(op.ins[0]))), {}
 
 
 def local_mean(op: Op, local: ShardCall):
-    """Over a split dimension: the local sum over the whole count."""
+    """Rewrite a mean over a split dimension as the local sum divided by the whole count."""
     if not local.contracted:
         return local.unchanged(op)
     n = len(op.ins[0])
@@ -55,12 +55,12 @@ def local_mean(op: Op, local: ShardCall):
         (local.operands[0], dims, bool(op.args.get("keepdim"))),
         {"dtype": op.args["dtype"]},
     )
-    return aten.div.Tensor, (summed, local.size(count)), {}
+    return aten.div.Tensor, (summed, local.sizes.of(count)), {}
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 def cross_entropy(op: Op) -> Rule:
-    """Classes stay whole; examples split, but for a mean: how many of them count, the targets say."""
+    """Make the rule of classes that stay whole; examples split, except for a mean, whose count depends on targets."""
     if len(op.ins[0]) == 1 or op.args["reduction"] == MEAN:
         return Rule()
     target = "n_..." if len(op.ins[1]) == len(op.ins[0]) else "n..."
@@ -77,6 +77,6 @@ def local_classes(op: Op, local: ShardCall):
 
 
 def own_class(target: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:
-    """Targets as classes of this rank's shard, -1 for those that it does not hold."""
+    """Convert targets to classes of this rank's shard, -1 for those that it does not have."""
     index, mine = local_index(target, runs, rank, tp)
     return torch.where(mine, index, -1)

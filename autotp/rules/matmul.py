@@ -1,4 +1,4 @@
-"""Contractions whose loops an argument says, products by group, and systems of equations."""
+"""Contractions whose loops depend on an argument, products by group, and systems of equations."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ ROWS = Carry(0, groups=2)
 
 @rule("transformers.grouped_mm_fallback.default", aten._grouped_mm.default)
 def grouped_mm(op: Op) -> Rule:
-    """`tk,ekn->tn`: columns and rows split within each expert, or experts with the tokens that they got."""
+    """Make the rule `tk,ekn->tn`: columns and rows split within each expert, or experts split with their tokens."""
     if [len(s) for s in op.ins] != [2, 3, 1]:
         return Rule()
     experts, k, n = op.ins[1]
     block = ALIGNMENT // op.slots[1].meta["val"].itemsize if op.target is aten._grouped_mm.default else 1
     inner, outer = (Carry(d, unit=block) for d in (1, 2))
-    # By expert, a rank reads its own rows alone, so the others may be there, and writes zeros there: also a summand.
+    # By expert, a rank reads its own rows alone, so the others may be present, and writes zeros there: also a summand.
     rows = [(None, ROWS), (ROWS, ROWS), (ROWS, None)]
     by_expert = [Factor(experts, (x, Carry(0), None), (y,), label=EXPERTS, copies=2) for x, y in rows]
     within = [
@@ -78,32 +78,32 @@ def _local_groups(op: Op, local: ShardCall):
 def own_groups(
     kernel: str, x: Tensor, weight: Tensor, ends: Tensor, groups: Runs, *rest: Any, rank: int, tp: int
 ) -> Tensor:
-    """The grouped product for the groups that this rank has the weights of; zeros in the rows of the others.
+    """Compute the grouped product for the groups whose weights this rank has; zeros in the rows of the others.
 
-    The rank's rows are brought to the front, for that is where the kernel wants the first group. What it leaves in
-    the rows after the last group, and in their gradients, is nobody's promise: masked on both sides.
+    The rank's rows are moved to the front, where the kernel expects the first group. The rows after the last group,
+    and their gradients, are undefined: they are masked on both sides.
 
     Args:
         kernel: the operator's name below `torch.ops`. x: all rows, sorted by group, [rows, k].
         weight: of this rank's groups, [groups here, k, n]. ends: the row after each group's last, [groups].
-        groups: how they are dealt. rest: what else the operator takes. rank, tp: this rank, of how many.
+        groups: their distribution. rest: further arguments of the operator. rank, tp: this rank, of how many.
 
     Returns: [rows, n].
     """
     ((start, mine),) = groups.spans(rank, tp)
     before = ends[start - 1] if start else ends.new_zeros(())
     rows = torch.arange(x.shape[0], device=x.device)
-    own = (rows < ends[start + mine - 1] - before).unsqueeze(-1)
-    front = torch.where(own, x.index_select(0, (rows + before) % x.shape[0]), 0)
+    mask = (rows < ends[start + mine - 1] - before).unsqueeze(-1)
+    front = torch.where(mask, x.index_select(0, (rows + before) % x.shape[0]), 0)
     operators: Any = torch.ops
     function = reduce(getattr, kernel.split("."), operators)
     product = function(front, weight, (ends[start : start + mine] - before).to(ends.dtype), *rest)
-    return torch.where(own, product, 0).index_select(0, (rows - before) % x.shape[0])
+    return torch.where(mask, product, 0).index_select(0, (rows - before) % x.shape[0])
 
 
 @rule(aten.linalg_solve.default)
 def solved(op: Op) -> Rule:
-    """Rule of many systems: each is on its own, and so is each right side of one; linear in these."""
+    """Make the rule of many systems, which are independent, as are the right sides of one; linear in these."""
     if len(op.ins[0]) != len(op.ins[1]):
         return Rule()
     sides = "...__,..._n->..._n" if op.args["left"] else "...__,...n_->...n_"

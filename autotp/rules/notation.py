@@ -1,4 +1,4 @@
-"""Rules in words: einsum strings with one letter for each loop, as rules are written, and docs and errors show them."""
+"""Notation of rules: einsum strings with a letter for each loop, as rules are written and docs and errors show them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("dim", "dims", "axis", "dimension", "dim1", "dim2")  # of arguments tha
 
 
 def einsum(op: Op, notation: str, **fields: Any) -> Rule:
-    """The rule of an operator written as an einsum string: a term for each argument that may be a tensor, and result.
+    """Read the rule of an operator from an einsum string: a term for each argument that may be a tensor, and result.
 
     A letter is a loop that may be split; one that the results lack is summed over. `_` is a dimension that must stay
     whole, `1` one of that size, `...` any number of them, which are broadcast, and `*` any number that stay whole.
@@ -86,7 +86,7 @@ def attempt(
 
 
 def _sums(op: Op, linear: str) -> tuple[frozenset[int], ...]:
-    """The sets of operands in which a call is linear; not where one is a number, unless 0 and written as `name=0`."""
+    """Return the sets of operands in which a call is linear; none with a number, unless 0 and written as `name=0`."""
     sets: list[frozenset[int]] = []
     for text in linear.split(" or "):
         names = [term.removesuffix("=0") for term in text.split(" + ")]
@@ -109,7 +109,7 @@ def rounds(op: Op, slot: int = 0) -> bool:
 
 
 def fitted(op: Op, notation: str, strict: bool) -> tuple[Labels, Labels] | None:
-    """Labels of the operands' and of the results' dimensions by the first alternative that fits, or None."""
+    """Label the operands' and the results' dimensions by the first alternative that fits; None where none does."""
     for left, right in _forms(notation):
         ins, outs = _terms_of(op, left, right)
         labels = _labels(op, ins, outs, strict) if len(outs) == len(op.outs) else None
@@ -120,20 +120,20 @@ def fitted(op: Op, notation: str, strict: bool) -> tuple[Labels, Labels] | None:
 
 @cache
 def _forms(notation: str) -> list[tuple[list[str], list[str]]]:
-    """Terms of both sides of each alternative."""
+    """Split a notation into the terms of both sides of each alternative."""
     forms = [form.split("->") for form in notation.replace(" ", "").split("|")]
     return [(left.split(","), right.split(",")) for left, right in forms]
 
 
 @cache
 def _tensor_arguments(target: Any) -> list[str]:
-    """Names of the arguments that may be tensors; none for a function of Python."""
+    """List the arguments that may be tensors; none for a function of Python."""
     arguments = target._schema.arguments if hasattr(target, "_schema") else ()
     return [a.name for a in arguments if "Tensor" in str(a.type)]
 
 
 def _terms_of(op: Op, left: list[str], right: list[str]) -> tuple[list[str], list[str]]:
-    """A term for each operand and result: one for all, or that of its argument, which is left out with its term."""
+    """List a term for each operand and result: one for all or that of its argument, which is left out with its term."""
     ins = left * len(op.ins) if len(left) == 1 and ";" not in left[0] else list(_operands(op, left))
     return ins, right if len(right) > 1 else right * len(op.outs)
 
@@ -146,7 +146,7 @@ def _operands(op: Op, terms: list[str]) -> Iterator[str]:
 
 
 def _labels(op: Op, ins: list[str], outs: list[str], strict: bool) -> Labels | None:
-    """Labels of all dimensions by a term for each tensor, where these fit."""
+    """Label all dimensions by a term for each tensor, where these fit."""
     shapes = [*op.ins, *op.outs]
     matches = [_present(term, len(shape)) for term, shape in zip([*ins, *outs], shapes, strict=True)]
     if None in matches:
@@ -176,7 +176,7 @@ def _labels(op: Op, ins: list[str], outs: list[str], strict: bool) -> Labels | N
 
 @cache
 def _present(term: str, rank: int) -> tuple[list[str], int, int] | None:
-    """The tokens of a term that a tensor of this rank has, of how many dimensions `...` or `*` is, and its number."""
+    """Match a term to a tensor of this rank: its tokens, the number of dimensions of `...` or `*`, and its index."""
     tokens = TOKEN.findall(term)
     spread = sum(t[0] in ".*" for t in tokens)
     while len(tokens) - spread > rank and any(t.endswith("?") for t in tokens):
@@ -187,7 +187,7 @@ def _present(term: str, rank: int) -> tuple[list[str], int, int] | None:
 
 
 def _expanded(tokens: list[str], free: int, dims: Sequence[int], keepdim: bool) -> list[Label]:
-    """Labels of a tensor's dimensions: those of `...` are numbers, from the last one back."""
+    """Label a tensor's dimensions: those of `...` by numbers, from the last one back."""
     labels: list[Label] = []
     for token in tokens:
         if token[0] not in ".*":
@@ -212,7 +212,7 @@ def _label(token: str) -> Label:
 
 
 def named_dims(op: Op) -> list[int] | None:
-    """The dimensions that the arguments of a call name, as they stand there; None for all."""
+    """Return the dimensions that the arguments of a call name, as given; None for all."""
     dims: list[Any] = []
     for value in [op.args[name] for name in NAMES if name in op.args]:
         dims += several(value)
@@ -223,14 +223,14 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def letters(rule: Rule) -> list[str]:
-    """A letter for each factor: that of its label, or the next one that is free."""
+    """Return a letter for each factor: that of its label, or the next one that is free."""
     labels = [f.label[:1] for f in rule.factors]
     free = iter(x for x in string.ascii_letters if x not in labels)
     return [x or next(free) for x in labels]
 
 
 def notation(op: Op, rule: Rule) -> str:
-    """The factors of a call, such as `abk,nk,n->abn`: a letter that the right side lacks is contracted.
+    """Write the factors of a call, such as `abk,nk,n->abn`: a letter that the right side lacks is contracted.
 
     `_` stays whole; `(2 a)` holds the loop twice over, `(a 2)` in pairs, `(a b)` both, the outer one first; `a₀` and
     `a₁` are pieces of one loop that is cut up; `{a}` holds the rows of every group, sorted by group.
@@ -241,15 +241,15 @@ def notation(op: Op, rule: Rule) -> str:
 
 
 def linear(op: Op, rule: Rule) -> str:
-    """The operands that may be partial sums: `self + other` together, `self or other` either."""
+    """Write the operands that may be partial sums: `self + other` together, `self or other` either."""
     names = (dict.fromkeys(map(op.names.__getitem__, sorted(slots))) for slots in rule.linear)
     return " or ".join(dict.fromkeys(map(" + ".join, names)))
 
 
 def _terms(rule: Rule, sides: Sequence[Sequence[Carry | None]], shapes: Sequence[Shape]) -> str:
-    """A term for each tensor of one side, of which every factor of the rule has its carries."""
+    """Write a term for each tensor of one side, of which every factor of the rule has its carries."""
     columns = list(zip(*sides, strict=True)) or [()] * len(shapes)
-    return ",".join(_term(rule, *each) for each in zip(columns, shapes, strict=True))
+    return ",".join(_term(rule, *slot) for slot in zip(columns, shapes, strict=True))
 
 
 def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:
@@ -261,7 +261,7 @@ def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:
 
 
 def _dim(loops: list[tuple[str, Size, Carry]], length: Size) -> str:
-    """The loops that one dimension holds, the outermost first, with numbers for what lies between them."""
+    """Write the loops that one dimension holds, the outermost first, with numbers for the factors between them."""
     roles: dict[str, tuple[str, Size, Carry]] = {}
     for loop in loops:
         roles.setdefault(loop[0], loop)  # one loop may have several: the first counts

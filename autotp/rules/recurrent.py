@@ -33,7 +33,7 @@ def local_cell(op: Op, local: ShardCall):
 def rnn_units(
     tanh: bool, x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> Tensor:
-    """A step of some units of a plain cell.
+    """Compute a step of some units of a plain cell.
 
     Args:
         tanh: its nonlinearity, otherwise the positive part. x: input, [examples, k]. h: of all units, [examples, n].
@@ -48,7 +48,7 @@ def rnn_units(
 def lstm_units(
     x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A step of some units of an LSTM cell.
+    """Compute a step of some units of an LSTM cell.
 
     Args:
         x: input, [examples, k]. h: of all units, [examples, n]. c: of these, [examples, units here].
@@ -73,16 +73,16 @@ def gru_units(
     rank: int,
     tp: int,
 ) -> Tensor:
-    """A step of some units of a GRU cell.
+    """Compute a step of some units of a GRU cell.
 
     Args:
         x: input, [examples, k]. h: of all units, [examples, n].
         w_ih, w_hh, b_ih, b_hh: rows of these units in each of three gates.
-        units: how they are dealt. rank, tp: this rank, of how many.
+        units: their distribution. rank, tp: this rank, of how many.
 
     Returns: h of these units, [examples, units here].
     """
-    own = torch.cat([h.narrow(1, start, length) for start, length in units.spans(rank, tp)], 1)
+    local = torch.cat([h.narrow(1, start, length) for start, length in units.spans(rank, tp)], 1)
     of_input, before = aten.linear(x, w_ih, b_ih).chunk(3, 1), aten.linear(h, w_hh, b_hh).chunk(3, 1)
     r, z = (of_input[0] + before[0]).sigmoid(), (of_input[1] + before[1]).sigmoid()
-    return z * own + (1 - z) * (of_input[2] + r * before[2]).tanh()
+    return z * local + (1 - z) * (of_input[2] + r * before[2]).tanh()

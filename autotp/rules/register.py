@@ -75,7 +75,7 @@ def register_rule(
 
 
 def _read(target: Any, equation: str, linear: Any, addends: Any, empty: bool) -> RuleFunction:
-    """The rule function of an einsum string, after the string and the names are checked against the schema."""
+    """Check an einsum string and names against an operator's schema, and make its rule function."""
     # Checked here rather than at the operator's first call: the line that wrote the rule is on the stack.
     schema, what = target._schema, f"the rule {equation!r} of {target._schema}"
     names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
@@ -124,7 +124,7 @@ def _as_sequence(names: Any) -> Sequence[Any]:
 
 
 def _targets(op: Any) -> list[Any]:
-    """The overloads that an operator, or its name, stands for."""
+    """List the overloads that an operator, or its name, stands for."""
     operator = compat.operator(op)
     if operator is None:
         raise InputError(

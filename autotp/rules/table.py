@@ -1,4 +1,4 @@
-"""The table of notations: for most operators the rule is an einsum string, and which operands may be partial sums."""
+"""The table of notations: the rule of most operators is an einsum string, and which operands may be partial sums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ When = Callable[[dict[str, Any]], bool]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: the notation, for which arguments of a call it holds, and what else `einsum` takes."""
+    """A line of the table: the notation, a condition on the arguments of a call, and further arguments of `einsum`."""
 
     notation: str
     when: When | None
@@ -100,7 +100,7 @@ row("zeros.default ones.default full.default empty.memory_format", "->...", loca
 row("arange eye.default eye.m linspace.default tril_indices triu_indices", "->*")
 row("autotp::counter_uniform", ",_,_->...", localise=local_part)
 row("autotp::counter_dropout", "...,,_,_->...", linear="x", localise=local_part)
-coordinates.rule = lambda op: Rule()  # type: ignore[attr-defined]  # of an axis that was dealt before: all on every rank
+coordinates.rule = lambda op: Rule()  # type: ignore[attr-defined]  # of an axis that was sharded before: whole here
 
 # Contractions.
 row("linear", "...k,nk,n->...n", linear="input + bias", addends="bias")
@@ -185,8 +185,8 @@ row("pixel_unshuffle", "...c(h_)(w_)->...(c_)hw", linear="self", empty=False)
 row("sum.default sum.dim_IntList", "...->...[]", linear="self")
 row("nansum count_nonzero", "...->...[]")
 row("mean.default mean.dim", "...->...[]", linear="self", localise=local_mean)
-row("amax max.default", "...->...[]", each={"reduction": "max"}, empty=False)
-row("autotp::float8_amax", "...->...[]", each={"reduction": "max"})
+row("amax max.default", "...->...[]", factor_fields={"reduction": "max"}, empty=False)
+row("autotp::float8_amax", "...->...[]", factor_fields={"reduction": "max"})
 row("histc.default", "...->_", lambda a: a["min"] != a["max"])  # between ends that do not depend on the data
 row(
     "all.dim all.dims amin aminmax any.dim any.dims argmax argmin kthvalue linalg_norm linalg_vector_norm logsumexp "
@@ -268,7 +268,7 @@ row("index_fill.int_Scalar index_fill.int_Tensor", "...[_],_,->...[_]")
 row("slice_scatter", "...[_],...[_]->...[_]", linear="self + src")
 row("select_scatter", "...[_],...[]->...[_]", linear="self + src")
 row("diagonal_scatter", "...[_],...[]_->...[_]", linear="self + src")
-# Which element goes where is data; a last dimension that the mask does not tell apart moves in whole rows.
+# Which element goes where is data; a last dimension over which the mask is broadcast moves in whole rows.
 row("masked_scatter.default", "*h,*1,*h->*h | *,*,*->*", linear="self + source", strict=True)
 
 # Views.
@@ -290,8 +290,8 @@ row(
 # Float8: a scale is one more operand, and the largest value of a gradient is one more result. Rounded gradients are
 # never given as summands; results behind the first are zeros that every rank has, gradients of operands behind the
 # first are maxima over the loop that these lack.
-narrow: dict[str, Any] = {"summed": False, "each": {"alike": frozenset({1, 2})}}
-maxima: dict[str, Any] = {"summed": False, "each": {"maxima": frozenset({1, 2})}}
+narrow: dict[str, Any] = {"summed": False, "factor_fields": {"alike": frozenset({1, 2})}}
+maxima: dict[str, Any] = {"summed": False, "factor_fields": {"maxima": frozenset({1, 2})}}
 row("autotp::float8_cast", "...,->...")
 row("autotp::float8_linear", "...k,nk,,->...n,", **narrow)
 row("autotp::float8_delayed", "...k,nk,,_,->...n,", **narrow)

@@ -21,7 +21,7 @@ MERGED = -1  # no dimension, but several
 
 
 def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
-    """(size, dimension of `a`, dimension of `b`) of the loops that both shapes of one row-major array share.
+    """Find the loops that both shapes of one row-major array share, as (size, dimension of `a`, dimension of `b`).
 
     Args:
         a, b: shapes with equally many elements, the last dimension varying fastest.
@@ -68,7 +68,7 @@ def _less(left: Size, right: Size) -> bool:
 
 
 def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | None]:
-    """Places of loops in their dimension: the loops outside it repeat it, those inside are its unit."""
+    """Place loops in their dimensions: the loops outside of one repeat it, those inside are its unit."""
     out: list[Carry | None] = []
     for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
         repeat = product(n for n, d in zip(sizes[:k], dims[:k], strict=True) if d == dim)
@@ -120,7 +120,7 @@ def _local_expand(op: Op, local: ShardCall):
 
 @rule(*targets_of("permute transpose.int t movedim moveaxis swapaxes numpy_T swapdims adjoint mT mH"))
 def permute(op: Op) -> Rule:
-    """Rule of dimensions in another order, which the operator itself says, on a tensor of sizes that all differ."""
+    """Make the rule of permuted dimensions; the operator itself gives the order, on a tensor of distinct sizes."""
     n = len(op.ins[0])
     example = torch.empty(tuple(range(1, n + 1)), device="meta")
     result = op.target(*fx.map_arg(op.node.args, lambda _: example), **op.node.kwargs)
@@ -129,7 +129,7 @@ def permute(op: Op) -> Rule:
 
 @rule(aten.meshgrid)
 def meshgrid(op: Op) -> Rule:
-    """Every operand is a dimension of every result; "xy" swaps the first two."""
+    """Make the rule: every operand is a dimension of every result; "xy" swaps the first two."""
     labels = list(range(len(op.ins)))
     order = [1, 0, *labels[2:]] if op.args.get("indexing") == "xy" and len(labels) > 1 else labels
     ins = [[i] * len(s) for i, s in enumerate(op.ins)]  # of a number the result has a dimension, but no loop
@@ -139,7 +139,7 @@ def meshgrid(op: Op) -> Rule:
 
 @rule(aten.slice.Tensor, aten.narrow.default)
 def slice_(op: Op) -> Rule:
-    """Cut along one dimension: split only where the boundaries fall between segments."""
+    """Make the rule of a cut along one dimension, split only where the boundaries are between segments."""
     d, length = op.dim(), op.outs[0][op.dim()]
     n = op.ins[0][d]
     dims = "...[_]" if length != n else "..."
@@ -180,7 +180,7 @@ def _local_split(op: Op, local: ShardCall):
 
 @rule(aten.cat, aten.concat, aten.concatenate, aten.hstack, aten.vstack)
 def cat(op: Op) -> Rule:
-    """Other dimensions are loops; that of the concatenation is one that is cut into the operands' lengths."""
+    """Make the rule: the dimension of the concatenation is a loop cut into the operands' lengths, others are loops."""
     default = 1 if op.target is aten.hstack.default else 0
     d = op.args.get("dim", op.args.get("axis", default)) % len(op.outs[0])
     full = [len(s) == len(op.outs[0]) for s in op.ins]  # torch lets an empty vector stand among larger tensors
@@ -203,7 +203,7 @@ def cat(op: Op) -> Rule:
 
 @rule(aten.repeat.default, aten.tile.default)
 def repeat(op: Op) -> Rule:
-    """Each dimension holds the operand's loop `repeats` times over."""
+    """Make the rule: each dimension holds the operand's loop `repeats` times over."""
     new = len(op.outs[0]) - len(op.ins[0])
     factors = [
         Factor(n, (Carry(d),), (Carry(d + new, repeat=times),))
@@ -220,7 +220,7 @@ def local_repeat(op: Op, local: ShardCall):
 
 @rule(aten.constant_pad_nd, aten.pad)
 def pad(op: Op) -> Rule:
-    """Padded dimensions stay whole; zero padding is linear."""
+    """Make the rule: padded dimensions stay whole; zero padding is linear."""
     n, around = len(op.ins[0]), op.args["pad"]
     labels = without(range(n), {d for d in range(n) if any(around[2 * (n - 1 - d) :][:2])})
     zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
@@ -228,6 +228,6 @@ def pad(op: Op) -> Rule:
 
 
 def local_copy(op: Op, local: ShardCall):
-    """The second operand, broadcast and cast like the first; torch's own operator has no derivative."""
+    """Broadcast and cast the second operand like the first; torch's own operator has no derivative."""
     cast = local.emit(aten.to.dtype, (local.operands[1], op.node.meta["val"].dtype))
     return aten.expand_as.default, (cast, local.operands[0]), {}

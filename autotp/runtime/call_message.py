@@ -318,4 +318,4 @@ class Ticket:
                     refuse_samples(samples, f"The tp ranks do not agree on the gradients for the {what} {SAMPLED}")
             if any(hooked for hooked, _ in everyone):
                 hold()
-                compat.after_backward(partial(end_hooks, self.ranks.channel, what, own=False))
+                compat.after_backward(partial(end_hooks, self.ranks.channel, what, turn=False))

@@ -79,10 +79,10 @@ def test_the_error_without_ranks_gives_the_line_to_type(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "argv", [str(script)])
-    assert f"torchrun --nproc-per-node 4 {script}" in str(R.no_ranks_error(4))
+    assert f"torchrun --nproc-per-node 4 {script}" in str(R.no_ranks_error(4, {}))
     for other in ("", "-c", "/usr/bin/pytest", str(tmp_path / "gone.py")):
         monkeypatch.setattr(sys, "argv", [other])
-        assert "torchrun --nproc-per-node 4 your_script.py" in str(R.no_ranks_error(4))
+        assert "torchrun --nproc-per-node 4 your_script.py" in str(R.no_ranks_error(4, {}))
 
 
 def test_values_are_told_by_rank():

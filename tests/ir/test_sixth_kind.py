@@ -87,7 +87,7 @@ class BackwardSpec(NamedTuple):
     def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return self.forward().take(x, tp - 1 - rank, tp)
 
-    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
+    def owned(self, x: Tensor, rank: int, tp: int) -> Tensor:
         return x
 
     def place(self, x: Tensor, rank: int, tp: int) -> Tensor:

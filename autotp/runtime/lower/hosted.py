@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm.conversions import FUNCTIONS, on_hosts
-from autotp.comm.virtual import Deterministic, Host, Hosts, Virtual, aligned, at_rank, each, values_of
+from autotp.comm.virtual import Deterministic, Host, Hosts, Virtual, aligned, at_rank, on_all, values_of
 from autotp.errors import InputError, StateError
 from autotp.inputs import examples_of, micro_batch
 from autotp.ir.graph import Capture, Function, draws, shape_of, short_name
@@ -230,7 +230,7 @@ def _joined(value: Any, dim: int | None, state: Any = None, parts: Any = None) -
 def _operator(node: fx.Node, hosts: Hosts, axis: str | None) -> Function:
     call, random = eager.quick(node), draws(node)
     call = _steady(call) if node.target in UNSTEADY else call
-    return lambda *args, **kwargs: each(call, args, kwargs, hosts, axis, random)
+    return lambda *args, **kwargs: on_all(call, args, kwargs, hosts, axis, random)
 
 
 def _steady(call: Function) -> Function:
@@ -264,7 +264,7 @@ def convert(x: Any, src: Spec, dst: Spec, hosts: Hosts, axis: str = "tp", **opti
     """
     host, *inner = hosts
     if host.axis != axis:  # each slice of the batch by itself
-        return each(partial(convert, hosts=inner, axis=axis, **options), (x, src, dst), {}, (host,))
+        return on_all(partial(convert, hosts=inner, axis=axis, **options), (x, src, dst), {}, (host,))
     src, dst = at_rank((src, dst), 0, axis)  # what of them is data is alike on all
     values = values_of(x, host.own, axis)
     across = next((value for value in values if isinstance(value, Virtual)), None)
