@@ -56,7 +56,7 @@ def sweep(
 
     Returns:
         The `Sweep`, with the plan of every degree; with a `precision` the figures in the model's own beside it
-        (`Sweep.own`).
+        (`Sweep.baseline`).
 
     Raises:
         InputError, CaptureError, PlanError.
@@ -77,7 +77,7 @@ def sweep(
     ]
     if request.precision is None:
         return sweeps[0]
-    return replace(sweeps[1], precision=f"float8 {request.precision.recipe}", own=sweeps[0])
+    return replace(sweeps[1], precision=f"float8 {request.precision.recipe}", baseline=sweeps[0])
 
 
 @uncollected()
