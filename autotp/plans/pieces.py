@@ -224,9 +224,11 @@ class Pieces:
         units = len(piece.shape) - len(self.shape) - repeated
         unit = piece.shape[axis + 1] if units and not piece.starts else 1
         after = axis + 1 + units
-        ranks = slice(offset[axis + 1], offset[axis + 1] + size[axis + 1]) if piece.starts else slice(0)
+        starts: Sequence[int] = (piece.offset,)
+        if piece.starts:
+            starts = piece.starts[offset[axis + 1] : offset[axis + 1] + size[axis + 1]]
         for i in range(size[d] if repeated else 1):
             at = (offset[d] + i) * (self.shape[d] // repeat) if repeated else 0
-            for first in piece.starts[ranks] if piece.starts else (piece.offset,):
+            for first in starts:
                 start = (*offset[:d], at + first + offset[axis] * unit, *offset[after:])
                 yield Block(start, (*size[:d], size[axis] * unit, *size[after:]))

@@ -52,7 +52,10 @@ def certificate(planned: Planned, sharded: Sharded, beside: Mapping[str, int] | 
     try:
         typing.run()
     except RefusedError as error:
-        refusal = _refusal(sharded, error)
+        node = error.node
+        module = module_name(sharded.origin.get(node, (node, 0))[0])
+        op = short_name(node.target) if node.op == "call_function" else node.op
+        refusal = Difference(error.kind, node.name, op, module, math.inf, error.detail)
     return Certificate(planned.tp, checker, **typing.count, refusal=refusal)
 
 
@@ -62,13 +65,6 @@ class RefusedError(Exception):
     def __init__(self, kind: str, node: fx.Node, detail: str) -> None:
         super().__init__(detail)
         self.kind, self.node, self.detail = kind, node, detail
-
-
-def _refusal(sharded: Sharded, error: RefusedError) -> Difference:
-    node = error.node
-    module = module_name(sharded.origin.get(node, (node, 0))[0])
-    op = short_name(node.target) if node.op == "call_function" else node.op
-    return Difference(error.kind, node.name, op, module, math.inf, error.detail)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from autotp.text import first_line
 
 PERIOD = 65537  # elements after which weights repeat: a prime, so that no two rows of a value are weighed alike
 FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
-PLAIN_TYPES = (bool, int, float, complex, str, type(None))
+COMPARED_TYPES = (Tensor, bool, int, float, complex, str, type(None))  # values that tell whether they are equal
 
 
 Key = TypeVar("Key")
@@ -94,9 +94,9 @@ class Rounding:
             return max((self._off(x, theirs, scale) for x in values or ()), default=math.inf)
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
             return self.error(ours.detach(), theirs.detach(), scale)
-        if isinstance(ours, (*PLAIN_TYPES, Tensor)) and isinstance(theirs, (*PLAIN_TYPES, Tensor)):
+        if isinstance(ours, COMPARED_TYPES) and isinstance(theirs, COMPARED_TYPES):
             return 0.0 if type(ours) is type(theirs) and ours == theirs else math.inf
-        return 0.0  # objects of which nothing tells whether they are equal
+        return 0.0
 
 
 def differences(ours: Mapping[Key, Any], theirs: Mapping[Key, Any], rounding: Rounding) -> Gap[Key] | None:

@@ -311,9 +311,8 @@ def _totals(
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
         local += whole * min(map(share, layouts), default=1.0)
-    solution, megatron = planned.solution, {}
-    if solution is not None and solution.rival is not None:
-        megatron = {"megatron_bytes": solution.rival.sent_bytes, "megatron_step": solution.rival.seconds}
+    solution = planned.solution
+    megatron = solution.rival if solution is not None else None
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),
@@ -324,7 +323,8 @@ def _totals(
         **{name: getattr(solution, name, 0.0) for name in SOLVED},
         band=builder.band or 0.0,
         communication=communication,
-        **megatron,
+        megatron_bytes=megatron.sent_bytes if megatron is not None else 0.0,
+        megatron_step=megatron.seconds if megatron is not None else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
         terms=dict(solution.terms) if solution is not None else {},
         **_sizes(planned),

@@ -44,8 +44,9 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     # Group by group, as `fully_shard` and DDP send them: each call starts anew.
     sends = Sends()
     for (_, owners), weights in groups.items():
-        graded = _bytes(p for p in weights if p.name in trained)
-        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded) if owners == 1 else Sends())
+        if owners == 1:
+            graded = _bytes(p for p in weights if p.name in trained)
+            sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded))
     # What the program itself converts over this axis, such as a loss over all rows, is in the solver's seconds already.
     values = 0.0
     for op in planned.ops.values():
