@@ -156,7 +156,7 @@ def refuse_travel(axes: Axes, keywords: Mapping[str, Any]) -> Axes:
     """
     if axes.dp % axes.ep:
         raise InputError(
-            f"ep={axes.ep} shards experts over {axes.ep} ranks of dp, or groups of as many, and dp is {axes.dp}. Give "
+            f"ep={axes.ep} shards experts over groups of {axes.ep} ranks of dp, and dp is {axes.dp}. Give "
             f"dp={axes.ep} or a multiple of it, or leave out ep."
         )
     for name, (values, reason) in STAYING.items() if axes.ep > 1 else ():
