@@ -244,7 +244,7 @@ class _Search:
             examples=self.examples,
             length=self.length,
             limit=self.limit,
-            ranked=tuple(replace(row, why=reason(row, rows[0])) for row in rows),
+            ranked=tuple(replace(row, reason=reason(row, rows[0])) for row in rows),
             considered=considered,
             fitting=fitting,
             plan=self._plan_of(rows[0].mesh) if rows[0].fits else None,
@@ -327,7 +327,7 @@ def _over_tp(plan: Plan, weight: fx.Node, names: Mapping[fx.Node, str]) -> str:
     chosen, *_ = ways = explain(plan, names[weight]).alternatives
     rest, texts = plan.totals.seconds - chosen.seconds, []
     for words, by_expert in (("by expert", True), ("within the expert", False)):
-        steps = [x.seconds + rest for x in ways if not x.why and ("Shard(0)" in x.layout) == by_expert]
+        steps = [x.seconds + rest for x in ways if not x.reason and ("Shard(0)" in x.layout) == by_expert]
         texts += [f"{words} {seconds(min(steps))}"] if steps else []
     return f"; over tp {chosen.layout}: a step is {' and '.join(texts)}"
 

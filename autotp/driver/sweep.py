@@ -56,7 +56,7 @@ def sweep(
 
     Returns:
         The `Sweep`, with the plan of every degree; with a `precision` the figures in the model's own beside it
-        (`Sweep.own`).
+        (`Sweep.baseline`).
 
     Raises:
         InputError, CaptureError, PlanError.
@@ -79,7 +79,7 @@ def sweep(
     plain = swept(replace(request, precision=None))
     if request.precision is None:
         return plain
-    return replace(swept(request), precision=f"float8 {request.precision.recipe}", own=plain)
+    return replace(swept(request), precision=f"float8 {request.precision.recipe}", baseline=plain)
 
 
 @uncollected()

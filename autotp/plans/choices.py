@@ -1,4 +1,4 @@
-"""Choices priced beside each other: meshes of many devices (`autotp.plan(devices=N)`), and degrees (`autotp.sweep`)."""
+"""Tables of priced choices: meshes of many devices (`autotp.plan(devices=N)`), and degrees (`autotp.sweep`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotp.cost.meshes import Mesh
 from autotp.errors import InputError, PlanError
 from autotp.plans.show import document
 from autotp.plans.show.terminal import Line, Printed, Sheet, Table, View
-from autotp.text import amount, axis_text, number, seconds
+from autotp.text import amount, number, seconds
 
 from .estimates import Axes, Degree
 from .plan import Plan
@@ -30,7 +30,7 @@ class MeshRow:
         memory: bytes that the fullest rank holds. fits: whether that is within the limit.
         throughput: `unit` a second and device. flops: floating-point operations of the model a second and device,
             without what is computed again.
-        why: it is slower than the best; empty for that.
+        reason: the cause why it is slower than the best; empty for that.
     """
 
     mesh: Mesh
@@ -43,12 +43,11 @@ class MeshRow:
     throughput: float
     unit: str
     flops: float
-    why: str = ""
+    reason: str = ""
 
     def share(self, *names: str) -> float:
-        """The part of the step that these of its times are."""
-        part = sum(self.times[name] for name in names)
-        return part / self.seconds if self.seconds else 0.0
+        """Return the share of the step that these of its times take."""
+        return sum(self.times[name] for name in names) / self.seconds if self.seconds else 0.0
 
     @property
     def call(self) -> str:
@@ -57,13 +56,11 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not, for stages go with dp and ep alone. What is
-    computed again is the caller's to wrap."""
+    """Return the call of autotp that runs a mesh; empty where none does, for stages go with dp and ep alone.
+    Checkpointing is left to the caller."""
     if mesh.pp > 1 and (mesh.fully_shard or mesh.cp > 1):
         return ""
-    degrees = Axes(mesh.dp, mesh.cp).degrees or {"dp": 1}
-    degrees |= {"ep": mesh.ep} if mesh.ep > 1 else {}
-    axes = axis_text(degrees, ", ")
+    axes = Axes(mesh.dp, mesh.cp, ep=mesh.ep).text.replace(" x ", ", ")
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
         return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, {axes}{chunks}, ...)"
@@ -107,14 +104,13 @@ class MeshChoice(Printed):
     @property
     def best(self) -> MeshRow | None:
         """The fastest that fits."""
-        first = next(iter(self.ranked), None)
-        return first if first is not None and first.fits else None
+        return next((row for row in self.ranked if row.fits), None)
 
     def place(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> tuple[int, MeshRow]:
-        """The rank of these degrees among all, counted from 1, and their figures.
+        """Return the rank of these degrees among all, counted from 1, and their figures.
 
         Args:
-            pp, dp, cp, tp: ranks of each axis. ep: of those of dp, over which experts are dealt.
+            pp, dp, cp, tp: ranks of each axis. ep: of those of dp, over which experts are sharded.
 
         Raises:
             InputError: they are not among those that were priced.
@@ -130,12 +126,12 @@ class MeshChoice(Printed):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the plan, as plain data that JSON can hold."""
-        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("ranked", "plan")}
+        """Return everything but the plan, as plain data that JSON can hold."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("ranked", "plan")}
         return {**fields, "rows": [_data(row) for row in self.rows]}
 
     def to_svg(self, path: str | Path) -> None:
-        """Draw the rows: a bar for each, of what its step is made of. The file needs nothing else.
+        """Draw a bar for each row, made of the parts of its step. The file needs nothing else.
 
         Args:
             path: of the SVG file.
@@ -152,7 +148,7 @@ NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step",
 
 
 def _meshes(choice: MeshChoice) -> View:
-    """A heading, a line for each row, why each is slower than the first, and the call that runs that."""
+    """Yield a heading, a line for each row, the reason why it is slower than the first, and the call of the first."""
     unit, cells = choice.ranked[0].unit if choice.ranked else "samples", []
     by_expert = any(row.mesh.ep > 1 for row in choice.ranked)
     for i, row in enumerate(choice.rows, 1):
@@ -166,7 +162,7 @@ def _meshes(choice: MeshChoice) -> View:
     heads = (*NAMES[:5], *["ep"] * by_expert, *NAMES[5:])
     names, short = (*heads, f"{unit}/s/device"), (*heads, f"{unit}/s\n/device")
     yield Table(cells, f"rrrrrr{'r' * by_expert}llrrrrrr", names, short, indent=2, gap=2)
-    yield from (Line(row.why, f"  {i:>2}  ", " " * 6) for i, row in enumerate(choice.rows, 1) if row.why)
+    yield from (Line(row.reason, f"  {i:>2}  ", " " * 6) for i, row in enumerate(choice.rows, 1) if row.reason)
     if choice.best is None:
         yield Line("nothing fits: these hold least. Take more devices, or shorter sequences.", style="bold red")
     else:
@@ -177,7 +173,8 @@ def _meshes(choice: MeshChoice) -> View:
 
 
 def _data(row: MeshRow) -> dict[str, Any]:
-    return {**asdict(row), "network": list(row.network), "call": row.call}
+    fields = asdict(row)
+    return {"why": fields.pop("reason"), **fields, "network": list(row.network), "call": row.call}
 
 
 # several degrees
@@ -193,7 +190,8 @@ class Sweep(Printed):
         limit: bytes that a rank may hold.
         rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
         axes: beside tp, in words.
-        precision: of the large products, in words; empty for the model's own. own: then the sweep in that, beside it.
+        precision: of the large products, in words; empty for the model's own. baseline: of another precision, the sweep
+            in the model's own beside it.
     """
 
     model: str
@@ -205,7 +203,7 @@ class Sweep(Printed):
     rows: tuple[Degree, ...]
     plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
     precision: str = ""
-    own: Sweep | None = field(repr=False, default=None)
+    baseline: Sweep | None = field(repr=False, default=None)
     axes: str = "dp=1"
 
     @property
@@ -215,7 +213,7 @@ class Sweep(Printed):
         return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
 
     def chosen(self) -> Plan:
-        """The plan of the best degree, which holds the table of those that were planned.
+        """Return the plan of the best degree, with the table of all that were planned.
 
         Raises:
             PlanError: no degree fits.
@@ -227,15 +225,15 @@ class Sweep(Printed):
                 f"{amount(least.memory)}, at tp={least.tp}.\n"
                 f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
             )
-        why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
+        note = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
         plan = self.plans[self.best.tp]
-        return replace(plan, degrees=self.rows, notes=(*plan.notes, why))
+        return replace(plan, degrees=self.rows, notes=(*plan.notes, note))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the plans, as plain data that JSON can hold."""
-        apart = ("rows", "plans", "precision", "own", *["axes"] * (self.axes == "dp=1"))
-        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in apart}
-        beside = {} if self.own is None else {"precision": self.precision, "own": self.own.to_dict()["rows"]}
+        """Return everything but the plans, as plain data that JSON can hold."""
+        left_out = ("rows", "plans", "precision", "baseline", *["axes"] * (self.axes == "dp=1"))
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
+        beside = {} if self.baseline is None else {"precision": self.precision, "own": self.baseline.to_dict()["rows"]}
         return {**fields, "rows": [asdict(row) for row in self.rows], **beside}
 
     def to_svg(self, path: str | Path, without: Sweep | None = None) -> None:
@@ -257,14 +255,14 @@ class Sweep(Printed):
         precise = f", {self.precision}" if self.precision else ""
         precise += f", {self.axes}" if self.axes != "dp=1" else ""
         at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank{precise}"
-        table = document.degrees(self.rows) if self.own is None else _precisions(self.rows, self.own.rows)
+        table = document.degrees(self.rows) if self.baseline is None else _precisions(self.rows, self.baseline.rows)
         return Sheet([Line(f"{self.model} ({at})", style="bold"), table])
 
 
-def _precisions(rows: Sequence[Degree], own: Sequence[Degree]) -> Table:
-    """The degrees in another precision, beside the same in the model's own."""
+def _precisions(rows: Sequence[Degree], baseline: Sequence[Degree]) -> Table:
+    """Tabulate the degrees in another precision beside the same in the model's own."""
     names, cells = ("tp", "step", "own", "", "sent", "own", "memory", "own", ""), []
-    for r, o in zip(rows, own, strict=True):
+    for r, o in zip(rows, baseline, strict=True):
         ratio = f"{r.seconds / o.seconds:.2f}" if o.seconds else "-"
         fit = "" if r.fits else "too much"
         fit += "" if o.fits else " (own: too much)"
@@ -290,7 +288,7 @@ AXES = ("tp", "cp", "pp", "dp")
 
 
 def reason(row: MeshRow, best: MeshRow) -> str:
-    """Say why a mesh takes longer than the best: the time that grew most.
+    """Return the reason why a mesh takes longer than the best: the time that grew most.
 
     Args:
         row: of the mesh. best: of the fastest that fits.

@@ -12,7 +12,7 @@ from autotp.errors import InputError
 from autotp.text import BESIDE, axis_text
 
 if TYPE_CHECKING:
-    from .plan import Collective, Plan
+    from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Totals:
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends over tp in a step, with what it gathers again."""
+        """Bytes that a rank sends over tp in a step, with gathers that are repeated."""
         return self.forward_bytes + self.backward_bytes + self.terms.get("regathered_bytes", 0.0)
 
     @property
@@ -73,8 +73,8 @@ class Totals:
 
     @property
     def alone(self) -> float:
-        """Seconds of forward and backward where nothing runs beside anything else, dp and surcharges apart: what the
-        times of all operators and conversions (`Layer`) come to."""
+        """Seconds of forward and backward where nothing overlaps, without dp and surcharges: the sum of all operators
+        and conversions (`Layer`)."""
         added = sum(self.terms.get(name, 0.0) for name in ("waiting", "surcharge", "regathering"))
         return self.passes + sum(self.terms.get(name, 0.0) for name in ("hidden", "bucketed")) - added
 
@@ -85,7 +85,7 @@ class Axes:
 
     Attributes:
         dp: ranks that have a slice of the batch each; `cp`: of each of these, ranks that have a part of every sequence.
-        ep: ranks of dp to which experts are dealt; the rows of the others' examples travel to them.
+        ep: ranks of dp over which experts are sharded; the rows of the others' examples travel to them.
         fully_shard: whether weights, gradients and optimizer states are split over both too, gathered before use.
         sent: bytes that a rank sends over them in a step for gradients, and for gathering weights; `seconds`: of that,
             which can run beside the backward's `backward` seconds.
@@ -106,7 +106,7 @@ class Axes:
     experts: tuple[str, ...] = ()
 
     def owners(self, name: str) -> int:
-        """Ranks of dp that have a part each of a parameter; 1 where each has all that tp leaves it."""
+        """Return the number of dp ranks that a parameter is sharded over; 1 where it is not, or by tp alone."""
         return self.dp if name in self.experts else 1
 
     @property
@@ -137,7 +137,7 @@ class Axes:
 
 
 ALONE = Axes()
-# With experts over ep: the keyword, what it may be, and why not another.
+# With experts over ep: the keyword, the values that it may have, and the reason why not another.
 STAYING: dict[str, tuple[Any, str]] = {
     "cp": ((None, 1), "rows of parts of sequences do not travel"),
     "precision": ((None,), "scales of float8 of rows that travel are not those of one device"),
@@ -149,19 +149,19 @@ STAYING: dict[str, tuple[Any, str]] = {
 
 
 def refuse_travel(axes: Axes, keywords: Mapping[str, Any]) -> Axes:
-    """Refuse what does not go with experts over ep; gives the axes.
+    """Refuse keywords that do not go with experts over ep, and return the axes.
 
     Args:
         axes: beside tp. keywords: of a public function, whichever it has.
     """
     if axes.dp % axes.ep:
         raise InputError(
-            f"ep={axes.ep} deals experts to the ranks of dp, or to as large groups of them, and dp is {axes.dp}. Give "
+            f"ep={axes.ep} shards experts over groups of {axes.ep} ranks of dp, and dp is {axes.dp}. Give "
             f"dp={axes.ep} or a multiple of it, or leave out ep."
         )
-    for name, (values, why) in STAYING.items() if axes.ep > 1 else ():
+    for name, (values, reason) in STAYING.items() if axes.ep > 1 else ():
         if keywords.get(name) not in values:
-            raise InputError(f"ep={axes.ep} with {name}={keywords[name]!r}: {why}. Leave out one of them.")
+            raise InputError(f"ep={axes.ep} with {name}={keywords[name]!r}: {reason}. Leave out one of them.")
     return axes
 
 
@@ -282,12 +282,12 @@ NAMES = (*dict.fromkeys(PARTS.values()), REST)
 
 
 def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:
-    """The sums of these steps."""
-    compute = communication = 0.0
+    """Sum the times of these steps."""
+    times = [0.0, 0.0]  # of compute, of communication
     for step in steps:
         for seconds, sends in step.ways:
-            compute, communication = (compute, communication + seconds) if sends else (compute + seconds, communication)
-    return Sublayer(name, compute, communication)
+            times[sends is not None] += seconds
+    return Sublayer(name, *times)
 
 
 # decoding
@@ -356,22 +356,21 @@ class Decoding:
 
 
 def decoding(plan: Plan) -> Decoding | None:
-    """The prediction of a plan; None where it is for something else, or where its cluster is not known here."""
+    """Return the prediction of a plan; None where it is for something else, or its cluster is not known here."""
     t, bandwidth = plan.totals, of_device(plan, "memory_bandwidth")
     if plan.objective != "decode" or not (bandwidth and t.seconds and t.examples):
         return None
     limit = DecodeLimit(t.weights_read, plan.memory.cache, bandwidth, t.communication)
-    ungathered = sum(c.bytes for c in plan.collectives if c.forward_bytes < EXCHANGED * _whole(c, plan.tp))
+    ungathered = 0.0
+    for c in plan.collectives:
+        # Of the bytes that a rank would send for the value as it is.
+        less = c.forward_bytes < EXCHANGED * collective_bytes(c.forward or "none", c.bytes, plan.tp)
+        ungathered += c.bytes * less
     return Decoding(t.examples * plan.batch.size, t.seconds, limit, ungathered)
 
 
-def _whole(collective: Collective, tp: int) -> float:
-    """Bytes that a rank sends for a value that is sent as it is."""
-    return collective_bytes(collective.forward or "none", collective.bytes, tp)
-
-
 def of_device(plan: Plan, field: str) -> float:
-    """A number of the plan's cluster, such as `memory_size`; 0 where the cluster is not known here."""
+    """Look up a number of the plan's cluster, such as `memory_size`; 0 where the cluster is not known here."""
     if plan.machines:
         return float(plan.machines[field])
     try:

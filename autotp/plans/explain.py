@@ -1,4 +1,4 @@
-"""Explanations of a layout and of how two plans differ: the solver's own figures, in words."""
+"""Explanations of a layout, and comparisons of two plans: the solver's own figures, in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from autotp.cost.solver.problem import Problem
+from autotp.cost.solver.problem import Choice, Problem
 from autotp.cost.solver.solve import SLACK, solve
 from autotp.errors import InputError, PlanError
 from autotp.ir.layouts import I
@@ -33,7 +33,7 @@ class Alternative:
         layout: the placement, such as "S(0)"; `chosen`: whether it is the plan's.
         parameter_bytes: of this parameter and its equals on a rank.
         seconds: of a step of that plan; `plan_parameter_bytes`: of all parameters on a rank.
-        why: where there is no such plan, the reason.
+        reason: where there is no such plan, the cause.
     """
 
     layout: str
@@ -41,12 +41,12 @@ class Alternative:
     parameter_bytes: float
     seconds: float = 0.0
     plan_parameter_bytes: float = 0.0
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation(Printed):
-    """The alternatives to a parameter's layout, and what decided. Print it to read it.
+    """The alternatives to a parameter's layout, and the constraint that decided. Print it to read it.
 
     Attributes:
         parameter: its name; `equals`: how many equal ones share the decision, itself among them.
@@ -67,9 +67,9 @@ class Explanation(Printed):
         shared = f" and its equals, {self.equals} in all" if self.equals > 1 else ""
         rows, base = [], self.alternatives[0].seconds
         for a in self.alternatives:
-            step = "" if a.why else f"{1e3 * a.seconds:.4f} ms"
+            step = "" if a.reason else f"{1e3 * a.seconds:.4f} ms"
             beside = f"{a.seconds / base - 1:+.2%}" if base else ""
-            rows.append((a.layout, amount(a.parameter_bytes), step, a.why or (beside, "chosen")[a.chosen]))
+            rows.append((a.layout, amount(a.parameter_bytes), step, a.reason or (beside, "chosen")[a.chosen]))
         table = Table(rows, "lrrl", ("placement", "on a rank", "step", ""), gap=5)
         above = Line(f"{self.parameter}{shared}: {self.choice}", style="bold"), table, Line(f"binds: {self.binds}")
         return Sheet([*above, *(Line(f"would change it: {x}") for x in self.changes)])
@@ -86,9 +86,9 @@ def explain(plan: Plan, name: str) -> Explanation:
     if parameter is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
     if plan.builder is None:
-        why = f" ({parameter.reason})" if parameter.reason else ""
+        reason = f" ({parameter.reason})" if parameter.reason else ""
         raise PlanError(
-            f"{parameter.name} is {_choice(parameter)}{why}. What else it could be is not known here: the plan was "
+            f"{parameter.name} is {_choice(parameter)}{reason}. What else it could be is not known here: the plan was "
             "loaded, or made in another process, and the problem that it was solved from is not saved with it. Make it "
             "again with autotp.plan(...) and ask that one."
         )
@@ -113,30 +113,27 @@ class _Explainer:
         # Every alternative asks for the same conversions.
         problem = replace(problem, convert=cache(problem.convert), traffic=cache(problem.traffic))
         at = heads.index(free.same[self.leaf])
-        alternatives = [self._alternative(problem, at, k) for k in range(len(problem.items[at].choices))]
-        alternatives.sort(key=lambda a: (not a.chosen, bool(a.why), a.seconds, a.layout))
+        alternatives = [self._alternative(problem, at, choice) for choice in problem.items[at].choices]
+        alternatives.sort(key=lambda a: (not a.chosen, bool(a.reason), a.seconds, a.layout))
         binds = f"{pin} by the user" if pin is not None else self._binds(alternatives)
-        equals = problem.items[at].count
-        changes = tuple(self._changes(alternatives))
+        equals, changes = problem.items[at].count, tuple(self._changes(alternatives))
         return Explanation(self.parameter.name, equals, _choice(self.parameter), tuple(alternatives), binds, changes)
 
-    def _alternative(self, problem: Problem, at: int, k: int) -> Alternative:
-        """The best plan with the parameter's k-th placement."""
+    def _alternative(self, problem: Problem, at: int, choice: Choice) -> Alternative:
+        """Solve for the best plan with this placement of the parameter, which is one of the choices of item `at`."""
         item = problem.items[at]
-        choice = item.choices[k]
-        layout, mine = choice.outs[0], choice.parameter_bytes * item.count
-        own = layout == self.parameter.layout
-        one = replace(item, choices=[choice])
+        layout, one = choice.outs[0], replace(item, choices=[choice])
+        here = layout.words(True), layout == self.parameter.layout, choice.parameter_bytes * item.count
         try:
             solution: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
         except PlanError as e:
-            return Alternative(layout.words(True), own, mine, why=f"no such plan: {first_line(e)}")
-        return Alternative(layout.words(True), own, mine, solution.seconds, solution.parameter_bytes)
+            return Alternative(*here, reason=f"no such plan: {first_line(e)}")
+        return Alternative(*here, solution.seconds, solution.parameter_bytes)
 
     def _binds(self, alternatives: Sequence[Alternative]) -> str:
-        """The constraint that keeps a faster placement away."""
+        """Name the constraint that rules a faster placement out."""
         choice = alternatives[0]
-        faster = [a for a in alternatives[1:] if not a.why and a.seconds < choice.seconds * (1 - RELATIVE_SECONDS)]
+        faster = [a for a in alternatives[1:] if not a.reason and a.seconds < choice.seconds * (1 - RELATIVE_SECONDS)]
         limit = self.plan.totals.least_parameter_bytes * SLACK
         # A faster one was there, so the limit on parameters ruled it out: it comes before time.
         if faster:
@@ -146,7 +143,7 @@ class _Explainer:
                 f"{1 - best.seconds / choice.seconds:.2%} of the step, but the rank would hold "
                 f"{amount(best.plan_parameter_bytes)} of parameters, and {SLACK} times the least are {amount(limit)}"
             )
-        if self.builder.memory is not None and any("memory=" in a.why for a in alternatives):
+        if self.builder.memory is not None and any("memory=" in a.reason for a in alternatives):
             return f"memory={amount(self.builder.memory)}: other placements leave no plan that fits"
         # Of what is left, whole heads forbid some placements before the solver sees them.
         limits = [b.limit for b in self.plan.blocks if self.parameter.name in b.parameters and b.limit]
@@ -157,7 +154,7 @@ class _Explainer:
         return "none: every other placement takes longer, or as long"
 
     def _changes(self, alternatives: Sequence[Alternative]) -> Iterator[str]:
-        """Changes that would change the choice: another degree, where heads do not fit this one."""
+        """Yield what would change the choice: another degree, where heads do not fit this one."""
         tp = self.plan.tp
         for block in self.builder.parts:
             if self.leaf not in block.parameters or block.heads is None:
@@ -168,21 +165,21 @@ class _Explainer:
                 reader, slot, _ = block.heads.kv_at
                 layout = self.plan.decisions[reader.name].ins[slot]
                 copied = f"each whole on {counted(layout.copies, 'rank')}"
-                lies = copied if layout.sharded_dim is not None else "split, and all of k and v on every rank"
+                placed = copied if layout.sharded_dim is not None else "split, and all of k and v on every rank"
                 if self.parameter.layout == I:
-                    more = alternatives[0].parameter_bytes * (1 - 1 / tp)
-                    lies = f"whole on every rank, +{amount(more)}"
-                yield f"kv heads {kv} < tp {tp}: {lies}; {self._degree(kv)}"
+                    extra_bytes = alternatives[0].parameter_bytes * (1 - 1 / tp)
+                    placed = f"whole on every rank, +{amount(extra_bytes)}"
+                yield f"kv heads {kv} < tp {tp}: {placed}; {self._degree(kv)}"
             elif isinstance(count, int) and count % tp:
                 fits = max(d for d in range(1, tp + 1) if count % d == 0)
                 yield f"{count} heads are no multiple of tp {tp}; {self._degree(fits)}"
 
     def _degree(self, tp: int) -> str:
-        """The cost of another degree, in the time of all its devices."""
+        """Describe the cost of another degree, in the time of all its devices."""
         other = decide(replace(self.builder, tp=tp)).solution
         assert other is not None
-        own = over_tp(self.plan)  # tp alone, as the other degree was solved
-        change = other.seconds * tp / (own * self.plan.tp) - 1
+        # Of tp alone, as the other degree was solved.
+        change = other.seconds * tp / (over_tp(self.plan) * self.plan.tp) - 1
         word = "cheaper" if change < 0 else "dearer"
         return f"tp {tp} would be {abs(change):.1%} {word} in device time ({1e3 * other.seconds:.3f} ms a step)"
 
@@ -202,7 +199,7 @@ class Comparison(Printed):
     Attributes:
         names: of the two plans.
         totals: (what, first, second) as text.
-        parameters: (name, how many equals, placement in the first, in the second), for those that lie differently.
+        parameters: (name, how many equals, placement in the first, in the second), for those whose placements differ.
         collectives: (collective, direction, calls and bytes of the first, of the second), for those that differ.
     """
 
@@ -220,7 +217,7 @@ class Comparison(Printed):
             yield from (Line(), Table(self.collectives, "llll", ("collectives", "", *self.names)))
         rows = [(times(name, count), a, b) for name, count, a, b in self.parameters]
         yield Line()
-        yield Table(rows, "lll", ("parameters", *self.names)) if rows else Line("every parameter lies the same")
+        yield Table(rows, "lll", ("parameters", *self.names)) if rows else Line("all placements are the same")
 
 
 def compare(one: Plan, other: Plan) -> Comparison:
@@ -247,12 +244,12 @@ def _totals(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _parameters(one: Plan, other: Plan) -> Iterator[tuple[str, int, str, str]]:
-    """Parameters that lie differently, those of equal blocks as one."""
+    """Yield the parameters whose placements differ, those of equal blocks as one."""
     units = one.tp == other.tp
-    sides: list[dict[str, tuple[str, str]]] = []
+    sides = []
     for plan in (one, other):
         sides.append({p.name: (p.first or p.name, _choice(p, units)) for p in plan.parameters})
-    groups: Counter[tuple[str, str, str]] = Counter()
+    groups = Counter()
     for name in sides[0] | sides[1]:
         (first, a), (second, b) = (side.get(name, ("", "not there")) for side in sides)
         if a != b:
@@ -261,8 +258,8 @@ def _parameters(one: Plan, other: Plan) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _collectives(plan: Plan) -> dict[tuple[str, str], str]:
-    """Primitive and direction -> calls and bytes."""
-    sizes: dict[tuple[str, str], list[float]] = defaultdict(list)
+    """Map primitive and direction to calls and bytes."""
+    sizes = defaultdict(list)
     for c in plan.collectives:
         for way, call, size in c.ways:
             if call:

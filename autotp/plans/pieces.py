@@ -3,7 +3,7 @@
 A plain split is one piece. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one piece for each
 segment, so that every piece is a plain `Shard` (docs/architecture.md, "One DTensor for each parameter"). Of shares that
 are unlike every rank but the last has more than one piece: what all ranks have, what all but those of the least share
-have beside it, and so on, each dealt evenly to the ranks that have it.
+have beside it, and so on, each sharded evenly over the ranks that have it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Block:
-        """All of a tensor of this shape."""
+        """Return the block that is all of a tensor of this shape."""
         return Block((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,13 +40,13 @@ class Block(NamedTuple):
         return tuple(slice(at - o, at - o + n) for at, o, n in zip(self.offset, origin, self.size, strict=True))
 
     def span(self, dim: int, start: int, length: int) -> Block:
-        """A part of it along a dimension; `start` is counted in the whole."""
+        """Return a part of it along a dimension; `start` is counted in the whole."""
         around = slice(dim), slice(dim + 1, None)
         offset = (*self.offset[around[0]], start, *self.offset[around[1]])
         return Block(offset, (*self.size[around[0]], length, *self.size[around[1]]))
 
     def common(self, other: Block) -> Block:
-        """Return what lies in both; it has no elements where nothing does."""
+        """Return the intersection with another block; it has no elements where they are disjoint."""
         offset, size = list[int](), list[int]()
         for a, n, b, m in zip(*self, *other, strict=True):
             offset.append(max(a, b))
@@ -54,7 +54,7 @@ class Block(NamedTuple):
         return Block(tuple(offset), tuple(size))
 
     def chunk(self, dim: int, rank: int, ranks: int) -> Block:
-        """A rank's part where whole elements of a dimension are dealt."""
+        """Return a rank's part where a dimension is split element by element."""
         start, length = dealt(self.size[dim], rank, ranks)
         return self.span(dim, self.offset[dim] + start, length)
 
@@ -99,34 +99,32 @@ class Pieces:
         d, (segments, times) = self.layout.sharded_dim, self._run
         if d is None or not segments or not self._aligned:
             return whole
-        out, at = [], 0
+        out, at, repeat = [], 0, (times,) if times > 1 else ()
         for s in segments:
             assert isinstance(s.count, int) and isinstance(s.unit, int)
+            length = s.count * s.unit
             if isinstance(s.deal, tuple):
                 if [*s.deal] != sorted(s.deal, reverse=True):  # `torch.chunk` gives the first ranks, if any
                     return whole
-                out += self._levels(s, at)
-                at += s.count * s.unit
-                continue
-            # Units larger than one need a dimension of their own, but where single elements are dealt in the same way.
-            flat = Partition.plain(s.length, self.tp).segments == (s,)
-            units = (s.count * s.unit,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
-            if d == 0 and self.owners > 1:
-                units = (units[0] * self.owners, *units[1:])
-            repeat = (times,) if times > 1 else ()
-            shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
-            out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
-            at += s.count * s.unit
+                out += self._levels(s, at, d, repeat)
+            else:
+                # Units larger than one need a dimension of their own, but where a split of single elements is the same.
+                flat = Partition.plain(s.length, self.tp).segments == (s,)
+                units = (length,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
+                if d == 0 and self.owners > 1:
+                    units = (units[0] * self.owners, *units[1:])
+                shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
+                out.append(Piece(at, length, shape, d + len(repeat)))
+            at += length
         # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
         matrices = [x for x in out if len(x.shape) > 1]
         return whole if len(self.shape) == 1 and matrices else tuple(out)
 
-    def _levels(self, s: Segment, at: int) -> Iterator[Piece]:
-        """Iterate over the pieces of a segment of unlike shares, which starts `at` in the run."""
-        d, times = self.layout.sharded_dim, self._run[1]
-        assert isinstance(s.deal, tuple) and d is not None
+    def _levels(self, s: Segment, at: int, d: int, repeat: tuple[int, ...]) -> Iterator[Piece]:
+        """Yield the pieces of a segment of unlike shares of dimension `d`, which starts `at` in the run."""
+        assert isinstance(s.deal, tuple)
         unit: Any = s.unit
-        repeat, below = (times,) if times > 1 else (), 0
+        below = 0
         for level in sorted({*s.deal} - {0}):
             ranks = sum(n >= level for n in s.deal)
             starts = tuple([at + (sum(s.deal[:rank]) + below) * unit for rank in range(ranks)])
@@ -136,15 +134,15 @@ class Pieces:
 
     @property
     def _aligned(self) -> bool:
-        """Return whether the parts of the virtual ranks of each rank are what DTensor gives that rank."""
+        """Return whether the parts of a rank's virtual ranks make up the part that DTensor gives that rank."""
         if not self.virtual or (partition := self.layout.stored) is None:
             return True
-        own = self.virtual // self.tp
+        per_rank = self.virtual // self.tp
         for s in partition.segments:
             for v in range(self.virtual):
                 count: Any = s.count
-                start, here = dealt(count, v // own, self.tp)
-                if start + dealt(here, v % own, own)[0] != dealt(count, v, self.virtual)[0]:
+                start, here = dealt(count, v // per_rank, self.tp)
+                if start + dealt(here, v % per_rank, per_rank)[0] != dealt(count, v, self.virtual)[0]:
                     return False
         return True
 
@@ -161,7 +159,7 @@ class Pieces:
         return (segments * times, 1) if len(segments) * times <= MAX_PIECES else (segments, times)
 
     def names(self, name: str) -> list[str]:
-        """Return the attribute names of what holds the parameter `name`: its own where that has its dimensions."""
+        """Return the attribute names of the pieces of parameter `name`: its own name where one has its dimensions."""
         if self._plain:
             return [name]
         return [f"{name}_part{i}" for i in range(len(self.pieces))]
@@ -204,7 +202,7 @@ class Pieces:
         """
         if prod(self.shape) == 0:
             return [Block.whole(self.shape)]
-        out: list[Block] = []
+        out = []
         for piece in self.pieces:
             part = self.share(piece, rank, spread[0])
             part = part.chunk(0, *spread) if self.shape and self.owners == 1 else part
@@ -212,8 +210,11 @@ class Pieces:
         return out
 
     def unfolded(self, piece: Piece, part: Block) -> Iterator[Block]:
-        """Iterate over what a part of a piece `(..., [repeat], count, [unit or ranks], ...)` is in the parameter's
-        dimensions, one block for each repetition, and in that for each rank."""
+        """Yield the blocks of the parameter that a part of a piece is, one for each repetition, in that for each rank.
+
+        Args:
+            piece: of shape `(..., [repeat], count, [unit or ranks], ...)`. part: in the piece's dimensions.
+        """
         d, repeat = self.layout.sharded_dim, self._run[1]
         if d is None or self._plain:
             yield part
@@ -223,9 +224,11 @@ class Pieces:
         units = len(piece.shape) - len(self.shape) - repeated
         unit = piece.shape[axis + 1] if units and not piece.starts else 1
         after = axis + 1 + units
-        ranks = slice(offset[axis + 1], offset[axis + 1] + size[axis + 1]) if piece.starts else slice(0)
+        starts: Sequence[int] = (piece.offset,)
+        if piece.starts:
+            starts = piece.starts[offset[axis + 1] : offset[axis + 1] + size[axis + 1]]
         for i in range(size[d] if repeated else 1):
             at = (offset[d] + i) * (self.shape[d] // repeat) if repeated else 0
-            for first in piece.starts[ranks] if piece.starts else (piece.offset,):
+            for first in starts:
                 start = (*offset[:d], at + first + offset[axis] * unit, *offset[after:])
                 yield Block(start, (*size[:d], size[axis] * unit, *size[after:]))

@@ -1,4 +1,4 @@
-"""A plan: which parameter lies how, how every operator runs, what it costs. Immutable data without tensors."""
+"""The plan: the placement of each parameter, the way each operator runs, and the costs. Immutable, without tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Parameter:
     """One parameter of the model.
 
     Attributes:
-        name: its first name in the model; `aliases` are further names of the same tensor.
+        name: its first name in the model; `aliases`: further names of the same tensor.
         shape: whole shape; `local`: the shape that the fullest rank holds.
         layout: Invariant (whole) or Shard.
         role: "column-parallel", "row-parallel", "vocabulary-parallel", "expert-parallel", "elementwise", or "whole".
@@ -83,7 +83,7 @@ class Collective:
 
     @property
     def ways(self) -> tuple[tuple[str, str | None, float], ...]:
-        """Each direction, its primitive and what one rank sends."""
+        """Each direction, its primitive and the bytes that one rank sends."""
         return ("forward", self.forward, self.forward_bytes), ("backward", self.backward, self.backward_bytes)
 
 
@@ -171,7 +171,7 @@ class Plan(Printed):
 
     @property
     def units(self) -> UnitsBy:
-        """Lengths of dimensions, and what each rank has of them whatever its share is."""
+        """Lengths of dimensions, and the units of each rank, which go before its share."""
         return self.share_choice.units if self.share_choice is not None else ()
 
     @property
@@ -180,11 +180,11 @@ class Plan(Printed):
         return {p.name: p.layout for p in self.parameters} | dict(self.tables)
 
     def running(self, fired: tuple[str, ...]) -> Plan:
-        """This plan, with what became of each optimisation when a module was made by it."""
+        """Return this plan with the outcome of each optimisation when a module was made by it."""
         return replace(self, fired=fired)
 
     def explain(self, name: str) -> Explanation:
-        """Explain a parameter's layout: the alternatives with their cost, what binds, and what would change it.
+        """Explain a parameter's layout: the alternatives with their costs, the binding constraint, and changes.
 
         The model is solved again with the parameter in each place that its operators know; its equals in repeated
         blocks move with it.
@@ -200,7 +200,7 @@ class Plan(Printed):
         return explain(self, name)
 
     def compare(self, other: Plan) -> Comparison:
-        """Compare with another plan: totals, collectives, and the parameters that lie differently.
+        """Compare with another plan: totals, collectives, and the parameters whose placements differ.
 
         Args:
             other: a plan for the same model, or one that shares names with it; loaded ones too.
@@ -210,10 +210,10 @@ class Plan(Printed):
         return compare(self, other)
 
     def transfer(self, other: Plan, first: int = 0, bucket: int = BUCKET) -> Transfer:
-        """The way of the parameters from this plan's layout to another's: who sends which block to whom.
+        """Plan the transfer of the parameters to another plan's placements: which rank sends which block to which.
 
-        Each byte that a rank lacks is sent once, by a rank that has it; what is there is not sent. Print it, or take it
-        as JSON (`to_json()`) or as a drawing (`to_svg(path)`). `autotp.move` sends so.
+        Each byte that a rank lacks is sent once, by a rank that has it; bytes that it has are not sent. Print it, or
+        take it as JSON (`to_json()`) or as a drawing (`to_svg(path)`). `autotp.move` sends so.
 
         Args:
             other: a plan for the same model, on ranks of its own axes. first: this plan's ranks are counted from 0, the
@@ -228,7 +228,7 @@ class Plan(Printed):
         return between(self, other, first, bucket)
 
     def to_parallelize_plan(self) -> Styles:
-        """The plan as torch's styles, for `parallelize_module(model, mesh, ...)`: a dict whose `cannot` lists the rest.
+        """Export the plan as torch's styles for `parallelize_module`: a dict whose `cannot` lists the rest.
 
         Raises:
             PlanError: the plan was not made in this process.
@@ -238,14 +238,14 @@ class Plan(Printed):
         return to_parallelize_plan(self)
 
     def to_tp_plan(self) -> Styles:
-        """The plan as a `tp_plan` of transformers, for its `DistributedConfig`: a dict with `cannot`."""
+        """Export the plan as a `tp_plan` of transformers for its `DistributedConfig`: a dict with `cannot`."""
         from autotp.plans.export.styles import to_tp_plan  # noqa: PLC0415
 
         return to_tp_plan(self)
 
     def to_spmd_types(self) -> dict[str, dict[str, Any]]:
-        """The layouts as annotations of meta-pytorch's spmd_types: name of a parameter, split buffer or state -> what
-        `assert_type` takes, such as `{"tp": S(0)}`.
+        """Export the layouts as annotations of meta-pytorch's spmd_types: name of a parameter, split buffer or state ->
+        the argument of `assert_type`, such as `{"tp": S(0)}`.
 
         Raises:
             InputError: spmd_types is not installed (`pip install 'autotp[certify]'`).
@@ -261,7 +261,7 @@ class Plan(Printed):
         write_html(self, path)
 
     def to_svg(self, path: str | Path) -> None:
-        """Draw the weights of each block before, what rank 0 holds of them after, and what is sent."""
+        """Draw the weights of each block before, rank 0's parts after, and the collectives."""
         from autotp.plans.show.picture import write_picture  # noqa: PLC0415  as above
 
         write_picture(self, path)
@@ -283,14 +283,14 @@ class Plan(Printed):
         return {**self.__dict__, "builder": None}  # the builder holds graphs, which stay in their process
 
     def report(self) -> str:
-        """All of the plan as text: every block, every collective, what was left whole and why. `print` shows less."""
+        """Write all of the plan as text: blocks, collectives, whole parameters with reasons. `print` shows less."""
         return str(Sheet(report(self)))
 
     def __rich__(self) -> Sheet:
         return overview(self)
 
     def to_json(self) -> str:
-        """The plan as JSON text, with the number of its format."""
+        """Write the plan as JSON text, with the number of its format."""
         from .saved import write_plan  # noqa: PLC0415  it reads plans too, and so needs this class
 
         return write_plan(self)

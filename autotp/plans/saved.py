@@ -38,6 +38,7 @@ PAIRS = ("decisions", "states", "tables")  # mappings, whose order a file keeps
 MAX_RANKS = 1 << 20  # on an axis
 # A file's names for fields that have another one here: to rename a field needs no new format.
 FILE_NAMES = {"Totals": {"parameter_bytes": "stored", "least_parameter_bytes": "least_stored"}}
+READERS: dict[Any, Callable[[Any], Any]] = {Any: lambda x: x, Layout: read_layout, Distribution | None: read_loop}
 ALLOWED: dict[Any, tuple[type, ...]] = {
     str: (str,),
     int: (int,),
@@ -48,7 +49,7 @@ ALLOWED: dict[Any, tuple[type, ...]] = {
 
 
 def write_plan(plan: Plan) -> str:
-    """The plan as JSON text, with the number of the format and a digest of all of it."""
+    """Write the plan as JSON text, with the number of the format and a digest of all of it."""
     data = {name: _plain(getattr(plan, name)) for name in SAVED}
     data["decisions"] = [[name, *how.values()] for name, how in data["decisions"].items()]
     data |= {key: list(data[key].items()) for key in ("states", "tables")}
@@ -61,7 +62,7 @@ def write_plan(plan: Plan) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Records, layouts and sequences of them as what JSON can hold."""
+    """Convert records, layouts and sequences of them to data that JSON can hold."""
     if isinstance(x, Mapping):
         return {k: _plain(v) for k, v in x.items()}
     if isinstance(x, tuple):
@@ -72,7 +73,7 @@ def _plain(x: Any) -> Any:
 
 
 def sealed(data: Mapping[str, Any]) -> str:
-    """The text of a plan's fields, with the digest by which a changed file is noticed: it is no signature."""
+    """Write a plan's fields as text, with the digest by which a changed file is noticed: it is no signature."""
     return json.dumps({**data, "seal": _seal(data)}, indent=1, sort_keys=True)
 
 
@@ -82,7 +83,7 @@ def _seal(data: Mapping[str, Any]) -> str:
 
 
 def read_plan(text: str, name: str = "the text") -> Plan:
-    """Read what `write_plan` wrote, in this format.
+    """Read a plan that `write_plan` wrote in this format.
 
     Args:
         text: of the file. name: what errors call it.
@@ -115,20 +116,20 @@ def read_plan(text: str, name: str = "the text") -> Plan:
 
 
 def _plan(data: dict[str, Any], name: str) -> Plan:
-    """The plan that these fields say."""
+    """Read the plan from the fields of a file."""
     axes = data["axes"]
     sizes = {axis: entry["size"] for axis, entry in axes}
     # A later format's fields are of an axis: what this version does not know, it does not run.
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
-    more: list[str] = []
+    unknown = []
     for i, (axis, entry) in enumerate(axes):
-        own = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares", "share_choice"] * (axis == "tp")}
-        more += [f"{key} of {axis}" for key in entry if key not in own]
+        known = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares", "share_choice"] * (axis == "tp")}
+        unknown += [f"{key} of {axis}" for key in entry if key not in known]
     order = [axis for axis in (*BESIDE, "tp") if axis in sizes]
-    if [axis for axis, _ in axes] != order or "tp" not in order or more:
+    if [axis for axis, _ in axes] != order or "tp" not in order or unknown:
         raise PlanError(
-            f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(more)}"
-            f"{' and '.join(more)}, and this version of autotp runs dp, cp and tp, in this order. Read it with the "
+            f"{name} is for the axes {', '.join(str(axis) for axis, _ in axes)}{' with ' * bool(unknown)}"
+            f"{' and '.join(unknown)}, and this version of autotp runs dp, cp and tp, in this order. Read it with the "
             "version that saved it, or plan again."
         )
     mesh: dict[str, Any] = {"tp": sizes.pop("tp"), "batch": _plain(ALONE), "shares": axes[-1][1].get("shares", [])}
@@ -155,18 +156,18 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
 
 @cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """The function that reads a type's value from plain data, as its annotation says it."""
-    if kind in (Any, Layout, Distribution | None):
-        return {Layout: read_layout, Distribution | None: read_loop}.get(kind, lambda x: x)
+    """Return the function that reads a value of an annotated type from plain data."""
+    if kind in READERS:
+        return READERS[kind]
     if is_dataclass(kind):
         return _record(kind)
     arguments = get_args(kind)
     if get_origin(kind) is tuple:
         item = _reader(arguments[0])
-        return lambda x: tuple(map(item, _of(x, list, kind)))
+        return lambda x: tuple(map(item, _of(x, (list,), kind)))
     if get_origin(kind) is Mapping:
         value = _reader(arguments[1])
-        return lambda x: {k: value(v) for k, v in _of(x, dict, kind).items()}
+        return lambda x: {k: value(v) for k, v in _of(x, (dict,), kind).items()}
     record = next((x for x in arguments if is_dataclass(x)), None)  # such as Layer | None
     if record is not None:
         read = _reader(record)
@@ -176,7 +177,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _record(kind: Any) -> Callable[[Any], Any]:
-    """The function that reads a record from its fields."""
+    """Return the function that reads a record from its fields."""
     hints = get_type_hints(kind, localns={"Builder": Any})
     unsaved = UNSAVED if kind is Plan else ()
     read = {file_name(kind, f.name): (f.name, _reader(hints[f.name])) for f in fields(kind) if f.name not in unsaved}
@@ -189,17 +190,15 @@ def _record(kind: Any) -> Callable[[Any], Any]:
     return record
 
 
-def _of(x: Any, allowed: Any, kind: Any) -> Any:
-    """The value, where it is of an allowed type; a flag is no number."""
-    if not isinstance(x, allowed) or (
-        isinstance(x, bool) and bool not in (allowed if isinstance(allowed, tuple) else ())
-    ):
+def _of(x: Any, allowed: tuple[type, ...], kind: Any) -> Any:
+    """Return a value that is of an allowed type; a flag is no number."""
+    if not isinstance(x, allowed) or (isinstance(x, bool) and bool not in allowed):
         raise TypeError(f"{str(x)[:40]!r} is no {getattr(kind, '__name__', kind)}")
     return x
 
 
 def file_name(record: type, name: str) -> str:
-    """The name of a record's field in a file."""
+    """Return the name of a record's field in a file."""
     return FILE_NAMES.get(record.__name__, {}).get(name, name)
 
 
@@ -214,14 +213,14 @@ MAX_PERIOD = 24  # numbers that recur in a run: those of one block
 
 
 def fold(records: Sequence[Any]) -> list[dict[str, Any]]:
-    """Records as patterns.
+    """Fold records that differ in numbers alone into patterns.
 
     Args:
         records: plain data, as JSON holds it.
 
     Returns: each pattern, the places of its records in the list and, where records differ, their numbers.
     """
-    groups: dict[str, tuple[Any, list[int], list[list[int]]]] = {}
+    groups = {}
     for place, record in enumerate(records):
         pattern, numbers = record, []
         if HOLE not in json.dumps(record):
@@ -234,12 +233,12 @@ def fold(records: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def unfold(data: Any) -> list[Any]:
-    """The records that `fold` wrote so.
+    """Return the records that `fold` folded.
 
     Raises:
         TypeError, ValueError, KeyError: it did not, or they are too many.
     """
-    records: dict[int, Any] = {}
+    records = {}
     room = MAX_CHARACTERS
     for entry in data:
         pattern, places = entry["like"], _numbers(entry["at"])
@@ -260,7 +259,7 @@ def unfold(data: Any) -> list[Any]:
 
 
 def _entry(pattern: Any, places: list[int], rows: list[list[int]]) -> dict[str, Any]:
-    """A pattern with what differs between its records; numbers that are the same in all stand in it."""
+    """Return a pattern with the numbers that differ between its records; equal ones are put into the pattern."""
     columns = list(zip(*rows, strict=True))
     same, varying = [], []
     for column in columns:
@@ -272,7 +271,7 @@ def _entry(pattern: Any, places: list[int], rows: list[list[int]]) -> dict[str, 
 
 
 def _pierced(x: Any, numbers: list[int]) -> Any:
-    """Plain data with a hole for every whole number, in text too, which go to `numbers`."""
+    """Replace every whole number of plain data, in text too, by a hole, and append the numbers to `numbers`."""
     if isinstance(x, str):
         if x.isdecimal():  # a hole alone stands for a number, not for its text
             return x
@@ -289,7 +288,7 @@ def _pierced(x: Any, numbers: list[int]) -> Any:
 
 
 def _filled(x: Any, numbers: Iterator[Any]) -> Any:
-    """The inverse of `_pierced`; a hole among the numbers stays one."""
+    """Fill the holes of `_pierced` again; a hole among the numbers stays one."""
     if isinstance(x, str):
         return _next(numbers) if x == HOLE else re.sub(HOLE, lambda _: str(_next(numbers)), x)
     if isinstance(x, dict):
@@ -307,8 +306,8 @@ def _next(numbers: Iterator[Any]) -> Any:
 
 
 def _runs(numbers: Sequence[int]) -> list[Any]:
-    """Numbers as runs, each the one that writes most of them for its length; as themselves where none is shorter."""
-    out: list[Any] = []
+    """Write numbers as runs, each the one that says most of them for its length; as numbers where none is shorter."""
+    out = []
     at = 0
     while at < len(numbers):
         period, times = max(_runs_at(numbers, at), key=lambda run: run[0] * run[1] / (run[0] + 2), default=(1, 1))
@@ -323,7 +322,7 @@ def _runs(numbers: Sequence[int]) -> list[Any]:
 
 
 def _runs_at(numbers: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
-    """Every run that begins here: the numbers that recur, and how often they are there."""
+    """Yield every run that begins here: how many numbers recur, and how often."""
     for period in range(1, min(MAX_PERIOD, (len(numbers) - at) // 2) + 1):
         step, end = numbers[at + period] - numbers[at], at + period
         while end < len(numbers) and numbers[end] - numbers[end - period] == step:
@@ -335,8 +334,8 @@ def _runs_at(numbers: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
 
 
 def _numbers(runs: Any) -> list[int]:
-    """The inverse of `_runs`."""
-    out: list[int] = []
+    """Return the numbers that `_runs` wrote."""
+    out = []
     for run in runs:
         first, step, times = run if isinstance(run, list) else (run, 0, 1)
         first = first if isinstance(first, list) else [first]

@@ -1,5 +1,5 @@
-"""Shares of unlike ranks: as public functions are given them, checked at the door; and as the solver chose them: units
-by family, the slowest rank's time, memory by rank."""
+"""Shares of unlike ranks: read and checked as users give them; and as the solver chose them, with units by family, the
+slowest rank's time and memory by rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_SHARE = 1_000_000
 
 @dataclass(frozen=True)
 class Dealing:
-    """Deal of a dimension, and of all that goes with it.
+    """The uneven split of a dimension, and of all that goes with it.
 
     Attributes:
         length: elements; 0 of all dimensions whose lengths are symbols, in proportion.
-        units: what each rank has of it. what: modules whose weights are dealt so.
+        units: elements of each rank. what: modules whose weights are split so.
     """
 
     length: int
@@ -32,7 +32,7 @@ class ShareChoice:
     """Shares of unlike ranks.
 
     Attributes:
-        dealt: by family of values that are dealt alike.
+        dealt: the split of each family of values that are split alike.
         seconds: of a step on the slowest rank, from collective to collective; `even`: those of the even split, and
             `even_fits`, whether each rank can hold that.
         bound: what no shares are below with these placements; `padding`: seconds of a step that go into parts which are
@@ -53,20 +53,18 @@ class ShareChoice:
 
     @property
     def units(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Lengths of dimensions, and what each rank has of them, where that was found."""
-        own = tuple([(each.length, each.units) for each in self.dealt])
-        return () if self.asked else own
+        """Lengths of dimensions, and the units of each rank; () where shares were given."""
+        return () if self.asked else tuple([(split.length, split.units) for split in self.dealt])
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Ranks that cannot hold what they are dealt."""
+        """Ranks whose part does not fit into their memory."""
         rooms = zip(self.memory, self.limits, strict=True)
-        return tuple([i for i, (own, most) in enumerate(rooms) if own > most])
+        return tuple([rank for rank, (need, limit) in enumerate(rooms) if need > limit])
 
 
 def read_shares(shares: object, tp: int, groups: Sequence[int] = ()) -> tuple[tuple[int, ...], bool]:
-    """Read how much of the work each rank is to do, checked; () where all do equally much; and whether it is to be
-    found for unlike ranks.
+    """Read and check the share of the work of each rank: () for equal ones, and whether the solver is to choose them.
 
     Args:
         shares: what a public function was given, such as (2, 1); None or "auto" to find them. tp: ranks.
@@ -99,6 +97,6 @@ def read_shares(shares: object, tp: int, groups: Sequence[int] = ()) -> tuple[tu
 
 
 def least(ratio: Sequence[int]) -> tuple[int, ...]:
-    """A ratio in its least numbers; () where it is even."""
+    """Reduce a ratio to its least whole numbers; () where it is even."""
     numbers = tuple([n // math.gcd(*ratio) for n in ratio])
     return numbers if len({*numbers}) > 1 else ()

@@ -1,4 +1,4 @@
-"""Who sends which block to whom, so that tensors that lie over ranks in one way lie in another: numbers, no process.
+"""Transfers of tensors from one sharding to another: which rank sends which block to which, in numbers, no process.
 
 Each byte that a rank lacks arrives once, from a rank that has it; what it has already is copied there. Where several
 ranks have a byte they share the sending, so that the busiest of all sends as little as can be (`_quotas`). Sends are
@@ -64,7 +64,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """The way from one layout to another: print it for what ranks send, receive and have already.
+    """The sends that take tensors from one sharding to another. Print it for what ranks send, receive and have already.
 
     Attributes:
         rounds: of sends between ranks, one after the other. local: copies within a rank.
@@ -96,26 +96,26 @@ class Transfer:
     @cached_property
     def outgoing(self) -> dict[int, int]:
         """Rank -> bytes that it sends."""
-        return self._sums((x.source, x) for x in self.sends)
+        return self._sums("source", self.sends)
 
     @cached_property
     def incoming(self) -> dict[int, int]:
         """Rank -> bytes that it receives."""
-        return self._sums((x.target, x) for x in self.sends)
+        return self._sums("target", self.sends)
 
     @cached_property
     def present(self) -> dict[int, int]:
         """Rank -> bytes that it needs and has."""
-        return self._sums((x.target, x) for x in self.local)
+        return self._sums("target", self.local)
 
-    def _sums(self, pairs: Iterable[tuple[int, Send]]) -> dict[int, int]:
+    def _sums(self, end: str, sends: Iterable[Send]) -> dict[int, int]:
         sums = dict.fromkeys(self.ranks, 0)
-        for rank, x in pairs:
-            sums[rank] += x.nbytes
+        for x in sends:
+            sums[getattr(x, end)] += x.nbytes
         return sums
 
     def to_json(self) -> str:
-        """All of it as JSON text.
+        """Write all of it as JSON text.
 
         `ranks` has a row for each rank: its number, bytes that it sends, receives and has already; `rounds` in each
         round a row for each send: the tensor's name, offset and size of the block, source, target, bytes.
@@ -140,7 +140,7 @@ class Transfer:
 
 
 def transfer(tensors: Mapping[str, Spread], bucket: int = BUCKET) -> Transfer:
-    """The way with the fewest bytes from what ranks have to what ranks need.
+    """Plan the transfer with the fewest bytes from the blocks that ranks have to the blocks that they need.
 
     Args:
         tensors: by name, in the order in which they are sent. bucket: bytes that a rank packs and unpacks at once.
@@ -150,9 +150,9 @@ def transfer(tensors: Mapping[str, Spread], bucket: int = BUCKET) -> Transfer:
     """
     if bucket < LEAST_BUCKET:
         raise InputError(f"bucket={bucket}: it holds the largest element, so it is at least {LEAST_BUCKET} bytes.")
-    table: dict[object, list[_Part]] = {}  # equal tensors of equal blocks of a model have equal parts
-    local: list[Send] = []
-    lacking: list[tuple[Send, Sequence[int]]] = []
+    table = {}  # equal tensors of equal blocks of a model have equal parts
+    local = []
+    lacking = []
     gathered = 0
     for name, x in tensors.items():
         key = x.shape, _key(x.have), _key(x.need)
@@ -164,32 +164,32 @@ def transfer(tensors: Mapping[str, Spread], bucket: int = BUCKET) -> Transfer:
             else:
                 lacking.append((Send(name, part.block, -1, part.target, nbytes), part.holders))
         for rank in x.need:
-            own = sum(block.elements for block in x.have.get(rank, ()))
-            gathered += (prod(x.shape) - own) * x.itemsize
+            present = sum(block.elements for block in x.have.get(rank, ()))
+            gathered += (prod(x.shape) - present) * x.itemsize
     ranks = sorted({rank for x in tensors.values() for rank in (*x.have, *x.need)})
     return Transfer(_rounds(_sourced(lacking), bucket), tuple(local), gathered, bucket, ranks=tuple(ranks))
 
 
 def between(before: Plan, after: Plan, first: int = 0, bucket: int = BUCKET) -> Transfer:
-    """The way of the parameters from one plan to another.
+    """Plan the transfer of the parameters from one plan's placements to another's.
 
     Args:
         before, after, first, bucket: see `Plan.transfer`, where these are the plan, `other`, and the rest.
     """
     plans = before, after
-    here, there = map(_kinds, plans)
-    if here != there:
-        name, _ = min(here.items() ^ there.items())
+    one, other = map(_kinds, plans)
+    if one != other:
+        name, _ = min(one.items() ^ other.items())
         raise InputError(
-            f"{name} is {here.get(name, 'absent')} in the plan of {before.model} and {there.get(name, 'absent')} in "
+            f"{name} is {one.get(name, 'absent')} in the plan of {before.model} and {other.get(name, 'absent')} in "
             f"that of {after.model}: weights move between plans of one model."
         )
-    layouts = before.placements, after.placements
+    placements = before.placements, after.placements
     tensors = {}
     for p in before.parameters:
         have, need = (
-            _blocks(plan, Pieces(p.shape, own[p.name], plan.tp, owners=plan.batch.owners(p.name)), start)
-            for plan, own, start in zip(plans, layouts, (0, first), strict=True)
+            _blocks(plan, Pieces(p.shape, layouts[p.name], plan.tp, owners=plan.batch.owners(p.name)), start)
+            for plan, layouts, start in zip(plans, placements, (0, first), strict=True)
         )
         tensors[p.name] = Spread(p.shape, getattr(torch, p.dtype).itemsize, have, need)
     texts = [_words(plan, start) for plan, start in zip(plans, (0, first), strict=True)]
@@ -201,7 +201,7 @@ def _kinds(plan: Plan) -> dict[str, str]:
 
 
 def _blocks(plan: Plan, pieces: Pieces, first: int) -> dict[int, list[Block]]:
-    """Rank -> what it holds of a parameter under a plan for ranks from `first` on, counted as a mesh counts them."""
+    """Map each rank to its blocks of a parameter under a plan for ranks from `first` on, in the mesh's order."""
     beside = plan.batch.size
     spread = plan.batch.fully_shard or pieces.owners > 1
     return {
@@ -219,19 +219,19 @@ def _words(plan: Plan, first: int) -> str:
 
 
 def _key(blocks: Mapping[int, Collection[Block]]) -> object:
-    return tuple((rank, *own) for rank, own in blocks.items())
+    return tuple((rank, *owned) for rank, owned in blocks.items())
 
 
 def _parts(name: str, x: Spread) -> Iterator[_Part]:
-    """Cut what each rank needs where it lies with other holders."""
-    holdings = list(dict.fromkeys(block for own in x.have.values() for block in own))
+    """Cut the blocks that ranks need where the set of ranks that have them changes."""
+    holdings = dict.fromkeys(chain.from_iterable(x.have.values()))
     for rank, blocks in x.need.items():
         for block in blocks:
             parts = [block] if block.elements else []
             for other in holdings:
                 parts = [*chain.from_iterable(_split(part, other) for part in parts)]
             for part in parts:
-                holders = [r for r, own in x.have.items() if _holds(own, part)]
+                holders = [r for r, owned in x.have.items() if _holds(owned, part)]
                 if not holders:
                     raise InputError(
                         f"no rank has {name} at {part.offset}, of size {part.size}, which rank {rank} needs."
@@ -239,12 +239,12 @@ def _parts(name: str, x: Spread) -> Iterator[_Part]:
                 yield _Part(part, rank, tuple(sorted(holders)))
 
 
-def _holds(own: Iterable[Block], block: Block) -> bool:
-    return any(block.common(other) == block for other in own)
+def _holds(owned: Iterable[Block], block: Block) -> bool:
+    return any(block.common(other) == block for other in owned)
 
 
 def _split(block: Block, other: Block) -> Iterator[Block]:
-    """Cut a block into what lies in another one and what does not."""
+    """Cut a block into its intersection with another one and the rest."""
     common = block.common(other)
     for d in range(len(block.size)) if common.elements else ():
         first, low = block.offset[d], common.offset[d]
@@ -271,7 +271,7 @@ def _sourced(lacking: Sequence[tuple[Send, Sequence[int]]]) -> list[Send]:
     """
     loads, sources = Counter[int](), set[int]().union(*(holders for _, holders in lacking))
     limit = sum(send.nbytes for send, _ in lacking) // (PARTS * max(len(sources), 1))
-    parts: list[tuple[Send, Sequence[int]]] = []
+    parts = []
     for send, holders in lacking:
         for part in _limited(send, limit) if len(holders) > 1 else (send,):
             source = min(holders, key=loads.__getitem__)
@@ -294,7 +294,7 @@ def _sourced(lacking: Sequence[tuple[Send, Sequence[int]]]) -> list[Send]:
 
 def _rounds(sends: Iterable[Send], bucket: int) -> tuple[tuple[Send, ...], ...]:
     """Put each send into the first round that its two ranks have room in, and in which neither is done."""
-    rounds: list[list[Send]] = []
+    rounds = []
     latest, fill = Counter[int](), Counter[int]()  # rank -> its latest round, and the bytes in that
     for send in sends:
         for part in _limited(send, bucket):

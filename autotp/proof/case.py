@@ -1,4 +1,4 @@
-"""One call of an operator as a program of its own, and every choice that the planner would have for it."""
+"""Operator calls as programs of one node, with every choice that the planner would have for them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Case:
 
 @dataclass
 class RuleProgram:
-    """The call as a captured graph of one operator, with its operands."""
+    """A call as a captured graph of one operator, with its operands."""
 
     case: Case
     planned: Planned
     node: fx.Node
     op: Op
-    rule: Rule | None
+    rule: Rule
     operands: list[Tensor]
 
     @property
@@ -59,22 +59,21 @@ class RuleProgram:
         return [leaf.node for leaf in self.planned.program.leaves]
 
     def operand(self, slot: int) -> str:
-        """The name of an operand, numbered where one argument holds several."""
+        """Return the name of an operand, numbered where one argument holds several."""
         name = self.op.names[slot]
         return name if self.op.names.count(name) == 1 else f"{name}[{slot - self.op.names.index(name)}]"
 
     def spec(self, layout: Layout) -> Spec:
-        """A layout at run time; that of rows by group holds the operand which says where the groups end."""
-        factors = self.rule.factors if self.rule else ()
-        carries = [c for f in factors for c in f.carries if c is not None]
+        """Return a layout at run time; that of rows by group holds the operand which says where the groups end."""
+        carries = [c for f in self.rule.factors for c in f.carries if c is not None]
         ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
         return layout.to_runtime(lambda size: ends if isinstance(size, Groups) else size)
 
 
 def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
-    """The one-operator graph of a case; `rule` stands in for the table (negative controls)."""
+    """Build the one-operator graph of a case; `rule` stands in for the table (negative controls)."""
     graph, mode, operands = fx.Graph(), compat.fake_mode(), []
-    leaves: list[Leaf] = []
+    leaves = []
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -96,13 +95,12 @@ def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
     nothing: Any = None
     captured = Capture(graph, leaves, {}, nothing, nothing, {}, {}, {}, {}, [], False)
     op = Op.of(node)
-    own_rule = rule(op)
-    planned = Planned(captured, 1, {}, {node: op}, {node: own_rule}, {}, differentiable(captured))
-    return RuleProgram(case, planned, node, op, own_rule, operands)
+    planned = Planned(captured, 1, {}, {node: op}, {node: rule(op)}, {}, differentiable(captured))
+    return RuleProgram(case, planned, node, op, planned.rules[node] or Rule(), operands)
 
 
 def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
-    """Partitions of a loop: plain, in units, fused of two unequal segments, and repeated."""
+    """Yield partitions of a loop: plain, in units, fused of two unequal segments, and repeated."""
     if factor.pieces:
         lengths = [n for n in factor.pieces if isinstance(n, int)]
         yield Partition.of([Segment(n) for n in lengths], 1, tp)
@@ -119,26 +117,26 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
 
 
 def _halves(n: int) -> Segment:
-    """A piece of two units where its length is even."""
+    """Return a piece of two units where its length is even."""
     return Segment(n // 2, 2) if n % 2 == 0 else Segment(n)
 
 
 def choices(p: RuleProgram, tp: int) -> list[tuple[Decision, Factor | None]]:
-    """Every choice that the planner would have for this call, with the partitions of `loops_to_try` as seeds."""
+    """Return every choice that the planner would have for this call, with the partitions of `loops_to_try` as seeds."""
     slots: list[frozenset[ValueId]] = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
     candidates = Candidates(tp, ends={("in", i): i for i in range(len(p.op.ins))})
     results: list[ValueId] = [("out", i) for i in range(len(p.op.outs))]
     values: list[ValueId] = [*(v for s in slots for v in s), *results]
-    for factor in p.rule.factors if p.rule else ():
+    for factor in p.rule.factors:
         # A loop of one step has nothing to split.
         for loop in loops_to_try(factor, tp) if factor.size != 1 else ():
             _seed(candidates, factor, loop, slots, values)
     grads = p.planned.grads
     graded = [s in grads for s in p.op.slots]
     carries = [p.node in grads] * len(p.op.outs)
-    decisions: dict[Any, tuple[Decision, Factor | None]] = {}
-    for ins, outs, k, loop in signatures(p.rule, graded, carries, slots, results, candidates):
-        factor = p.rule.factors[k] if p.rule and k is not None else None
+    decisions = {}
+    for ins, outs, k, loop in signatures(p.planned.rules[p.node], graded, carries, slots, results, candidates):
+        factor = p.rule.factors[k] if k is not None else None
         decisions.setdefault((ins, outs), (Decision(ins, outs, k, loop), factor))
     return list(decisions.values())
 
@@ -146,23 +144,22 @@ def choices(p: RuleProgram, tp: int) -> list[tuple[Decision, Factor | None]]:
 def _seed(
     candidates: Candidates, factor: Factor, loop: Distribution, slots: list[frozenset[ValueId]], values: list[ValueId]
 ) -> None:
-    """Every value that carries the factor may have the partition that the loop gives it.
+    """Let every value that carries the factor have the partition that the loop gives it.
 
     Not by `Candidates.add`, which keeps the simplest few: a proof tries all.
     """
     for carry, value in zip(factor.carries, values, strict=True):
-        part = candidates.place(carry, factor, loop, slots) if carry is not None else None
-        if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
-            candidates.of[value, carry.dim].append(part)
+        if carry is not None:
+            part = candidates.place(carry, factor, loop, slots)
+            if part is not None and part not in candidates.of[value, carry.dim]:
+                candidates.of[value, carry.dim].append(part)
 
 
 def required(p: RuleProgram) -> set[Any]:
-    """Return what the cases of an operator must exercise of this call's rule."""
-    if p.rule is None:
-        return set()
+    """Return the factors, linear sets and addends of this call's rule that the operator's cases must exercise."""
     maxima = p.node in p.planned.grads  # which carry no gradient, and are no choice where one is wanted
     possible = [not (f.size in (0, 1) or (maxima and f.reduction == "max" and None in f.outs)) for f in p.rule.factors]
-    factors = {("factor", i) for i, possible_one in enumerate(possible) if possible_one}
+    factors = {("factor", i) for i, can in enumerate(possible) if can}
     linear = {("linear", s) for s in p.rule.linear}
     addends = {("addend", s) for s in p.rule.addends}
     return factors | linear | addends

@@ -1,4 +1,4 @@
-"""A rank's program, type-checked by spmd_types, which others wrote: no value and no conversion of ours is believed.
+"""Type check of a rank's program by spmd_types, a checker of others: no value and no conversion of ours is trusted.
 
 R, I, V and P of every value are inferred by the checker on meta tensors.
 """
@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -30,7 +29,7 @@ from autotp.plans.export.styles import AXIS, spmd_types
 from .differences import own_leaf
 from .report import Certificate, Difference
 from .run import CallLayouts, Env, Simulated, StepError, Values, run
-from .spelling import linear_slots, spelled, tensors_in, transit, type_by_rule
+from .spelling import linear_slots, spelled, tensors_in, transit, type_by_rule, untyped
 
 META = torch.device("meta")
 
@@ -53,23 +52,19 @@ def certificate(planned: Planned, sharded: Sharded, beside: Mapping[str, int] | 
     try:
         typing.run()
     except RefusedError as error:
-        refusal = _refusal(sharded, error)
+        node = error.node
+        module = module_name(sharded.origin.get(node, (node, 0))[0])
+        op = short_name(node.target) if node.op == "call_function" else node.op
+        refusal = Difference(error.kind, node.name, op, module, math.inf, error.detail)
     return Certificate(planned.tp, checker, **typing.count, refusal=refusal)
 
 
 class RefusedError(Exception):
-    """The checker refuses a node, or it cannot be run; `kind` and `detail` as in `Refusal`."""
+    """A refusal of a node by the checker, or of one that cannot be run; `kind`: "types" or "shapes"."""
 
     def __init__(self, kind: str, node: fx.Node, detail: str) -> None:
         super().__init__(detail)
         self.kind, self.node, self.detail = kind, node, detail
-
-
-def _refusal(sharded: Sharded, error: RefusedError) -> Difference:
-    node = error.node
-    module = module_name(sharded.origin.get(node, (node, 0))[0])
-    op = short_name(node.target) if node.op == "call_function" else node.op
-    return Difference(error.kind, node.name, op, module, math.inf, error.detail)
 
 
 @contextmanager
@@ -82,7 +77,7 @@ def checking(tp: int) -> Iterator[None]:
 
 
 class Typing(Simulated):
-    """All ranks of a program in lockstep, each value a typed meta tensor for every rank.
+    """Simulated ranks in lockstep, on which each value is a typed meta tensor for every rank.
 
     Of the plan's layouts those of leaves, of pending sums and of states are read, and no others; of a decision the
     split loop, where no operand has it.
@@ -153,9 +148,9 @@ class Typing(Simulated):
         return [self._assert(x, self.sharded.layouts.get(node, R).mark) for x in parts]
 
     def _assert(self, x: Tensor, letter: str) -> Tensor:
-        """Assert the type of a leaf."""
+        """Assert the type of a leaf: V for all layouts that the checker has no letter for."""
         spmd = spmd_types()
-        return spmd.assert_type(x, {AXIS: {"I": spmd.I, "R": spmd.R, "P": spmd.P}.get(letter, spmd.V)})
+        return spmd.assert_type(x, {AXIS: getattr(spmd, letter if letter in "IRP" else "V")})
 
     # Conversions.
 
@@ -163,20 +158,18 @@ class Typing(Simulated):
         self.count["conversions"] += 1
         xs = env[node.args[0]]  # type: ignore[index]
         src, dst = self._at(node.args[1:3], env, 0)
-        with spmd_types().no_typecheck():
-            ys = conversions.simulate(xs, src, dst)
+        ys = untyped(conversions.simulate, xs, src, dst)
         for x, y in zip(xs, ys, strict=True):
             transit(x, src, dst, y)
         return ys
 
     def _across(self, node: fx.Node, x: Tensor, env: Env) -> Tensor:
-        """Type what goes over an axis beside tp: on every rank of that it is linear in what it reads."""
-        over, more = mark(node).batch, self._at(node.args[1:], env, 0)
-        with spmd_types().no_typecheck():
-            if over is None:
-                y = scale_gradient(x, *more)
-            else:
-                y = conversions.simulate([x] * self.degrees[over.axis], *more[:2])[0]
+        """Type a conversion over an axis beside tp: on every rank of that it is linear in its operand."""
+        over, args = mark(node).batch, self._at(node.args[1:], env, 0)
+        if over is None:
+            y = untyped(scale_gradient, x, *args)
+        else:
+            y = untyped(conversions.simulate, [x] * self.degrees[over.axis], *args[:2])[0]
         type_by_rule([x], ((0,),), y)
         return y
 
@@ -214,7 +207,7 @@ class Typing(Simulated):
         return xs
 
     def _pending(self, node: fx.Node) -> bool:
-        """Return whether the plan says that the value is summands of which nobody has the sum yet."""
+        """Return whether the plan says that the value is partial."""
         layout = self.sharded.layouts.get(node)
         return layout is not None and layout.partial
 
@@ -222,14 +215,13 @@ class Typing(Simulated):
         target: Any = node.target
         # The checker types a call alike on all ranks, so that one which knows its rank has a type of its own.
         if mark(node).axis == "tp":
-            return self._own(partial(target, *args, **kwargs), operands)
+            return self._local(untyped(target, *args, **kwargs), operands)
         if not operands:
-            return self._factory(node, partial(target, *args, **kwargs))
+            return self._factory(node, untyped(target, *args, **kwargs))
         # Without a function in the checker's table a linear operator would take no pending sum.
         groups = linear_slots(target, args, kwargs)
         if groups is not None:
-            with spmd_types().no_typecheck():
-                result = _new(target(*args, **kwargs), operands)
+            result = untyped(lambda: _new(target(*args, **kwargs), operands))
             for y in tensors_in(result):
                 type_by_rule(operands, groups, y)
             return result
@@ -240,19 +232,15 @@ class Typing(Simulated):
         pending = self._summand if self._pending(node) else lambda x: x
         return function(pending, *args, **kwargs) if sums else function(*args, **kwargs)
 
-    def _own(self, function: Any, operands: list[Tensor]) -> Any:
-        """A call that knows its rank: what it reads is no pending sum, and what it makes is the rank's own."""
-        with spmd_types().no_typecheck():
-            result = function()
+    def _local(self, result: Any, operands: list[Tensor]) -> Any:
+        """Type the result of a call that knows its rank: it reads no pending sum, and makes a local value."""
         for y in tensors_in(result):
             type_by_rule(operands, (), y)
             _varying(y)
         return result
 
-    def _factory(self, node: fx.Node, function: Any) -> Any:
-        """A call without operands is a leaf."""
-        with spmd_types().no_typecheck():
-            result = function()
+    def _factory(self, node: fx.Node, result: Any) -> Any:
+        """Type the result of a call without operands, which is a leaf."""
         layout = self.sharded.layouts.get(node, R)
         for y in tensors_in(result):
             self._assert(y, layout.mark if layout.split else "R")
@@ -262,10 +250,7 @@ class Typing(Simulated):
         return self._assert(x, "P")
 
     def _at(self, args: Any, env: Env, rank: int) -> Any:
-        def value(x: Any) -> Any:
-            return META if isinstance(x, torch.device) else x
-
-        return fx.map_arg(compat.tree_map(value, args), lambda n: env[n][rank])
+        return fx.map_arg(compat.tree_map_only(torch.device, lambda _: META, args), lambda n: env[n][rank])
 
     # Outputs.
 
@@ -292,19 +277,18 @@ class Typing(Simulated):
 
 
 def _varying(x: Tensor) -> None:
-    """Have the checker type what every rank made for itself: V, of R, whose gradient is then a rank's summand."""
+    """Have the checker type a result that each rank makes alone: V, of R, whose gradient is then a rank's summand."""
     spmd = spmd_types()
     if spmd.get_axis_local_type(x, AXIS) is not spmd.V:
         spmd_types("rules").reinterpret(x, AXIS, src=spmd.R, dst=spmd.V, out=x)
 
 
 def _new(result: Any, operands: list[Tensor]) -> Any:
-    """The result as a tensor of its own, that may have a type of its own: some operators return an operand."""
-    again = isinstance(result, Tensor) and any(result is x for x in operands)
-    return result.view_as(result) if again else result
+    """Return a result that may have a type of its own: an alias where the operator returns an operand."""
+    return result.view_as(result) if any(result is x for x in operands) else result
 
 
 def _words(error: BaseException | None, tp: int) -> str:
-    """Return the first paragraph of what is wrong: the others say where in the checker."""
+    """Return the first paragraph of an error: the others say where in the checker."""
     text = str(error).replace(f"MeshAxis({tp}:1)", AXIS).replace(f"'{AXIS}'", AXIS).strip()
     return text.split("\n\n")[0] or type(error).__name__

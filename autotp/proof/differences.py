@@ -1,4 +1,4 @@
-"""The first value of a run that is not another's, and a loss that gives each element of a result its own gradient."""
+"""Comparison of two runs, value by value, and a loss that gives each element of a result its own gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotp.text import first_line
 
 PERIOD = 65537  # elements after which weights repeat: a prime, so that no two rows of a value are weighed alike
 FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
-PLAIN_TYPES = (bool, int, float, complex, str, type(None))
+COMPARED_TYPES = (Tensor, bool, int, float, complex, str, type(None))  # values that tell whether they are equal
 
 
 Key = TypeVar("Key")
@@ -26,7 +26,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Gap(Generic[Key]):
-    """A value that is not what it should be.
+    """A value that differs from its reference.
 
     Attributes:
         key: of the value. error: by how much, as a part of the largest; inf where no number says it.
@@ -41,8 +41,8 @@ class Parts:
     """A value as ranks have it.
 
     Attributes:
-        ranks: what each has; of one rank alone, what that has. spec: how the value lies over them.
-        place: of one rank alone, which it is of how many.
+        ranks: the part of each; of one rank alone, its part. spec: the layout of the value over them.
+        place: of one rank alone, its number and the number of ranks.
     """
 
     ranks: Sequence[Any]
@@ -50,7 +50,7 @@ class Parts:
     place: tuple[int, int] | None = None
 
     def joined(self) -> list[Any] | None:
-        """Return the whole: the one of every rank, or one that is put together; None where the parts do not fit."""
+        """Return the whole of each rank, or the one that the parts make up; None where the parts do not fit."""
         if self.spec.whole:
             return list(self.ranks)
         try:
@@ -94,9 +94,9 @@ class Rounding:
             return max((self._off(x, theirs, scale) for x in values or ()), default=math.inf)
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
             return self.error(ours.detach(), theirs.detach(), scale)
-        if isinstance(ours, (*PLAIN_TYPES, Tensor)) and isinstance(theirs, (*PLAIN_TYPES, Tensor)):
+        if isinstance(ours, COMPARED_TYPES) and isinstance(theirs, COMPARED_TYPES):
             return 0.0 if type(ours) is type(theirs) and ours == theirs else math.inf
-        return 0.0  # objects of which nothing tells whether they are equal
+        return 0.0
 
 
 def differences(ours: Mapping[Key, Any], theirs: Mapping[Key, Any], rounding: Rounding) -> Gap[Key] | None:
@@ -121,17 +121,17 @@ def own_leaf(value: Any, wanted: bool) -> Any:
 
 
 def has_grad(value: Any) -> bool:
-    """Return whether a gradient has come to it."""
+    """Return whether a value has a gradient."""
     return isinstance(value, Tensor) and (value.is_leaf or value.retains_grad) and value.grad is not None
 
 
 def grad_or_zeros(value: Tensor) -> Tensor:
-    """The gradient that has come to a value; zeros where none has, which take no memory and cannot be written to."""
+    """Return the gradient of a value; zeros where it has none, which take no memory and cannot be written to."""
     return value.new_zeros(()).expand_as(value) if value.grad is None else value.grad
 
 
 def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
-    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, kinds, integers or non-finite values differ.
+    """Return max|a - b| over max|b| + `FLOOR * scale`; inf where shapes, kinds, integers or non-finite values differ.
 
     Args:
         a: what is judged. b: what it should be, of the same shape.
@@ -157,12 +157,12 @@ def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
 
 
 def _dense(value: Tensor) -> Tensor:
-    """A sparse value, such as a buffer may hold, with its zeros: few operators take it as it is."""
+    """Return a sparse value, such as a buffer may hold, with its zeros: few operators take it as it is."""
     return value if value.layout == torch.strided else value.to_dense()
 
 
 def _finite_part(a: Tensor, b: Tensor) -> float:
-    """max|a - b| where `b` is finite; inf where the non-finite values differ."""
+    """Return max|a - b| where `b` is finite; inf where the non-finite values differ."""
     finite = torch.isfinite(b)
     if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
         return float("inf")
@@ -171,7 +171,7 @@ def _finite_part(a: Tensor, b: Tensor) -> float:
 
 
 def loss(outputs: Any) -> Tensor:
-    """A fixed linear functional of all floating outputs (and buffers written)."""
+    """Return a fixed linear functional of all floating outputs (and buffers written)."""
     total = torch.zeros((), dtype=torch.float64)
     for v in compat.tree_leaves(outputs):
         if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) and v.numel():
@@ -180,21 +180,21 @@ def loss(outputs: Any) -> Tensor:
 
 
 def weights(value: Tensor) -> Tensor:
-    """Weights of the elements of a whole value in `loss`, as the value is laid out; real and imaginary parts apart."""
+    """Return the weights of a whole value's elements in `loss`, in the value's shape; complex ones have two each."""
     shape = torch.view_as_real(value).shape if value.is_complex() else value.shape
     count = shape.numel()
     pattern = torch.cos(torch.arange(min(count, PERIOD), dtype=torch.float64, device=value.device) + 0.5)
-    return pattern.repeat(-(-count // PERIOD))[:count].reshape(shape) if count > PERIOD else pattern.reshape(shape)
+    return pattern.repeat(-(-count // PERIOD))[:count].reshape(shape)
 
 
 def weighted(value: Tensor, weight: Tensor) -> Tensor:
-    """The sum of a value's finite elements times these weights."""
+    """Sum a value's finite elements times these weights."""
     plain = torch.view_as_real(value) if value.is_complex() else value
     return (torch.where(torch.isfinite(plain), plain, 0) * weight).sum()
 
 
 def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """Return what rounding may make of a difference, in the least exact of these dtypes."""
+    """Return the relative difference that rounding may make, in the least exact of these dtypes."""
     factors = {1: 16, 2: 16}  # by bytes
     return max((factors.get(d.itemsize, 1e3) * torch.finfo(d).eps for d in dtypes), default=1e-3)
 
@@ -203,7 +203,7 @@ NO_DERIVATIVE = re.compile(r"no autograd formula was registered|derivative for .
 
 
 def backward(total: Tensor) -> str:
-    """Fill the gradients of what the value was made of; where an operator has no derivative, what torch says of it."""
+    """Fill the gradients of the leaves of a value; return torch's message where an operator has no derivative."""
     try:
         if total.requires_grad:
             total.backward()
@@ -217,7 +217,7 @@ def backward(total: Tensor) -> str:
 def gradients(
     results: Sequence[Tensor], toward: Sequence[Tensor | None], operands: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the operands; None for those that need none or are not reached.
+    """Compute the gradients of the operands; None for those that need none or are not reached.
 
     Args:
         results: of the operands. toward: gradients of the results; None, or fewer of them, for those that have none.
@@ -230,14 +230,14 @@ def gradients(
     outputs, upstream = zip(*pairs, strict=True)
     with compat.own_convolutions(operands):
         computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
-    own: list[Tensor | None] = []
+    grads = []
     for x in operands:
-        own.append(next(computed) if x.requires_grad else None)
-    return own
+        grads.append(next(computed) if x.requires_grad else None)
+    return grads
 
 
 def largest(x: Tensor) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     x = _dense(x.detach())
     if x.dtype == torch.bool or not x.numel():
         return 0.0

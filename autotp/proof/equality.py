@@ -99,14 +99,14 @@ def expect(program: Capture, leaves: Mapping[fx.Node, Any]) -> _Expected:
     before = {id(v): v.clone() for v in final.values() if not v.requires_grad}  # a backward may write to it too
     outputs = [before.get(id(v), v) for v in outputs]
     failed = backward(loss(outputs))
-    graded = [v.grad for each in values.nodes.values() for v in compat.tree_leaves(each) if has_grad(v)]
+    graded = [v.grad for v in compat.tree_leaves(list(values.nodes.values())) if has_grad(v)]
     nodes = {n: [before.get(id(v), v)] for n, (v,) in values.nodes.items()}
     return _Expected(nodes, [outputs], max(map(largest, graded), default=0.0), failed, final)
 
 
 @dataclass
 class _Proof:
-    """Simulated ranks beside the whole: what they made of every value, and how it compares."""
+    """Simulated ranks beside the whole: their values, and the comparison of these."""
 
     planned: Planned
     call: CallLayouts
@@ -131,7 +131,7 @@ class _Proof:
         return result and (inside or result), None if result else inside
 
     def _forward(self) -> tuple[Difference | None, Difference | None]:
-        """Find the first value that differs, and the first result: an output, or what is written to an input."""
+        """Find the first value that differs, and the first result: an output, or a value written to an input."""
         leaves, failed = {}, None
         for node, leaf in self.leaves.items():
             leaves[node] = [own_leaf(v, leaf.node in self.graded) for v in self.call.dealt(leaf, node)]
@@ -148,7 +148,7 @@ class _Proof:
         return first, first if gap and (failed or gap.key.op == "placeholder") else self._outputs()
 
     def _written_scale(self, position: int) -> float:
-        """Return the largest of what an output is made of that a buffer or input becomes."""
+        """Return the largest operand of an output that a buffer or input becomes."""
         node = self.whole.results[position]
         is_mutation = isinstance(node, fx.Node) and position in self.whole.mutations
         return self.call.made_of(self.expected, node) if is_mutation else 0.0
@@ -174,7 +174,7 @@ class _Proof:
         return self._blame(self._output_nodes()[position], gap.error, f"{what} is off by {gap.error:.2e}")
 
     def _layouts(self, position: int) -> list[Layout]:
-        """Return how an output lies over each axis: those of axes beside tp are of its tensors alone."""
+        """Return the layouts of an output over each axis: those of axes beside tp are of its tensors alone."""
         wholes = self.expected.outputs[0]
         at = sum(isinstance(x, Tensor) for x in wholes[:position])
         return [*(axis.outputs[at] for axis in self.on.beside), self.call.output_layout(position)]
@@ -186,7 +186,7 @@ class _Proof:
         """Find the first gradient that differs, from the last value back to the leaves, and the first of a leaf."""
         # One backward for all ranks: a conversion of values sends gradients from each rank to every other.
         totals = [self._loss(rank) for rank in range(self.on.world)]
-        failed: RuntimeError | None = None
+        failed = None
         if any(t.requires_grad for t in totals):
             try:
                 torch.stack(totals).sum().backward()
@@ -234,11 +234,11 @@ class _Proof:
         return ours, theirs
 
     def _joined(self, parts: list[Tensor], ranks: int, spec: Spec) -> list[Tensor]:
-        """Put together what each so many ranks that follow each other have."""
+        """Recombine the parts of each run of so many ranks."""
         return [spec.recombine(parts[i : i + ranks]) for i in range(0, len(parts), ranks)]
 
     def _buffer_gap(self) -> Difference | None:
-        """Find what buffers have after the backward, which may write to them, where it differs."""
+        """Find the first buffer that differs after the backward, which may write to it."""
         ours, theirs = {}, {}
         for i, x in self.expected.final.items():
             if self.whole.becomes(i) is None and not x.requires_grad and not self.on.beside:
@@ -250,7 +250,7 @@ class _Proof:
         return self._difference("backward", self._output_nodes()[gap.key], gap.error, detail)
 
     def _loss(self, rank: int) -> Tensor:
-        """Return what a rank differentiates: of what it has a part of, with that part's weights.
+        """Return the loss of a rank: its parts of the outputs, times the weights of these parts.
 
         Gradients are the mean over axes beside tp of what each of their ranks has for its part.
         """
@@ -283,7 +283,7 @@ class _Proof:
         return self._difference("forward", result, error, detail)
 
     def _arrivals(self, node: fx.Node) -> list[fx.Node]:
-        """Return the planned values that this node is made of, through what its rule wrote in between."""
+        """Return the planned values that this node is made of, through nodes that its rule wrote in between."""
         origin = self.sharded.origin
         read = reached(node.all_input_nodes, lambda n: () if n in origin else n.all_input_nodes)
         return [n for n in read if n in origin]

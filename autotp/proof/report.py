@@ -80,7 +80,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Certificate:
-    """An answer of spmd_types to a plan's program; true where it refuses nothing.
+    """The answer of spmd_types to a plan's program; true where it refuses nothing.
 
     Attributes:
         tp: number of ranks. checker: the package and its version.

@@ -1,4 +1,4 @@
-"""The proof of one operator call: every choice that its rule offers, forward and backward, against the whole."""
+"""Proofs of rules: every choice that a rule offers for one call, forward and backward, against the whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotp import compat
 from autotp.comm.ranks import check_degree
 from autotp.errors import InputError, RuleError
 from autotp.ir.graph import short_name
-from autotp.ir.op import Factor, Rule
+from autotp.ir.op import Factor
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
@@ -28,7 +28,7 @@ from .run import Simulated, run
 
 
 class _AsProduced(TensorWriter):
-    """Every result of one call leaves as the choice produces it."""
+    """Writer of programs whose results keep the layouts that the choice produces."""
 
     def results(self, planned: Planned) -> list[Result]:
         (call,) = planned.ops
@@ -50,26 +50,26 @@ def prove(case: Case, tp: int, rule: RuleOf = rule_of) -> set[Any]:
 
 
 def prove_program(p: RuleProgram, tp: int) -> set[Any]:
-    """`prove` of a call whose program is there: it serves any number of ranks."""
-    case, p.planned.tp = p.case, tp
+    """Prove a call whose program is made already, which serves any number of ranks; see `prove`."""
+    p.planned.tp = tp
     draw = torch.Generator().manual_seed(0)
     whole = [x.clone().requires_grad_(s in p.planned.grads) for x, s in zip(p.operands, p.op.slots, strict=True)]
     (results,) = run(p.planned.program, dict(zip(p.leaves, ([x] for x in whole), strict=True))).outputs
     grads = [_gradient(y, draw) for y in results]
     expected = _Expected([y.detach() for y in results], grads, gradients(results, grads, whole))
-    exercised: set[Any] = set()
+    exercised = set()
     for decision, factor in choices(p, tp):
         try:
-            _prove(p, decision, case, expected)
+            _prove(p, decision, expected)
         except Exception as e:
-            raise RuleError(_fault_text(p, case, decision, factor, e)) from e
+            raise RuleError(_fault_text(p, decision, factor, e)) from e
         exercised |= _exercised(p, decision, factor)
     return exercised
 
 
 @dataclass
 class _Expected:
-    """The whole's results, the gradients that they were given, and the operands' gradients."""
+    """The reference: results of the whole, the gradients that they were given, and the operands' gradients."""
 
     results: list[Tensor]
     gradients_in: Sequence[Tensor | None]
@@ -80,18 +80,19 @@ class _Differs(Exception):
     """A fault of one choice."""
 
 
-def _fault_text(p: RuleProgram, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
-    """Say what is wrong, of which choice, why it may be, and what to do."""
-    rule, tp = p.rule or Rule(), p.planned.tp
+def _fault_text(p: RuleProgram, decision: Decision, factor: Factor | None, error: Exception) -> str:
+    """Write the fault, the choice that has it, the likely cause and the advice."""
+    rule, tp = p.rule, p.planned.tp
     partial = [p.operand(i) for i, x in enumerate(decision.ins) if x.partial]
     what, advice = "run whole", "The operator must give the same results for the same operands."
     if factor is not None and decision.factor is not None:
         letter = letters(rule)[decision.factor]
         summed = any(c is None for c in factor.outs)
         what = f"split along {letter}" + (", which is summed over" if summed else "")
-        why = f"The parts along {letter} must not depend on each other; arguments that say its length need `localise`."
-        why = f"The result must be the sum of what the parts along {letter} give." if summed else why
-        advice = f"{why} Where that is not so, the dimension must stay whole: write `_` for it, or no factor."
+        need = f"The parts along {letter} must not depend on each other; arguments that say its length need `localise`."
+        if summed:
+            need = f"The result must be the sum of what the parts along {letter} give."
+        advice = f"{need} Where that is not so, the dimension must stay whole: write `_` for it, or no factor."
         if decision.loop is not None and not decision.loop.full(tp):
             advice += " Some rank has no element here: where the operator cannot run on that, say empty=False."
     elif partial:
@@ -101,12 +102,12 @@ def _fault_text(p: RuleProgram, case: Case, decision: Decision, factor: Factor |
     fault = str(error) if isinstance(error, _Differs) else f"it fails: {error}"
     return (
         f"the rule of {short_name(p.op.target)}, {notation(p.op, rule)}, is wrong: {what}, over {tp} ranks, {fault}\n"
-        f"  {layouts} -> {', '.join(map(str, decision.outs))}\n  {case}\n{advice}"
+        f"  {layouts} -> {', '.join(map(str, decision.outs))}\n  {p.case}\n{advice}"
     )
 
 
 def _gradient(y: Tensor, draw: torch.Generator) -> Tensor | None:
-    """Random; whole numbers where the dtype is narrow, so that no rounding enters. None where it asks for none."""
+    """Draw a gradient for a result, whole numbers where the dtype is narrow, so that nothing rounds; None for none."""
     if not y.requires_grad:
         return None
     if y.dtype in (torch.float64, torch.complex128):
@@ -115,15 +116,14 @@ def _gradient(y: Tensor, draw: torch.Generator) -> Tensor | None:
 
 
 def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set[Any]:
-    assert p.rule is not None or factor is None
-    if factor is not None and p.rule is not None:
-        added = {("addend", s) for s in p.rule.addends if decision.ins[s].partial}
-        return {("factor", decision.factor), *added}
-    return {("linear", frozenset(i for i, x in enumerate(decision.ins) if x.partial))} - {("linear", frozenset())}
+    summands = frozenset(i for i, x in enumerate(decision.ins) if x.partial)
+    if factor is not None:
+        return {("factor", decision.factor), *(("addend", s) for s in p.rule.addends if s in summands)}
+    return {("linear", summands)} if summands else set()
 
 
 def decided(p: RuleProgram, decision: Decision) -> Sharded:
-    """Return the ranks' program of a choice: operands come as it wants them, and results leave as it produces them."""
+    """Return the ranks' program of a choice: its operands and results have the layouts of the choice."""
     p.planned.decisions = {
         **{n: Decision((), (x,)) for n, x in zip(p.leaves, decision.ins, strict=True)},
         p.node: decision,
@@ -131,11 +131,11 @@ def decided(p: RuleProgram, decision: Decision) -> Sharded:
     return Rewriter(p.planned, None, _AsProduced()).run()
 
 
-def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) -> None:
-    """Run one choice on all ranks, and hold its results and gradients against the whole's.
+def _prove(p: RuleProgram, decision: Decision, expected: _Expected) -> None:
+    """Run one choice on all ranks, and compare its results and gradients with the whole's.
 
     Raises:
-        _Differs: in what they are others.
+        _Differs: they are not the same.
     """
     sharded, tp = decided(p, decision), p.planned.tp
     operands = _operand_parts(p, decision)
@@ -144,22 +144,22 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     ours, theirs = {}, {}
     for i, (layout, whole) in enumerate(zip(decision.outs, expected.results, strict=True)):
         ours[f"result {i}"], theirs[f"result {i}"] = Parts([y[i] for y in ranks], p.spec(layout)), whole
-    _judge(case, ours, theirs)
+    _judge(p.case, ours, theirs)
     # Before any gradient is asked for: torch would say of a result that is cut off no more than that it is.
     _check_reached(ranks, expected)
-    upstream, own = _upstream_parts(p, decision, expected), list[list[Tensor | None]]()
+    upstream, computed = _upstream_parts(p, decision, expected), list[list[Tensor | None]]()
     for rank, outputs in enumerate(ranks):
         toward = [parts[rank] for parts in upstream]
-        own.append(gradients(outputs, toward, [parts[rank] for parts in operands]))
+        computed.append(gradients(outputs, toward, [parts[rank] for parts in operands]))
     ours, theirs = {}, {}
     for i, (layout, whole) in enumerate(zip(decision.ins, expected.gradients, strict=True)):
-        reached, name = [g for each in own if (g := each[i]) is not None], p.operand(i)
-        if (len(reached) if whole is not None else tp - len(reached)) < tp:
+        reached, name = [g for grads in computed if (g := grads[i]) is not None], p.operand(i)
+        if len(reached) != tp * (whole is not None):
             raise _Differs(f"{name} has a gradient on some ranks and none on others")
         if whole is not None:
             key = f"the gradient of {name}"
             ours[key], theirs[key] = Parts(reached, p.spec(layout.dual)), whole
-    _judge(case, ours, theirs)
+    _judge(p.case, ours, theirs)
 
 
 def _operand_parts(p: RuleProgram, decision: Decision) -> list[list[Tensor]]:
@@ -174,8 +174,8 @@ def _operand_parts(p: RuleProgram, decision: Decision) -> list[list[Tensor]]:
 
 
 def _upstream_parts(p: RuleProgram, decision: Decision, expected: _Expected) -> list[list[Any]]:
-    """Return each rank's part of the gradient of every result, which lies as the dual of the result."""
-    out: list[list[Any]] = []
+    """Return each rank's part of the gradient of every result, whose layout is the dual of the result's."""
+    out = []
     for whole, layout in zip(expected.gradients_in, decision.outs, strict=True):
         tp = p.planned.tp
         out.append([None] * tp if whole is None else p.spec(layout).dual.split(whole, tp, 7))
@@ -193,10 +193,10 @@ def _check_reached(rank_results: Sequence[Sequence[Tensor]], expected: _Expected
 
 
 def _judge(case: Case, ours: dict[str, Parts], theirs: dict[str, Tensor]) -> None:
-    """Hold what the ranks have against the whole's.
+    """Compare the ranks' parts with the whole.
 
     Raises:
-        _Differs: in the first that is another.
+        _Differs: at the first that differs.
     """
     gap = differences(ours, theirs, _Elementwise(0.0, case=case))
     if gap is not None:
@@ -205,12 +205,12 @@ def _judge(case: Case, ours: dict[str, Parts], theirs: dict[str, Tensor]) -> Non
 
 @dataclass
 class _Elementwise(Rounding):
-    """Every element is compared by itself, within what its case allows."""
+    """A comparison of every element by itself, within what its case allows."""
 
     case: Case = field(kw_only=True)
 
     def error(self, ours: Tensor, theirs: Tensor, scale: float) -> float:
-        """Return how far the farthest element is off; 0 where all are within what is allowed."""
+        """Return the largest error of an element; 0 where all are within the tolerance."""
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return float("inf")
         if not self.case.values or _close(ours, theirs, self.case.tolerance):
@@ -243,7 +243,7 @@ class Proof:
 
     Attributes:
         operator: its name. rule: the rule of this call, with a letter for each loop (see docs/rules.md).
-        tp: number of simulated ranks. choices: how many ways to lay operands and results were run and compared.
+        tp: number of simulated ranks. choices: how many layouts of operands and results were run and compared.
         gradients: whether the operator has a derivative; if so the gradients were compared too.
         missed: loops and sums that these arguments could not exercise, as a dimension of size 1.
     """
@@ -292,14 +292,13 @@ def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
     if not graded:
         case = replace(case, frozen=len(call.operands))
         call = program(case)
-    rule = call.rule or Rule()
-    every = required(call) | {("factor", i) for i in range(len(rule.factors))}
+    every = required(call) | {("factor", i) for i in range(len(call.rule.factors))}
     texts = _missed_text(call, every - prove_program(call, tp))
-    return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), graded, texts)
+    return Proof(short_name(target), notation(call.op, call.rule), tp, len(choices(call, tp)), graded, texts)
 
 
 def _program(case: Case) -> RuleProgram:
-    """The call as a program, once it is seen to run on real tensors and on fake ones."""
+    """Return the call as a program, after a check that it runs on real tensors and on fake ones."""
     name = short_name(case.target)
     if not [x for x in compat.tree_leaves((case.args, case.kwargs)) if isinstance(x, Tensor)]:
         raise InputError(f"autotp.prove_rule({name}, ...) got no tensor: give the arguments of an example call.")
@@ -339,7 +338,7 @@ def _has_derivative(case: Case) -> bool:
 
 
 def _missed_text(call: RuleProgram, parts: set[Any]) -> tuple[str, ...]:
-    names, out = letters(call.rule or Rule()), []
+    names, out = letters(call.rule), []
     for kind, what in parts:
         if kind == "factor":
             out.append(names[what])

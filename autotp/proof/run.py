@@ -1,4 +1,4 @@
-"""One executor of programs: on whole values, on simulated ranks of this process, or on this rank of several."""
+"""Executor of programs: on whole values, on simulated ranks of this process, or on this rank of several."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class Simulated:
     Attributes:
         tp: ranks of the inner axis. beside: the axes beside it, the outermost first; ranks that follow each other are a
             tp group, and such groups the next axis's.
-        own: ranks of one process on an axis, by its name, whose program is that of all of them (`autotp.comm.virtual`);
-            by default one.
+        virtual: virtual ranks of one process on an axis, by its name, of which it runs one program
+            (`autotp.comm.virtual`); by default one.
     """
 
     tp: int
     beside: Sequence[Dealt] = ()
-    own: Mapping[str, int] = field(default_factory=dict)
+    virtual: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def axes(self) -> dict[str, tuple[int, int]]:
-        """Ranks of each axis, and how far apart they are."""
+        """The number of ranks and the stride of each axis."""
         axes, stride = {"tp": (self.tp, 1)}, self.tp
-        for dealt in reversed(self.beside):
-            axes[dealt.axis] = dealt.ranks, stride
-            stride *= dealt.ranks
+        for axis in reversed(self.beside):
+            axes[axis.axis] = axis.ranks, stride
+            stride *= axis.ranks
         return axes
 
     @property
@@ -68,15 +68,15 @@ class Simulated:
         """The processes, each by its place on every axis, in the order of their ranks."""
         places = []
         for axis, (size, _) in reversed(self.axes.items()):
-            own = self.own.get(axis, 1)
-            places.append([Host(first, own, size, axis=axis) for first in range(0, size, own)])
+            virtual = self.virtual.get(axis, 1)
+            places.append([Host(first, virtual, size, axis=axis) for first in range(0, size, virtual)])
         return [*product(*places)]
 
     def step(self, node: fx.Node, env: Env) -> list[Any]:
         """Run one node in every process."""
-        own = mark(node)
-        if own.conversion is not None or own.batch is not None:
-            axis = "tp" if own.batch is None or own.conversion is not None else own.batch.axis
+        marks = mark(node)
+        if marks.conversion is not None or marks.batch is not None:
+            axis = "tp" if marks.batch is None or marks.conversion is not None else marks.batch.axis
             specs = [node.args[1:3]] * self.world
             if len(node.all_input_nodes) > 1:  # sizes, or ends of groups of rows
                 specs = self.each_rank([_at(node.args[1:3], env, place) for place in range(len(self.hosts))])
@@ -86,44 +86,44 @@ class Simulated:
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
             args, kwargs = _at(node.args, env, place), _at(node.kwargs, env, place)
-            results.append(on_all(partial(_call, node.target), args, kwargs, hosts, own.axis, random_state is not None))
+            results.append(on_all(partial(_call, node.target), args, kwargs, hosts, marks.axis, random_state is not None))
         return results
 
     def converted(
         self, values: Sequence[Any], specs: Sequence[Any], axis: str, wire: torch.dtype | None = None
     ) -> list[Any]:
-        """Convert a value over an axis: what every process has of it then.
+        """Convert a value over an axis, and return each process's part of the result.
 
         Args:
-            values: what the processes have. specs: layouts before and after, of each rank. axis: its name.
+            values: the parts of the processes. specs: layouts before and after, of each rank. axis: its name.
             wire: see the functions of the table.
         """
         ranks, (n, stride) = self.each_rank(values), self.axes[axis]
-        groups: dict[Any, list[Any]] = {}  # what is one value of processes is converted once
+        groups = {}  # one value that processes share is converted once
         results = [*ranks]
         for first in range(self.world):
             if first // stride % n == 0:
                 group = slice(first, first + n * stride, stride)
-                of = tuple(map(id, ranks[group])) if self.own else first
+                of = tuple(map(id, ranks[group])) if self.virtual else first
                 if of not in groups:
                     src, dst = specs[first]
-                    groups[of] = conversions.simulate(ranks[group], src, dst, wire, self.own.get(axis, 1))
+                    groups[of] = conversions.simulate(ranks[group], src, dst, wire, self.virtual.get(axis, 1))
                 results[group] = groups[of]
         return self.of_hosts(results)
 
     def of_hosts(self, values: Sequence[Any]) -> list[Any]:
-        """Return what every process has of a value that ranks have: one where its ranks on an axis have the same."""
+        """Return each process's value from the parts of the ranks: a single one where its ranks have the same."""
         return [self._of_host(values, hosts, 0) for hosts in self.hosts]
 
     def _of_host(self, values: Sequence[Any], hosts: Hosts, first: int) -> Any:
         if not hosts:
             return values[first]
         host, stride = hosts[0], self.axes[hosts[0].axis][1]
-        own = [self._of_host(values, hosts[1:], first + rank * stride) for rank in host.here]
-        return own[0] if _alike(own) else Virtual(own, host.axis)
+        parts = [self._of_host(values, hosts[1:], first + rank * stride) for rank in host.here]
+        return parts[0] if _alike(parts) else Virtual(parts, host.axis)
 
     def each_rank(self, values: Sequence[Any]) -> list[Any]:
-        """Return what every rank has of a value that the processes have."""
+        """Return each rank's part of a value of the processes."""
         ranks: list[Any] = [None] * self.world
         for value, hosts in zip(values, self.hosts, strict=True):
             self._to_ranks(value, hosts, 0, ranks)
@@ -139,7 +139,7 @@ class Simulated:
 
 
 def _alike(values: Sequence[Any]) -> bool:
-    """Return whether what virtual ranks have is one and the same."""
+    """Return whether virtual ranks share the same object."""
     return all([*map(id, every(x))] == [*map(id, every(values[0]))] for x in values[1:])
 
 
@@ -161,7 +161,7 @@ class Here:
         return [_call(node.target, *_at(node.args, env, 0), **_at(node.kwargs, env, 0))]
 
     def each_rank(self, values: Sequence[Any]) -> list[Any]:
-        """Return what this rank has of a value."""
+        """Return this rank's part of a value."""
         return list(values)
 
 
@@ -239,8 +239,8 @@ class CallLayouts:
 
     @cached_property
     def sizes(self) -> list[dict[str, int]]:
-        """The size of every symbol, by name (a plan that was read has symbols of its own): of the whole, and after each
-        axis beside tp of what is dealt over the next."""
+        """Sizes of every symbol, by name (a plan that was read has symbols of its own): of the whole, and after each
+        axis beside tp of the part that is sharded over the next."""
         sizes = [{str(s): self.leaves[node].shape[d] for s, (node, d) in self.captured.symbols.items()}]
         for axis in self.on.beside:
             name = str(axis.symbol)
@@ -251,8 +251,8 @@ class CallLayouts:
         """Return a layout with numbers.
 
         Args:
-            layout: of a value. ends: of its groups of rows, where it lies by these. axis: that it is over, by its place
-                among those beside tp; by default tp.
+            layout: of a value. ends: of its groups of rows, where it is sharded by these. axis: that it is over, by its
+                place among those beside tp; by default tp.
         """
         sizes = self.sizes[axis]
 
@@ -264,7 +264,7 @@ class CallLayouts:
         return layout.to_runtime(number)
 
     def output_layout(self, position: int) -> Layout:
-        """Return how the output at this position lies over tp: whole, but where it becomes a state."""
+        """Return the layout over tp of the output at this position: whole, but where it becomes a state."""
         name = self.captured.becomes(position)
         return I if name is None else self.sharded.states.get(name, I)
 
@@ -273,12 +273,12 @@ class CallLayouts:
         return list(zip(self.captured.leaves, self.sharded.graph.find_nodes(op="placeholder"), strict=True))
 
     def over(self, leaf: Leaf) -> list[Layout]:
-        """Return how a leaf lies over each axis beside tp."""
+        """Return the layouts of a leaf over each axis beside tp."""
         kind = "inputs" if leaf.kind.passed else "weights"
         return [getattr(axis, kind).get(leaf.name, R) for axis in self.on.beside]
 
     def split(self, value: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-        """Return what ranks have of a whole value, in their order.
+        """Return the ranks' parts of a whole value, in their order.
 
         Args:
             layouts: over each axis beside tp, and after them over tp.
@@ -292,14 +292,14 @@ class CallLayouts:
     def paired(
         self, ours: Values, theirs: Values, nodes: Iterable[fx.Node], backward: bool = False, place: Any = None
     ) -> tuple[dict[fx.Node, Parts], dict[fx.Node, Tensor]]:
-        """Pair values of nodes of the ranks' program, or their gradients, with what they should be.
+        """Pair values of nodes of the ranks' program, or their gradients, with those of the whole.
 
         Args:
             ours, theirs: values of the ranks, and of the whole. nodes: of which the original has the value, and others.
             backward: pair gradients. place: of one rank alone, which it is of how many; its summands are left out.
         """
-        parts: dict[fx.Node, Parts] = {}
-        wholes: dict[fx.Node, Tensor] = {}
+        parts = {}
+        wholes = {}
         for node in nodes:
             value = theirs.whole(self.sharded.origin[node]) if node in self.sharded.origin else None
             # A converted value has the gradients of some readers, the value itself has all.
@@ -314,7 +314,7 @@ class CallLayouts:
         return parts, wholes
 
     def made_of(self, theirs: Values, node: fx.Node) -> float:
-        """Return the largest of what a value of the captured graph is made of: a sum of these may be zero.
+        """Return the largest operand that a value of the captured graph is made of: a sum of these may be zero.
 
         A buffer that an operator writes to is made of what that reads.
         """
@@ -376,7 +376,7 @@ def run(
 
 
 def _at(args: Any, env: Env, rank: int) -> Any:
-    """Arguments with the values that a rank has."""
+    """Return the arguments with a rank's values."""
     return fx.map_arg(args, lambda n: env[n][rank])
 
 
@@ -388,10 +388,9 @@ UNINITIALISED = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_permute
 
 
 def _call(target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The operator's result, comparable: memory that it left as it was is zero, and an operand that it returns is an
-    alias, so that every value has a gradient of its own."""
-    function: Any = DERIVABLE.get(target, target)
-    result = function(*args, **kwargs)
+    """Call the operator, and make its result comparable: uninitialised memory is zero, and an operand that it returns
+    is an alias, so that every value has a gradient of its own."""
+    result = DERIVABLE.get(target, target)(*args, **kwargs)
     if getattr(target, "overloadpacket", None) in UNINITIALISED:
         return torch.zeros_like(result)
     if isinstance(result, Tensor) and any(result is a for a in args):
@@ -400,18 +399,18 @@ def _call(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers and parameters under every name."""
+    """Return buffers and parameters under every name."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return buffers | dict(model.named_parameters(remove_duplicate=False))
 
 
 def double(value: Any) -> Any:
-    """A tensor in float64 (and complex128), cut off from autograd; anything else as it is."""
+    """Return a tensor in float64 (or complex128), cut off from autograd; anything else as it is."""
     return value.detach().to(_wide(value.dtype)) if isinstance(value, Tensor) else value
 
 
 def real(value: Any) -> Any:
-    """A tensor with random values where it has none; anything else as it is."""
+    """Return a tensor with random values where it has none; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     if not value.is_meta:
@@ -424,10 +423,8 @@ WIDE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
 
 def _wide(x: Any) -> Any:
-    """The dtype in double precision; anything else as it is."""
-    if not isinstance(x, torch.dtype):
-        return x
-    if x.itemsize == 1:  # as numbers are stored, and not computed with
+    """Return the dtype in double precision; anything else as it is."""
+    if not isinstance(x, torch.dtype) or x.itemsize == 1:  # in which numbers are stored, and not computed with
         return x
     return torch.float64 if x.is_floating_point else WIDE.get(x, x)
 
@@ -440,7 +437,7 @@ def _has_dtype(node: fx.Node) -> bool:
 def _grouped_mm(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Products by group: of rows, of columns, of what is summed over, or of matrices; rows of no group are zero."""
+    """Compute products by group: of rows, of columns, of what is summed over, or of matrices; the rest is zero."""
     if offs is None:
         return torch.bmm(x, weight)
     starts = [0, *offs.tolist()]
@@ -457,7 +454,7 @@ def _grouped_mm(
 def _scaled_mm(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """The product of what the bytes stand for, which has no derivative; scales are of all, or of rows and columns."""
+    """Compute the product of scaled float8 values, without derivative; scales are of all, or of rows and columns."""
     product = (x.double() @ weight.double()) * scale_x * scale_weight
     return (product if bias is None else product + bias).detach()
 
@@ -470,7 +467,7 @@ NARROW: dict[Any, Callable[..., Tensor]] = {
 
 
 class _InFloat64(TorchFunctionMode):
-    """Within this mode those operators compute in float64, wherever they are called."""
+    """Mode in which the operators of `NARROW` compute in float64, wherever they are called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = func in NARROW and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
@@ -479,7 +476,7 @@ class _InFloat64(TorchFunctionMode):
 
 @contextmanager
 def promoted(*graphs: fx.Graph) -> Iterator[None]:
-    """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
+    """Have the graphs compute in float64 within this context: every floating dtype among their literals is float64."""
     nodes = [n for g in graphs for n in g.nodes]
     narrow = {str(target) for target in NARROW}
     operators = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}

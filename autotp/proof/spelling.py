@@ -1,8 +1,9 @@
-"""A program of the ranks in the words of spmd_types: conversions, linear operators, and what it has no function for."""
+"""Translation of the ranks' programs for spmd_types: conversions, linear operators, and operators that it lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ STEPS: dict[tuple[str, str], Sequence[Sequence[str]]] = {}  # a transition of `s
 for _line in TRANSITIONS.strip().splitlines():
     _src, _dst, _steps = _line.split(maxsplit=2)
     STEPS[_src, _dst] = [step.split() for step in _steps.split(", ")]
-AGAIN = STEPS["S", "G"]  # the same dimension, dealt otherwise
+AGAIN = STEPS["S", "G"]  # the same dimension, sharded otherwise
 
 
 def transit(x: Any, src: Spec, dst: Spec, out: Any) -> None:
@@ -65,9 +66,8 @@ def transit(x: Any, src: Spec, dst: Spec, out: Any) -> None:
     """
     spmd, rules = spmd_types(), spmd_types("rules")
     types = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "src": _slice(spmd, src), "dst": _slice(spmd, dst)}
-    steps = STEPS.get((src.mark, dst.mark), ())
-    if (src.mark, dst.mark) == ("S", "S") and src.sharded_dim == dst.sharded_dim:
-        steps = AGAIN
+    kinds = src.mark, dst.mark
+    steps = AGAIN if kinds == ("S", "S") and src.sharded_dim == dst.sharded_dim else STEPS.get(kinds, ())
     if not steps:
         raise PlanError(f"the checker has no transition for a conversion from {src.mark} to {dst.mark}")
     for i, (name, a, b) in enumerate(steps):
@@ -158,7 +158,7 @@ HOLDS: dict[str, Callable[[Values], bool]] = {
 
 
 def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tuple[int, ...], ...] | None:
-    """Groups of tensor slots in which this call is linear; None where it is not in the table.
+    """Return the groups of tensor slots in which this call is linear; None where it is not in the table.
 
     Args:
         target: of the call. args, kwargs: its arguments on a rank.
@@ -170,20 +170,23 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if packet in HOLDS and not HOLDS[packet](arguments):
         return None
-    slots: dict[str, list[int]] = {}
-    count = 0
+    numbers, slots = count(), dict[str, list[int]]()
     for name in names:
-        for x in tensors_in(arguments.get(name)):
-            slots.setdefault(name, []).append(count)
-            count += x is not None
+        slots[name] = [next(numbers) for _ in tensors_in(arguments.get(name))]
     groups = []
     for group in LINEAR[packet]:
         groups.append(tuple(slot for name in group for slot in slots.get(name, ())))
     return tuple(filter(None, groups))
 
 
+def untyped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function without the checker."""
+    with spmd_types().no_typecheck():
+        return function(*args, **kwargs)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of one argument."""
+    """Return the tensors of one argument."""
     items = value if isinstance(value, list | tuple) else [value]
     return [x for x in items if isinstance(x, Tensor)]
 
@@ -200,12 +203,12 @@ def type_by_rule(operands: Sequence[Tensor], linear: tuple[tuple[int, ...], ...]
 
 
 def blank(ndim: int) -> str:
-    """A term whose dimensions are no loops; one without dimensions cannot be written but as none of any."""
+    """Write a term whose dimensions are no loops; without dimensions it can only be an ellipsis."""
     return "_" * ndim or "..."
 
 
 def flavoured(values: Sequence[Any], graded: Sequence[bool]) -> list[Any]:
-    """The operands, with those that carry no gradient as I where all that do are I, and as R otherwise.
+    """Return the operands, with those that carry no gradient as I where all that do are I, and as R otherwise.
 
     The checker reads torch's own operators so, but not its einsum rule.
 
@@ -229,7 +232,7 @@ def carries(x: Any) -> bool:
 
 
 def standing(ndim: int, kind: Any) -> Any:
-    """A value that has nothing but a number of dimensions and a type."""
+    """Return a value that has nothing but a number of dimensions and a type."""
     value = spmd_types("rules").NdimWithSpmdType(ndim)
     spmd_types().assert_type(value, {AXIS: kind})
     return value
@@ -241,7 +244,7 @@ Summand = Callable[[Tensor], Tensor]  # takes a product that is planned to be a 
 
 
 def _dims(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator whose dimensions may be left out, as the checker's function takes them."""
+    """Adapt an operator whose dimensions may be left out to the checker's function."""
 
     def call(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
         return function(x, dtype=dtype) if dim is None or dim == [] else function(x, dim, keepdim, dtype=dtype)
@@ -295,11 +298,10 @@ def _with_matrix(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _convolution(target: Any) -> Callable[..., Tensor]:
-    """A convolution: the checker has no function for it, so its einsum rule says that it is linear in either."""
+    """Spell a convolution, for which the checker has no function, by its einsum rule: linear in either operand."""
 
     def call(summand: Summand, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
-        with spmd_types().no_typecheck():
-            result = target(x, weight, None, *rest)
+        result = untyped(target, x, weight, None, *rest)
         type_by_rule([x, weight], ((0,), (1,)), result)
         product = summand(result)
         if bias is None:
@@ -310,11 +312,10 @@ def _convolution(target: Any) -> Callable[..., Tensor]:
 
 
 def _bilinear(target: Any) -> Callable[..., Tensor]:
-    """A bilinear layer: linear in either input and in the weight."""
+    """Spell a bilinear layer: linear in either input and in the weight."""
 
     def call(summand: Summand, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        with spmd_types().no_typecheck():
-            result = target(x, y, weight, None)
+        result = untyped(target, x, y, weight, None)
         type_by_rule([x, y, weight], ((0,), (1,), (2,)), result)
         product = summand(result)
         return product if bias is None else torch.add(product, bias)
@@ -323,7 +324,7 @@ def _bilinear(target: Any) -> Callable[..., Tensor]:
 
 
 def _adding(target: Any) -> Callable[..., Tensor]:
-    """An operator that adds rows, its last tensor, to its first: that, and what it makes of zeros, linear in them."""
+    """Spell an operator that adds rows, its last tensor, to its first: as a sum with rows added to zeros."""
 
     def call(summand: Summand, added: Tensor, *args: Any, **options: Any) -> Tensor:
         with spmd_types().no_typecheck():
@@ -353,7 +354,7 @@ TYPED_SUMS: dict[Any, Callable[[Any], Callable[..., Any]]] = {
 
 
 def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | None, bool]:
-    """The torch function for an operator, or None, and whether that takes a `Summand` first.
+    """Return the torch function for an operator, or None, and whether that takes a `Summand` first.
 
     Args:
         target: of the call. kwargs: its arguments by name. Nothing that rounds is linear, though the checker has
@@ -364,8 +365,7 @@ def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | N
         return TYPED_SUMS[packet](target), True
     if packet in SUMS:
         return SUMS[packet], True
-    rounded = kwargs.get("rounding_mode") is not None or not _real(kwargs.get("dtype"))
-    if rounded:
+    if kwargs.get("rounding_mode") is not None or not _real(kwargs.get("dtype")):
         return None, False
     if packet in QUOTIENTS:
         return torch.div, False

@@ -18,8 +18,8 @@ LAYERS = {"gpt2": "n_layer"}
 
 CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("llama", HEADS6, 2, ""),
-    ("llama", HEADS6, 4, "6 heads over 4 ranks: dealt whole, at most 2 each, they leave 1 rank without any"),
-    ("llama", HEADS6, 5, "6 heads over 5 ranks: dealt whole, at most 2 each, they leave 2 ranks without any"),
+    ("llama", HEADS6, 4, "6 heads over 4 ranks: whole heads, at most 2 each, leave 1 rank without any"),
+    ("llama", HEADS6, 5, "6 heads over 5 ranks: whole heads, at most 2 each, leave 2 ranks without any"),
     ("llama-uneven", {}, 5, "8 heads over 5 ranks: the fullest has 2"),
     ("bert", BERT12, 8, "12 heads over 8 ranks"),
     ("gpt2", GPT12, 8, "12 heads over 8 ranks"),

@@ -110,7 +110,7 @@ def test_comparing_plans():
     text = str(told)
     assert "up_proj.weight x 2" in text and "parameters per rank" in text
     same = free.compare(Plan.from_json(free.to_json()))
-    assert not same.parameters and not same.collectives and "every parameter lies the same" in str(same)
+    assert not same.parameters and not same.collectives and "all placements are the same" in str(same)
 
 
 def test_comparing_degrees():

@@ -67,8 +67,8 @@ def test_every_mesh_is_ranked_and_the_fastest_comes_first(choice):
         assert row.call, row
         assert row.seconds == pytest.approx(sum(row.times.values())) and set(row.times) == set(TIMES)
         assert row.throughput == pytest.approx(16 * 16 / row.seconds / 4)
-        assert (row.why == "") == (row is choice.best)
-    assert choice.place(pp=2, dp=2)[1].why.startswith("bubble")
+        assert (row.reason == "") == (row is choice.best)
+    assert choice.place(pp=2, dp=2)[1].reason.startswith("bubble")
     with pytest.raises(InputError, match="was not priced"):
         choice.place(tp=8)
 
@@ -130,7 +130,7 @@ def test_more_memory_is_never_slower_and_none_fits_nothing(search, choice):
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1] == choice.best.seconds
     none = within(search, 1e3)
     assert (none.best, none.plan, none.fitting) == (None, None, 0)
-    assert "nothing fits" in str(none) and none.rows[0].why.startswith("too much")
+    assert "nothing fits" in str(none) and none.rows[0].reason.startswith("too much")
 
 
 def test_it_can_be_read_drawn_and_run(choice, tmp_path):
@@ -157,7 +157,7 @@ def test_a_slow_network_keeps_stages_apart_rather_than_tokens(captured):
     found = chosen(captured, cluster=lonely)
     assert {row.mesh.tp for row in found.ranked} == {1, 2} and "cp" in found.place(cp=4)[1].network
     two = next(row for row in found.ranked if row.mesh.tp == 2)
-    assert found.rows[0].mesh.tp == 1 and "tp" in two.network and two.why
+    assert found.rows[0].mesh.tp == 1 and "tp" in two.network and two.reason
 
 
 def test_what_is_left_out_is_not_among_those_shown(captured, choice, monkeypatch):

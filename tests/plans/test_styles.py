@@ -119,7 +119,7 @@ def test_the_names_of_the_styles():
         ("torch", "bert", {"bert.embeddings.word_embeddings.weight", "cls.predictions.bias"}, "tied"),
         ("torch", "gpt2", None, "aten.addmm in transformer.h.*.attn.c_attn reads it, and no style is for that"),
         ("torch", "gptj", set(), "the code of transformer.h.*.attn does not run on a part (shape '[2, 16, 8, 8]'"),
-        ("torch", "phi3", set(), "the parts lie in several pieces"),
+        ("torch", "phi3", set(), "a part is several pieces"),
         ("transformers", "qwen3", set(), "q_norm.weight is a sum over parts"),
         ("transformers", "llama-uneven", set(), "129 are not split evenly"),
     ],

@@ -1,13 +1,12 @@
-"""From a planned and rewritten graph to the `Plan`: parameters and reasons, collectives and bytes, blocks."""
+"""Description of a planned and rewritten graph as a `Plan`: parameters and reasons, collectives and bytes, blocks."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from torch import fx
 
@@ -35,12 +34,14 @@ from autotp.text import counted
 from .dp_costs import lengthened
 from .reasons import reason, role
 
+Placed = tuple[Timed, tuple[str, ...]]  # a step, and the modules that it runs in, outermost first
+
 
 def describe(
     planned: Planned, sharded: Sharded, builder: Builder, model_name: str, objective: str, inputs: tuple[str, ...],
     notes: Sequence[str], own_cache: Cache | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a solved and rewritten graph.
+    """Describe a solved and rewritten graph as a plan.
 
     Args:
         planned: the decisions; `sharded`: the program of one rank, in which the collectives are counted.
@@ -51,14 +52,12 @@ def describe(
     parts = builder.parts
     parameters = _parameters(planned, builder)
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
-    walker = _Collectives(planned, parts)
+    reader = _Reader(planned, sharded, parts)
     works = list(Works(planned, builder.prices).walk(sharded))
-    sending = [
-        (node, origin, work)
-        for node, origin, work in works
-        if node is not None and any(way.call for way in work.directions)
-    ]
-    collectives = tuple(walker.collective(*each, sharded) for each in sending)
+    collectives = []
+    for node, origin, work in works:
+        if node is not None and any(way.call for way in work.directions):
+            collectives.append(reader.collective(node, origin, work))
     communication = sum(t for *_, work in works for t, call in work.directions if call is not None)
     cache = cache_of(planned, builder.prices.hints) or own_cache
     if cache is None:
@@ -71,17 +70,14 @@ def describe(
         cluster=builder.cluster.name,
         objective=objective,
         parameters=parameters,
-        collectives=collectives,
+        collectives=tuple(collectives),
         blocks=_blocks(planned, parts),
         totals=_totals(planned, builder, parameters, collectives, communication),
         memory=memory,
         decisions={n.name: d for n, d in planned.decisions.items()},
         inputs=tuple(inputs),
         notes=tuple(notes),
-        layer=layer(
-            tuple(timed(works, parts, walker.block, lambda n: walker.place(n, sharded))),
-            planned.program.blocks.containers,
-        ),
+        layer=layer([*reader.timed(works)], planned.program.blocks.containers),
         states=planned.states,
         tables={n: x for n, x in tables.items() if x.sharded_dim is not None},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
@@ -98,9 +94,9 @@ def _blocks(planned: Planned, parts: Sequence[GraphPart]) -> tuple[Block, ...]:
 
 
 def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
-    aliases: dict[str, list[str]] = {}
+    aliases = defaultdict(list)
     for name, first in planned.program.aliases.items():
-        aliases.setdefault(first, []).extend([name] if name != first else [])
+        aliases[first] += [name] if name != first else []
     names = planned.program.names
     out = []
     for leaf in planned.program.leaves:
@@ -119,7 +115,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
                 layout,
                 role(planned, leaf.node, dim) if dim is not None else "whole",
                 None if dim is not None else reason(planned, leaf.node, builder.candidates, pinned),
-                tuple(aliases.get(leaf.name, ())),
+                tuple(aliases[leaf.name]),
                 names[planned.same[leaf.node]],
             )  # fmt: skip
         )
@@ -127,7 +123,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
 
 
 def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
-    """A rank's part of an attention's heads, and the limit that their number sets: a head stays whole."""
+    """Describe a rank's part of an attention's heads, and the limit that their number sets: a head stays whole."""
     heads, tp = part.heads, planned.tp
     if heads is None:
         return "", ""
@@ -142,9 +138,7 @@ def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
     most, every = math.ceil(count / tp), f"{counted(count, 'head')} over {tp} ranks"
     if mine == count and most * (tp - 1) >= count:
         without = counted(tp - math.ceil(count / most), "rank")
-        return local, (
-            f"{every}: dealt whole, at most {most} each, they leave {without} without any; every rank computes all"
-        )
+        return local, f"{every}: whole heads, at most {most} each, leave {without} without any; every rank computes all"
     uneven = [f"{every}: the fullest has {mine}"] if count % tp else []
     shared = [f"{counted(kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"]
     limits = uneven + (shared if my_kv == kv < tp else [])
@@ -152,7 +146,7 @@ def _heads(part: GraphPart, planned: Planned) -> tuple[str, str]:
 
 
 def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
-    """The count of the heads that lie in these dimensions of an operand that the fullest rank has."""
+    """Return how many of the heads in these dimensions of an operand the fullest rank has."""
     layout = _layout(place, planned)
     if layout.sharded_dim not in place[2] or not isinstance(count, int):
         return count
@@ -160,17 +154,18 @@ def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
 
 
 def _layout(place: HeadDims, planned: Planned) -> Layout:
-    """Layout of the operand in which heads are seen."""
+    """Return the layout of the operand in which heads are seen."""
     node, slot, _ = place
     return planned.decisions[node].ins[slot]
 
 
 @dataclass
-class _Collectives:
-    """Reads the communicating conversions off the program of one rank."""
+class _Reader:
+    """Reader of the conversions that communicate, and of times, off the program of one rank."""
 
     planned: Planned
-    parts: list[GraphPart]
+    sharded: Sharded
+    parts: Sequence[GraphPart]
 
     def __post_init__(self) -> None:
         self.names = self.planned.program.names
@@ -179,38 +174,38 @@ class _Collectives:
             for n in (*f.nodes, *f.parameters):
                 self.block.setdefault(n, i)
 
-    def collective(self, node: fx.Node, origin: fx.Node, work: Work, sharded: Sharded) -> Collective:
-        """The record of a conversion that communicates in one direction at least."""
+    def collective(self, node: fx.Node, origin: fx.Node, work: Work) -> Collective:
+        """Return the record of a conversion that communicates in one direction at least."""
         operator = origin.op == "call_function"
-        (there, forward), (back, backward) = (_traffic(way.call, self.planned.tp) for way in work.directions)
+        (forward, sent), (backward, sent_back) = (_traffic(way.call, self.planned.tp) for way in work.directions)
         return Collective(
             work.name,
             work.change,
             ("", *moved_to(node))[-1],
-            self.place(node, sharded),
+            self.place(node),
             origin.name,
             short_name(origin.target) if operator else "parameter",
             module_name(origin) if operator else self.names[origin],
-            there,
-            back,
-            work.bytes,
             forward,
             backward,
+            work.bytes,
+            sent,
+            sent_back,
             self.planned.same[origin].name,
         )
 
-    def place(self, node: fx.Node, sharded: Sharded) -> int | None:
-        """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
-        (src, _), (origin, _) = conversion_of(node), sharded.origin[node]
-        own = self._maker(origin) if src.partial else self.block.get(origin)
-        readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
+    def place(self, node: fx.Node) -> int | None:
+        """Return the block that reads a converted value; its maker for a partial, or where several read it."""
+        (src, _), (origin, _) = conversion_of(node), self.sharded.origin[node]
+        maker = self._maker(origin) if src.partial else self.block.get(origin)
+        readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, self.sharded)))
         if src.partial or len(readers) != 1 or origin.op == "placeholder":
             first = next((b for b in readers if b is not None), None)
-            return own if own is not None else first
-        return readers[0] if readers[0] is not None else own
+            return maker if maker is not None else first
+        return readers[0] if readers[0] is not None else maker
 
     def _maker(self, origin: fx.Node) -> int | None:
-        """The block whose contraction left the partial sums, through the additions that delayed their reduction."""
+        """Return the block whose contraction left the partial sums, through the additions that delay the reduction."""
         if origin in self.block or origin not in self.planned.ops:
             return self.block.get(origin)
         operands = [resolve(s) for s in self.planned.ops[origin].slots]
@@ -220,26 +215,43 @@ class _Collectives:
         # A frozen product and an adapter beside it are summed by one reduction: the product's.
         return next((b for b in blocks if self.parts[b].kind != "adapter"), next(iter(blocks), None))
 
+    def timed(self, works: Iterable[tuple[fx.Node | None, fx.Node, Work]]) -> Iterator[Placed]:
+        """Yield the works that take time, with the part of a layer and the modules that they are in.
+
+        Args:
+            works: of the program of one rank, as `autotp.cost.units.Works.walk` gives them.
+        """
+        for node, origin, work in works:
+            if not work.seconds:
+                continue
+            if work.change and node is not None:
+                index, path = self.place(node), moved_to(node)
+                home = _home(self.parts[index]) if index is not None else ()
+            else:
+                index, path, home = self.block.get(origin), module_path(origin), ()
+            part = PARTS.get(self.parts[index].kind, REST) if index is not None else REST
+            forward, backward = work.directions
+            step = Timed(
+                work.name, ("", *path)[-1], part, forward.seconds, backward.seconds, forward.primitive,
+                backward.primitive, work.change, work.bytes,
+            )  # fmt: skip
+            yield step, home or path
+
 
 def _traffic(call: Call | None, tp: int) -> tuple[str | None, float]:
-    """A collective's primitive, and the bytes that a rank sends for it."""
+    """Return a collective's primitive, and the bytes that a rank sends for it."""
     return (None, 0.0) if call is None else (call.primitive, collective_bytes(*call[:2], call.ranks or tp))
 
 
 def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
-    """The captured operators that read a value of the program of one rank."""
-    out: list[fx.Node] = []
+    """Return the captured operators that read a value of the program of one rank."""
+    out = []
     for user in node.users:
         out += [sharded.origin[user][0]] if user in sharded.origin else _readers(user, sharded)
     return out
 
 
 # ---- times of one repeated block -------------------------------------------------------------------------------------
-
-# Times of one repeated block of a plan, operator by operator, by the cost model.
-
-BlockIndex = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
-Placed = tuple[Timed, tuple[str, ...]]  # a step, and the modules that it runs in, outermost first
 
 
 def layer(steps: Sequence[Placed], container: Mapping[str, str]) -> Layer:
@@ -249,18 +261,18 @@ def layer(steps: Sequence[Placed], container: Mapping[str, str]) -> Layer:
     last. Where nothing repeats it is the whole model.
 
     Args:
-        steps: of the whole model, as `timed` gives them. container: path of a block -> the list that it is in.
+        steps: of the whole model, each with the modules that it runs in. container: path of a block -> its list.
     """
     # A step is in every indexed module around it: layers of experts repeat within layers of the model.
-    inside: dict[str, list[Timed]] = defaultdict(list)
+    inside = defaultdict(list)
     for step, paths in steps:
         for path in paths:
             if path in container:
                 inside[path].append(step)
     # Blocks of one kind run the same operators; conversions may differ, as they do in the first and the last block.
-    kinds: dict[Any, list[str]] = defaultdict(list)
-    for path, own in inside.items():
-        kinds[container[path], tuple(step.name for step in own if not step.converts)].append(path)
+    kinds = defaultdict(list)
+    for path, inner in inside.items():
+        kinds[container[path], tuple(step.name for step in inner if not step.converts)].append(path)
     repeated = []
     for paths in kinds.values():
         times = []
@@ -274,38 +286,9 @@ def layer(steps: Sequence[Placed], container: Mapping[str, str]) -> Layer:
         whole = tuple(step for step, _ in steps)
         return Layer("", whole, 1, 1, sum(step.seconds for step in whole), sublayer(OUTSIDE, ()))
     _, total, alike, typical, paths = max(repeated, key=lambda kind: kind[:2])  # of equals the first, the outermost
-    apart = set(paths)
-    outside = sublayer(OUTSIDE, (step for step, paths in steps if apart.isdisjoint(paths)))
+    blocks = set(paths)
+    outside = sublayer(OUTSIDE, (step for step, around in steps if blocks.isdisjoint(around)))
     return Layer(typical, tuple(inside[typical]), len(paths), alike, total, outside)
-
-
-def timed(
-    works: Iterable[tuple[fx.Node | None, fx.Node, Work]],
-    parts: Sequence[GraphPart],
-    block: Mapping[fx.Node, int],
-    place: BlockIndex,
-) -> Iterator[Placed]:
-    """Give those works that take time, with the module and the part of a layer that they are in.
-
-    Args:
-        works: of the program of one rank, as `autotp.cost.units.Works.walk` gives them.
-        parts: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
-    """
-    for node, origin, work in works:
-        if not work.seconds:
-            continue
-        if work.change and node is not None:
-            index, path = place(node), moved_to(node)
-            home = _home(parts[index]) if index is not None else ()
-        else:
-            index, path, home = block.get(origin), module_path(origin), ()
-        part = PARTS.get(parts[index].kind, REST) if index is not None else REST
-        there, back = work.directions
-        step = Timed(
-            work.name, ("", *path)[-1], part, there.seconds, back.seconds, there.primitive, back.primitive,
-            work.change, work.bytes,
-        )  # fmt: skip
-        yield step, home or path
 
 
 def _home(part: GraphPart) -> tuple[str, ...]:
@@ -329,7 +312,7 @@ def _totals(
         flops += whole
         local += whole * min(map(share, layouts), default=1.0)
     solution = planned.solution
-    hand = solution.rival if solution is not None else None
+    megatron = solution.rival if solution is not None else None
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),
@@ -340,8 +323,8 @@ def _totals(
         **{name: getattr(solution, name, 0.0) for name in SOLVED},
         band=builder.band or 0.0,
         communication=communication,
-        megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
-        megatron_step=hand.seconds if hand is not None else 0.0,
+        megatron_bytes=megatron.sent_bytes if megatron is not None else 0.0,
+        megatron_step=megatron.seconds if megatron is not None else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
         terms=dict(solution.terms) if solution is not None else {},
         **_sizes(planned),
@@ -349,7 +332,7 @@ def _totals(
 
 
 def _sizes(planned: Planned) -> dict[str, int]:
-    """The examples that the inputs have, and the length of their sequences."""
+    """Return the number of examples of the inputs, and the length of their sequences."""
     program, token_sizes = planned.program, lengths(planned.program)
     shapes = [shape_of(leaf.node) for leaf in program.inputs]
     examples = next((size_hint(s[0], program.hints) for s in shapes if len(s)), 0)
@@ -363,7 +346,7 @@ CALL = "all_gather"
 
 
 def with_regathering(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder) -> Plan:
-    """The plan with the values that are gathered again in its totals: bytes, and the seconds that no product hides.
+    """Return the plan with gathering again in its totals: bytes, and the seconds that no product hides.
 
     Args:
         plan: of the decisions `planned`, made by `builder`. sharded: the program of all ranks.
@@ -374,12 +357,12 @@ def with_regathering(plan: Plan, planned: Planned, sharded: Sharded, builder: Bu
     for _, size, seconds in gathered_again(planned, sharded, builder):
         sent_bytes += collective_bytes(CALL, size, plan.tp)
         exposed += seconds
-    more = Cost(regathering=exposed, regathered_bytes=sent_bytes)
-    return replace(plan, totals=lengthened(plan.totals, more, builder.objective)) if sent_bytes else plan
+    extra = Cost(regathering=exposed, regathered_bytes=sent_bytes)
+    return replace(plan, totals=lengthened(plan.totals, extra, builder.objective)) if sent_bytes else plan
 
 
 def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iterator[tuple[fx.Node, float, float]]:
-    """Yield what `regather` gathers again: the conversion, bytes of the whole value, and seconds that no product hides.
+    """Yield each conversion that `regather` gathers again, bytes of its value, and seconds that no product hides.
 
     Args:
         planned: the decisions, made by `builder`. sharded: the program of all ranks.

@@ -27,7 +27,7 @@ from autotp.plans.plan import Parameter, Plan
 
 
 def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, axis: Axes) -> Plan:
-    """Return the plan with what the data-parallel axis costs: a call for each repeated block, and one for the rest.
+    """Return the plan with the costs of the data-parallel axis: a call for each repeated block, and one for the rest.
 
     Args:
         plan: of one dp rank. planned, sharded, builder: what it was made from.
@@ -38,14 +38,15 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
     prices, training = builder.prices, builder.objective.training
     trained = {x.name for x in planned.program.leaves if x.node in planned.grads and training}
     mesh = Mesh(1, axis.size, 1, plan.tp, fully_shard=axis.fully_shard)
-    groups: dict[tuple[str, int], list[Parameter]] = defaultdict(list)
+    groups = defaultdict(list)
     for p in plan.parameters:
         groups[block_of(p.name), planned.program.owned.get(p.name, 1)].append(p)
     # Group by group, as `fully_shard` and DDP send them: each call starts anew.
     sends = Sends()
     for (_, owners), weights in groups.items():
-        graded = _bytes(p for p in weights if p.name in trained)
-        sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded) if owners == 1 else Sends())
+        if owners == 1:
+            graded = _bytes(p for p in weights if p.name in trained)
+            sends = sends.plus(weight_sends(mesh, _bytes(weights), builder.cluster, graded))
     # What the program itself converts over this axis, such as a loss over all rows, is in the solver's seconds already.
     values = 0.0
     for op in planned.ops.values():
@@ -54,31 +55,28 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
             values += sum(collective_bytes(name, size, ranks) for _, name, size, ranks in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
     backward = [work.backward for *_, work in Works(planned, prices).walk(sharded)]
-    costs = {
-        "sent": sends.bytes,
-        "seconds": sends.seconds,
-        "values": values,
-        "backward": sum(seconds for seconds, call in backward if call is None),
-    }
-    priced = replace(axis, **costs, experts=tuple(planned.program.owned))
-    own = 1.0  # of which each rank holds and updates one part
+    priced = replace(
+        axis, sent=sends.bytes, seconds=sends.seconds, values=values, experts=tuple(planned.program.owned),
+        backward=sum(seconds for seconds, call in backward if call is None),
+    )  # fmt: skip
+    parts = 1.0  # of which each rank holds and updates one
     if axis.fully_shard:
-        own = axis.size * _bytes(plan.parameters) / sum(owners * _bytes(x) for (_, owners), x in groups.items())
-    less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
-    totals = replace(plan.totals, local_parameters=math.ceil(plan.totals.local_parameters / own))
+        parts = axis.size * _bytes(plan.parameters) / sum(owners * _bytes(x) for (_, owners), x in groups.items())
+    less = plan.totals.terms.get("optimizer", 0.0) * (1 / parts - 1)
+    totals = replace(plan.totals, local_parameters=math.ceil(plan.totals.local_parameters / parts))
     totals = lengthened(totals, Cost(waiting=priced.exposed, optimizer=less), builder.objective)
     # Split weights leave a rank its part, and the whole of one group while that runs.
     memory = plan.memory
     if axis.fully_shard:
-        parts = {k: getattr(memory, k) / own for k in ("parameters", "gradients", "states")}
-        memory = replace(memory, **parts, working=memory.working + max(map(_bytes, groups.values()), default=0.0))
+        local = {k: getattr(memory, k) / parts for k in ("parameters", "gradients", "states")}
+        memory = replace(memory, **local, working=memory.working + max(map(_bytes, groups.values()), default=0.0))
     return replace(plan, batch=priced, totals=totals, memory=memory)
 
 
 def lengthened(totals: Totals, cost: Cost, objective: Objective) -> Totals:
     """Return the totals with a cost that the solver does not decide over, in the step, its bound, Megatron's step."""
-    more = objective.seconds(cost)
-    steps = {k: getattr(totals, k) + more for k in ("seconds", "bound", "megatron_step") if getattr(totals, k)}
+    extra = objective.seconds(cost)
+    steps = {k: getattr(totals, k) + extra for k in ("seconds", "bound", "megatron_step") if getattr(totals, k)}
     return replace(totals, terms=dict(Cost(**totals.terms) + cost), **steps)
 
 

@@ -1,4 +1,4 @@
-"""Reasons of a parameter's layout, in words made from the operator rules: its role, or what kept it whole."""
+"""Reasons of a parameter's layout, from the operator rules: its role, or the operator that kept it whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autotp.ir.graph import draws, resolve, short_name, tensors
-from autotp.ir.op import EXPERTS, Carry
+from autotp.ir.op import EXPERTS
 from autotp.ir.program import Planned
 from autotp.passes.canonicalise.functionalise import mutates
 from autotp.passes.shard.strategies import Candidates
@@ -24,7 +24,7 @@ STOPPED = (
 
 
 def stopped(planned: Planned) -> list[str]:
-    """The note of a search that its budget ended, with the bound that it had proved; none of one that was done."""
+    """Return the note of a search that its budget ended, with the bound that it had proved; none of a complete one."""
     solution = planned.solution
     if solution is None or solution.stopped_after is None:
         return []
@@ -33,8 +33,8 @@ def stopped(planned: Planned) -> list[str]:
 
 
 def without_rule(planned: Planned) -> list[str]:
-    """A note of the operators that make tensors of tensors and run whole because they have no rule."""
-    counts: Counter[str] = Counter()
+    """Return a note of the operators that make tensors of tensors and run whole because they have no rule."""
+    counts = Counter()
     for node, op in planned.ops.items():
         whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
         if whole and not mutates(node) and not draws(node):
@@ -47,13 +47,13 @@ def without_rule(planned: Planned) -> list[str]:
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
-    """The field's word for a split of dimension `dim` of this parameter, by what its readers do with it."""
+    """Name a split of dimension `dim` of this parameter in the field's words, by what its readers do with it."""
     roles = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
     return ", ".join(x for x in roles if x not in ("", ELEMENTWISE)) or ELEMENTWISE
 
 
 def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
-    """The role of a split of dimension `dim` of this operand for one reader; empty where its split is another."""
+    """Return the role of a split of dimension `dim` of this operand for one reader; empty where that splits another."""
     factor, rule, op = planned.split(user), planned.rules[user], planned.ops[user]
     carry = factor.ins[slot] if factor is not None else None
     if factor is None or rule is None or carry is None or carry.dim != dim:
@@ -77,7 +77,7 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
 
 
 def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool) -> str:
-    """Say why this parameter is whole: the operator that keeps it so, and the cause.
+    """Return the reason why this parameter is whole: the operator that keeps it so, and the cause.
 
     Args:
         planned: the graph with its decisions.
@@ -109,7 +109,7 @@ def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool
 
 
 def _instead(planned: Planned, user: fx.Node, slot: int) -> str:
-    """The way an operator runs in place of splitting this operand."""
+    """Describe the way an operator runs in place of splitting this operand."""
     factor = planned.split(user)
     if factor is None:
         return "runs whole"
@@ -120,11 +120,11 @@ def _instead(planned: Planned, user: fx.Node, slot: int) -> str:
 
 
 def _limit(planned: Planned, user: fx.Node, slot: int) -> tuple[set[int], str]:
-    """The dimensions of an operand that an operator (behind a view, all its readers) can split, and why no other."""
+    """Return the dimensions of an operand that an operator (or all readers of a view) can split, and why no others."""
     op, rule, name = planned.ops[user], planned.rules[user], short_name(user.target)
     if rule is None:
         return set(), f"{name} has no rule, so it runs whole"
-    carried: dict[int, Carry | None] = {}
+    carried = {}
     for f in rule.factors:
         carry = f.ins[slot]
         # A loop that results lack and that may not be split is as good as none.
@@ -160,7 +160,7 @@ def _whole(planned: Planned, user: fx.Node) -> str:
 
 
 def _users(planned: Planned, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Operators that read a value, and the operand slot."""
+    """Yield the operators that read a value, with the operand slot."""
     for user in node.users:
         if user in planned.ops:
             yield from ((user, i) for i, s in enumerate(planned.ops[user].slots) if s is node)

@@ -1,11 +1,11 @@
 """Module boundaries at which a plan's program is computed by code that runs as it was written.
 
-Other tools shard a model by its modules: a style says how a module's parameters lie and how its input comes and its
-output leaves, and all code between modules runs as it was written, on what it gets. So a value may be split between two
+Other tools shard a model by its modules: a style says how a module's parameters, input and output are placed, and all
+code between modules runs as it was written, on what it gets. So a value may be split between two
 modules only where every operator on the way can run on a part by itself. The values that hang together in this way
 are a region. It begins where column-parallel layers leave their outputs split, and ends where row-parallel ones take
-their inputs so. Where something in a region cannot be said by modules, its values are whole instead: the modules around
-it gather their output or split their input, and weights stay split. A sum over ranks is taken by the module that makes
+their inputs split. Where modules cannot express something in a region, its values are whole instead: the modules around
+it gather their output or split their input, and weights stay split. A partial sum is reduced by the module that makes
 it.
 """
 
@@ -58,13 +58,13 @@ class Boundaries:
 
     Attributes:
         builder: with the graph; `decisions`: the plan's, by node name.
-        refused: by path with `*` for numbers, modules within which nothing may be split, and why.
-        without_style: parameter -> why no module says its split.
-        gathered: row-parallel layer -> why what it gives, which the plan splits, is whole.
+        refused: by path with `*` for numbers, modules within which nothing may be split, and the reason.
+        without_style: parameter -> the reason why no module says its split.
+        gathered: row-parallel layer -> the reason why its output, which the plan splits, is whole.
         sites: operator that is all of a linear layer or embedding with a split weight -> its module and kind.
         sets: of operators whose values are split together, or whole together: of a column-parallel layer its output, of
             a row-parallel one its input. split: those at which something is.
-        reasons: operator -> why the values of its set are whole; "" where that is no difference from the plan.
+        reasons: operator -> the reason why the values of its set are whole; "" where they are in the plan too.
     """
 
     builder: Builder
@@ -79,20 +79,20 @@ class Boundaries:
         self.sets, self.reasons = UnionFind(), dict[fx.Node, str]()
         self.split: dict[fx.Node, None] = {}
         # Equal layers do the same: a style has one name for layers.*.q_proj, so one that cannot stops the others.
-        first: dict[str, fx.Node] = {}
+        first = {}
         for node, (module, _) in self.sites.items():
             self.sets.union(first.setdefault(generic(module), node), node)
 
     @property
-    def why(self) -> dict[fx.Node, str]:
+    def whole(self) -> dict[fx.Node, str]:
         """The operator that stands for a set whose values are whole -> the reason."""
-        out: dict[fx.Node, str] = {}
+        out = {}
         for node, reason in self.reasons.items():
             out[self.sets[node]] = out.get(self.sets[node]) or reason
         return out
 
     def read(self) -> list[Boundary]:
-        """The boundaries of all modules that have a style; where a region must be whole, its ends are whole."""
+        """Read the boundaries of all modules that have a style; where a region must be whole, its ends are whole."""
         for node, op in self.builder.ops.items():
             self._operands(node, op)
         # Between the last operator and the caller stands no module: a linear layer's style may gather its output, of an
@@ -106,14 +106,14 @@ class Boundaries:
                 if path in self.refused:
                     self._refuse(node, self.refused[path])
         # Only now are all joined: what makes one end of a region whole makes the other one so.
-        why, sites = self.why, []
+        whole, sites = self.whole, []
         for node, (module, kind) in self.sites.items():
-            split = node in self.split and self.sets[node] not in why
+            split = node in self.split and self.sets[node] not in whole
             sites.append(Boundary(module, kind, node.target is aten.embedding.default, split))
         return sites
 
     def _site(self, node: fx.Node, op: Op) -> tuple[str, str] | None:
-        """The module and kind of an operator that is all of a linear layer or embedding with a split weight."""
+        """Return the module and kind of an operator that is all of a linear layer or embedding with a split weight."""
         kind, weight, _ = SITES.get(node.target, ("", 0, 0))
         path, made_by = innermost(node)
         leaf = self.builder.leaves.get(op.slots[weight]) if kind else None
@@ -132,7 +132,7 @@ class Boundaries:
         return path, "row" if out.partial else "column"
 
     def _layout(self, value: Value) -> Layout | None:
-        """The layout of a value where it is made; None for whole, as a sum is once its module has taken it."""
+        """Return the layout of a value where it is made; None for whole, as a sum is once its module has reduced it."""
         return _split(self.decisions[value[0].name].outs[value[1]])
 
     def _refuse(self, node: fx.Node, reason: str) -> None:
@@ -143,9 +143,9 @@ class Boundaries:
         """Note that a value is split there; code between modules knows even parts in one piece only."""
         dim, p, tp = layout.sharded_dim, layout.distribution, self.builder.tp
         if dim is None or p is None:
-            return self._refuse(node, "rows are dealt by group")
+            return self._refuse(node, "rows are sharded by group")
         if p.pieces != 1:
-            self._refuse(node, "the parts lie in several pieces, and a style cuts in one")
+            self._refuse(node, "a part is several pieces, and a style cuts one")
         elif p.static and not (p.even(tp) and p.is_plain(tp)):
             self._refuse(node, f"{p.length} are not split evenly")
         elif not isinstance(shape[dim], int) or (node in self.sites and dim != len(shape) - 1):
@@ -153,7 +153,7 @@ class Boundaries:
         self.split[node] = None
 
     def _operands(self, node: fx.Node, op: Op) -> None:
-        """Join what an operator reads and makes to a region, and refuse regions that modules cannot say."""
+        """Join the operands and results of an operator to a region, and refuse regions that modules cannot express."""
         ins = [_split(layout) for layout in self.decisions[node.name].ins]
         outs = [self._layout((node, i)) for i in range(len(op.outs))]
         # What is split begins a region, or goes on with one, where parts are such as code can have.
@@ -191,7 +191,7 @@ class Boundaries:
         self.sets.union(maker, node)
 
     def _alone(self, node: fx.Node, op: Op, ins: list[Layout | None], out: Layout | None) -> None:
-        """Refuse an operator with split results that would not compute its part by the arguments that it has."""
+        """Refuse an operator with split results whose arguments would not compute its part."""
         if all(x is None for x in ins):
             # As arange: nothing that it reads says that it should make a part.
             self._refuse(node, f"{where(node)} makes a whole value, and the plan's is split")
@@ -199,7 +199,7 @@ class Boundaries:
             self._refuse(node, f"{where(node)} has a size as a number that is another on a rank")
 
     def _operand(self, node: fx.Node, value: Value, want: Layout | None, beside: bool) -> None:
-        """One operand of an operator between modules; `beside`: whether anything of the operator is split."""
+        """Read one operand of an operator between modules; `beside`: whether anything of the operator is split."""
         have, leaf = self._layout(value), self.builder.leaves.get(value[0])
         if leaf is not None and leaf.kind.trained:
             self._parameter(node, leaf, have, beside)
@@ -217,7 +217,7 @@ class Boundaries:
             self._refuse(node, f"the gradient of what {where(node)} reads must be summed there")
 
     def _parameter(self, node: fx.Node, leaf: Leaf, have: Layout | None, beside: bool) -> None:
-        """A parameter that is read outside of linear layers and embeddings."""
+        """Read a parameter that is used outside of linear layers and embeddings."""
         if have is not None:
             # No style splits it, so it comes whole: what is computed with it would not fit a part.
             self.without_style.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
@@ -232,7 +232,7 @@ def _split(layout: Layout) -> Layout | None:
 
 
 def innermost(node: fx.Node) -> tuple[str, str]:
-    """Path and class of the module that ran an operator."""
+    """Return path and class of the module that ran an operator."""
     path, stack = module_name(node), node.meta.get("nn_module_stack") or {}
     kind = next((kind for name, kind in reversed(list(stack.values())) if path and name == path), "")
     if not isinstance(kind, str):
@@ -251,7 +251,7 @@ def _runs_on_part(op: Op, rule: Rule | None, operand: Layout | None, result: Lay
 
     Args:
         op: the call. rule: of it.
-        operand, result: how the first operand is read and the first result lies; None for whole.
+        operand, result: layouts of the first operand and of the first result; None for whole.
     """
     # An operator whose arguments say no sizes has no `localise`.
     if rule is None or rule.localise is None or result is None or result.sharded_dim is None:

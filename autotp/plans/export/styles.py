@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from autotp import compat
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, mapped
-from autotp.ir.layouts import Layout, Layouts
+from autotp.ir.layouts import Layout
 from autotp.ir.scopes import generic
 from autotp.text import first_line
 
@@ -40,13 +40,13 @@ class Styles(dict[str, Any]):
 
 
 def to_parallelize_plan(plan: Plan) -> Styles:
-    """The plan for torch's `parallelize_module`; see `Plan.to_parallelize_plan`."""
+    """Export the plan for torch's `parallelize_module`; see `Plan.to_parallelize_plan`."""
     boundaries, cannot = _read(plan, "to_parallelize_plan")
     return Styles({b.module: _style(b) for b in boundaries}, cannot)
 
 
 def to_tp_plan(plan: Plan) -> Styles:
-    """The plan as a `tp_plan` of transformers; see `Plan.to_tp_plan`."""
+    """Export the plan as a `tp_plan` of transformers; see `Plan.to_tp_plan`."""
     # Its rules are looked up with a * for every number, and laid over the model's own: what is whole is said too.
     boundaries, cannot = _read(plan, "to_tp_plan")
     names = [name for p in plan.parameters for name in (p.name, *p.aliases)]
@@ -57,7 +57,7 @@ def to_tp_plan(plan: Plan) -> Styles:
 
 
 def _read(plan: Plan, method: str) -> tuple[list[Boundary], list[str]]:
-    """The boundaries that the model's code runs with, and what they do not say."""
+    """Return the boundaries that the model's code runs with, and lines on what they do not say."""
     builder = plan.builder
     if builder is None:
         raise PlanError(
@@ -72,13 +72,13 @@ def _read(plan: Plan, method: str) -> tuple[list[Boundary], list[str]]:
     while True:
         of = Boundaries(builder, plan.decisions, refused)
         boundaries = of.read()
-        more = _differ(boundaries, plan)
-        if not more and untried is None and (failed := trial.failing(boundaries)) is not None:
-            more = _around(*failed, refused)
-        if not more:
+        refusals = _differ(boundaries, plan)
+        if not refusals and untried is None and (failed := trial.failing(boundaries)) is not None:
+            refusals = _around(*failed, refused)
+        if not refusals:
             break
-        refused |= more
-    lines = [*((name, f"whole, and split in the plan: {why}") for name, why in of.without_style.items()),
+        refused |= refusals
+    lines = [*((name, f"whole, and split in the plan: {reason}") for name, reason in of.without_style.items()),
              *_between(of), *lines]  # fmt: skip
     if plan.batch.size > 1:
         other = "fully_shard or DDP" if plan.batch.cp == 1 else "torch's context_parallel"
@@ -87,7 +87,7 @@ def _read(plan: Plan, method: str) -> tuple[list[Boundary], list[str]]:
 
 
 def _around(path: str, error: str, refused: dict[str, str]) -> dict[str, str]:
-    """The innermost module around a failure that may be split still, and why it must not."""
+    """Return the innermost module around a failure that is not refused yet, and the reason to refuse it."""
     parts = generic(path).split(".") if path else []
     paths = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
     reason = f"the code of {paths[0] or 'the model'} does not run on a part ({error})"
@@ -95,40 +95,40 @@ def _around(path: str, error: str, refused: dict[str, str]) -> dict[str, str]:
 
 
 def _differ(boundaries: list[Boundary], plan: Plan) -> dict[str, str]:
-    """Weights and modules of which one rule cannot say what all layers do."""
+    """Return weights and modules whose styles differ between layers, which one rule cannot say."""
     by = {b.module: _name(b) for b in boundaries}
-    styles: dict[str, set[str | None]] = defaultdict(set)
+    styles = defaultdict(set)
     for p in plan.parameters:
         module = p.name.rpartition(".")[0]
         styles[generic(module)].add(by.get(module))
-    odd = [name for name, kinds in styles.items() if len(kinds) > 1]
-    return {name: "the layers differ, and a rule is for all of them" for m in odd for name in (m, f"{m}.weight")}
+    mixed = [name for name, kinds in styles.items() if len(kinds) > 1]
+    return {name: "the layers differ, and a rule is for all of them" for m in mixed for name in (m, f"{m}.weight")}
 
 
 def _between(of: Boundaries) -> Iterator[tuple[str, str]]:
-    """Module, and why values between its modules are whole that the plan leaves split."""
-    whys, regions = of.why, defaultdict(list)
+    """Yield modules, and the reason why values between their modules are whole that the plan leaves split."""
+    whole, regions = of.whole, defaultdict(list)
     for node in of.split:
         regions[of.sets[node]].append(of.sites.get(node, ("", ""))[0])
     for root, ends in regions.items():
         # A region of one module alone has no code between modules: the module does what the plan does.
         modules = list(filter(None, ends))
-        if root in whys and modules and len(set(map(generic, ends))) > 1:
+        if root in whole and modules and len(set(map(generic, ends))) > 1:
             names = ", ".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
-            yield modules[0].rpartition(".")[0], f"whole at {names}, and split in the plan: {whys[root]}"
+            yield modules[0].rpartition(".")[0], f"whole at {names}, and split in the plan: {whole[root]}"
     for module, reason in of.gathered.items():
         yield module, f"gives a whole value, and a split one in the plan: {reason}"
 
 
 def _style(b: Boundary) -> ParallelStyle:
-    """The style of torch."""
-    if b.kind == "column":
-        return ColwiseParallel(output_layouts=Shard(-1) if b.split else Replicate())
-    return RowwiseParallel(input_layouts=Shard(-1) if b.split else Replicate())
+    """Return the style of torch."""
+    placement = Shard(-1) if b.split else Replicate()
+    column = b.kind == "column"
+    return ColwiseParallel(output_layouts=placement) if column else RowwiseParallel(input_layouts=placement)
 
 
 def _name(b: Boundary) -> str:
-    """The name of the style in transformers."""
+    """Return the name of the style in transformers."""
     if b.lookup:
         return "embedding_rowwise" if b.kind == "row" else "embedding_colwise"
     if b.kind == "column":
@@ -156,12 +156,12 @@ class FakeRun:
         self.inputs = mapped(inputs, fake)
 
     def failing(self, boundaries: Iterable[Boundary]) -> tuple[str, str] | None:
-        """The innermost module whose code does not run with these boundaries, and its error; None where all does.
+        """Return the innermost module whose code does not run with these boundaries, and its error; None where all do.
 
         Args:
             boundaries: what each module does.
         """
-        path: list[str] = []
+        path = []
         hooks = []
 
         def leave(module: nn.Module, args: Any, out: Any) -> None:
@@ -174,9 +174,9 @@ class FakeRun:
         # Between modules the code gets parts; within one it sees what it was written for.
         for b in boundaries:
             module: Any = self.model.get_submodule(b.module)
-            if b.kind == "row" and b.split:
+            if b.split and b.kind == "row":
                 hooks.append(module.register_forward_pre_hook(self._whole))
-            if b.kind == "column" and b.split:
+            elif b.split:
                 hooks.append(module.register_forward_hook(lambda m, args, out: out[..., : out.shape[-1] // self.tp]))
         try:
             with self.mode, torch.no_grad():
@@ -189,7 +189,7 @@ class FakeRun:
         return None
 
     def _whole(self, module: nn.Linear, args: tuple[Tensor]) -> tuple[Tensor]:
-        """The input of a row-parallel layer, as wide as its weight asks for."""
+        """Return the input of a row-parallel layer, as wide as its weight asks for."""
         part, width = args[0], module.in_features
         if part.shape[-1] * self.tp != width:
             raise ValueError(f"a part is {part.shape[-1]} wide here, and {width} over {self.tp} ranks are not")
@@ -200,7 +200,7 @@ class FakeRun:
 
 
 def spmd_types(part: str = "") -> Any:
-    """The package spmd_types, or a module of it.
+    """Import the package spmd_types, or a module of it.
 
     Args:
         part: the module's name; empty for the package itself.
@@ -218,13 +218,12 @@ def spmd_types(part: str = "") -> Any:
 
 
 def to_spmd_types(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The layouts of a plan's parameters, split buffers and states, by name, as `spmd_types.assert_type` takes them."""
-    layouts: Layouts = {**plan.placements, **plan.states}
-    return {name: {AXIS: annotation(layout)} for name, layout in layouts.items()}
+    """Return layouts of parameters, split buffers and states, by name, as `spmd_types.assert_type` takes them."""
+    return {name: {AXIS: annotation(layout)} for name, layout in {**plan.placements, **plan.states}.items()}
 
 
 def annotation(layout: Layout) -> Any:
-    """A layout as a type of the checker: R, I, P or S(dim).
+    """Return a layout as a type of the checker: R, I, P or S(dim).
 
     Rows by group are V: what they hold is no slice. So are candidates for a maximum, for P is a sum.
     """

@@ -1,9 +1,9 @@
-"""The content of a plan in words, part by part and in order: `report` as text, and what `html` sets as a page."""
+"""The content of a plan in words, part by part and in order: `report` as text, and the parts that `html` lays out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ WHOLE_SHARE = 0.99  # of the arithmetic, or of the weights where there is none: 
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """A block and its equals, or what is in none.
+    """A block and its equals, or the rest that is in no block.
 
     Attributes:
         kind: of the block; `module`: its path; `count`: how many are equal.
@@ -55,7 +55,7 @@ class EqualBlocks:
 
     @property
     def sends(self) -> list[tuple[str, ...]]:
-        """For each place Megatron's name, layouts, operator, and what one rank sends forward and backward."""
+        """Rows by place: Megatron's name, layouts, operator, and the bytes that a rank sends forward and backward."""
         rows = []
         for equal in self.collectives:
             c = equal[0]
@@ -66,7 +66,7 @@ class EqualBlocks:
         return rows
 
     def maker(self, equal: Sequence[Collective]) -> str:
-        """The operator that made a value, and how many of the equal blocks convert it where not all do."""
+        """Name the operator that made a value, and how many of the equal blocks convert it where not all do."""
         c, many = equal[0], len(equal)
         maker = f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)
         if many < self.count:
@@ -75,18 +75,19 @@ class EqualBlocks:
 
 
 def parts(plan: Plan) -> Iterator[EqualBlocks]:
-    """The blocks, equal ones folded, and then what is in none."""
-    parameters: Mapping[str, Parameter] = {p.name: p for p in plan.parameters}
-    names: set[str] = set()
+    """Yield the blocks, equal ones folded, and then the rest that is in no block."""
+    parameters = {p.name: p for p in plan.parameters}
+    names = set()
     for i, block in enumerate(plan.blocks):
         if block.first != i:
             continue
         members = {j for j, b in enumerate(plan.blocks) if b.first == i}
         detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
-        own = [parameters[n] for n in block.parameters if n in parameters]  # a block may read a weight in a buffer
+        # A block may read a weight in a buffer.
+        weights = [parameters[n] for n in block.parameters if n in parameters]
         yield EqualBlocks(
-            NAMES.get(block.kind, block.kind), block.module, len(members), detail, block.limit, own,
-            _weights(own, block.module, names), _by_place(c for c in plan.collectives if c.block in members),
+            NAMES.get(block.kind, block.kind), block.module, len(members), detail, block.limit, weights,
+            _weights(weights, block.module, names), _by_place(c for c in plan.collectives if c.block in members),
         )  # fmt: skip
         names.update(block.parameters)
     inside = {n for b in plan.blocks for n in b.parameters}
@@ -108,14 +109,14 @@ def _weights(parameters: Sequence[Parameter], module: str, names: set[str]) -> l
 
 
 def _by_place(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    groups: dict[tuple, list[Collective]] = {}
+    groups = {}
     for c in collectives:
         groups.setdefault((c.name, c.change, c.first, c.bytes), []).append(c)
     return list(groups.values())
 
 
 def totals(plan: Plan) -> Iterator[Labelled]:
-    """The totals of a plan: a name, and lines of what it comes to."""
+    """Yield the totals of a plan: a name, and lines of what it comes to."""
     t, m = plan.totals, plan.memory
     yield "parameters per rank", [of(t.local_parameters, t.parameters)]
     yield "forward flops per rank", [of(t.local_flops, t.flops)]
@@ -143,20 +144,20 @@ def totals(plan: Plan) -> Iterator[Labelled]:
 
 
 def _lines(words: Sequence[str]) -> list[str]:
-    """So many words in a line."""
+    """Join the words, so many in a line."""
     return [", ".join(words[i : i + WORDS_IN_A_LINE]) for i in range(0, len(words), WORDS_IN_A_LINE)]
 
 
 def optimality(plan: Plan) -> tuple[float, bool, bool]:
-    """The least seconds of a step over tp that any plan of this model has; whether they are proved; whether the plan's
-    are more."""
-    t, own = plan.totals, over_tp(plan)
-    least = t.least_seconds or own
-    return least, least - t.bound < RELATIVE_SECONDS * least, own - least > RELATIVE_SECONDS * least
+    """Return the least seconds of a step over tp of any plan of this model; whether they are proved; and whether this
+    plan's are more."""
+    t, step = plan.totals, over_tp(plan)
+    least = t.least_seconds or step
+    return least, least - t.bound < RELATIVE_SECONDS * least, step - least > RELATIVE_SECONDS * least
 
 
 def of_megatron(plan: Plan, whose: str = "Megatron's") -> str:
-    """Step and bytes as parts of those of Megatron's plan."""
+    """Describe step and bytes as parts of those of Megatron's plan."""
     t = plan.totals
     sent_bytes = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
     ratio = f", {sent_bytes / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
@@ -164,19 +165,19 @@ def of_megatron(plan: Plan, whose: str = "Megatron's") -> str:
 
 
 def over_tp(plan: Plan) -> float:
-    """Seconds of a step without what it waits for dp."""
+    """Return the seconds of a step without what it waits for dp."""
     return plan.totals.seconds - plan.batch.exposed
 
 
 def over(plan: Plan) -> str:
-    """The ranks, in words."""
+    """Describe the ranks."""
     ranks = counted(plan.tp, "rank")
     beside = plan.batch.degrees
-    return f"{' x '.join(map(str, beside.values()))} x {ranks} ({' x '.join(beside)} x tp)" if beside else ranks
+    return f"{' x '.join(map(str, beside.values()))} x {ranks} ({plan.batch.name} x tp)" if beside else ranks
 
 
 def _batch_axis(axis: Axes) -> Iterator[Labelled]:
-    """The traffic over the data-parallel axis."""
+    """Describe the traffic over the data-parallel axis."""
     if axis.size == 1:
         return
     what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
@@ -189,7 +190,7 @@ def _batch_axis(axis: Axes) -> Iterator[Labelled]:
 
 
 def all_whole(plan: Plan) -> View:
-    """The warning that a plan splits no arithmetic; nothing where it splits some, or there is one rank."""
+    """Warn that a plan splits no arithmetic; nothing where it splits some, or there is one rank."""
     t = plan.totals
     split = t.local_flops < WHOLE_SHARE * t.flops if t.flops else t.local_parameters < WHOLE_SHARE * t.parameters
     if plan.tp > 1 and not split and not plan.tables:
@@ -201,18 +202,18 @@ def all_whole(plan: Plan) -> View:
 
 
 def cache(plan: Plan) -> str:
-    """The tensors that are carried from call to call: how many tensors, how they lie, and what a rank holds of them.
+    """Describe the tensors that are carried from call to call: their number, placements, and bytes on a rank.
 
-    Of a cache that calls of another kind have, what a rank holds is known alone.
+    Of a cache of calls of another kind only the bytes are known.
     """
     counts, m = Counter(_placement(x, plan.tp) for x in plan.states.values()), plan.memory
     words = [f"{counted(n, 'tensor')}, {placed}" for placed, n in counts.items()]
     grows = (m.cache_token, "token"), (m.cache_sequence, "sequence")
-    return ", ".join([*words, *(f"{amount(size)} per {each} and rank" for size, each in grows if size)])
+    return ", ".join([*words, *(f"{amount(size)} per {unit} and rank" for size, unit in grows if size)])
 
 
 def _placement(layout: Layout, tp: int) -> str:
-    """`Shard(1): 2 of 8`: the part of the dimension that the fullest rank has."""
+    """Write `Shard(1): 2 of 8`: the part of the dimension that the fullest rank has."""
     dim, distribution = layout.sharded_dim, layout.distribution
     if dim is None or distribution is None:
         return "whole"
@@ -220,7 +221,7 @@ def _placement(layout: Layout, tp: int) -> str:
 
 
 def memory_parts(m: Memory) -> list[tuple[str, float]]:
-    """The parts of what the fullest rank holds, in bytes, that are there."""
+    """Return the parts of the fullest rank's memory that are not empty, in bytes."""
     parts = [
         ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
         ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
@@ -229,7 +230,7 @@ def memory_parts(m: Memory) -> list[tuple[str, float]]:
 
 
 def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """The parts of one of the repeated blocks, and what is outside: name, compute, communication and its share.
+    """Return the parts of one of the repeated blocks, and what is outside: name, compute, communication and its share.
 
     The last two are empty where there is none. No rows where nothing repeats.
     """
@@ -243,8 +244,8 @@ def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
-    """The operator to blame -> the parameters that it keeps whole, folded over equal blocks, with their shape."""
-    reasons: dict[str, dict[str, list[Parameter]]] = {}
+    """Map each reason to the parameters that it keeps whole, folded over equal blocks, with their shape."""
+    reasons = {}
     for p in plan.parameters:
         if p.role == "whole":
             reasons.setdefault(p.reason or "", {}).setdefault(p.first, []).append(p)
@@ -255,7 +256,7 @@ def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
 
 
 def degrees(rows: Sequence[Degree]) -> Table:
-    """The degrees of a sweep."""
+    """Tabulate the degrees of a sweep."""
     unit = rows[0].unit if rows else "samples"
     names = ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device")
     cells = []
@@ -271,7 +272,7 @@ def degrees(rows: Sequence[Degree]) -> Table:
 
 
 def report(plan: Plan) -> View:
-    """All of a plan: a headline, the blocks, the totals, what was left whole, and the notes."""
+    """Write all of a plan: a headline, the blocks, the totals, what was left whole, and the notes."""
     yield Line(f"{plan.model} over {over(plan)} ({plan.cluster}, {plan.objective})", style="bold")
     yield from all_whole(plan)
     yield from (Line(f"captured with {inputs}", style="dim") for inputs in plan.inputs)
@@ -298,14 +299,14 @@ def report(plan: Plan) -> View:
 
 
 def heading(part: EqualBlocks, detail: str) -> View:
-    """The title of a part, and the limit of its heads."""
+    """Write the title of a part, and the limit of its heads."""
     yield Line(detail, title=part.title, style="bold")
     if part.limit:
         yield Line(f"limit: {part.limit}", "  ", style="yellow")
 
 
 def table_of_degrees(plan: Plan) -> View:
-    """The degrees that were tried, under their heading."""
+    """Write the degrees that were tried, under their heading."""
     return (Line(), Line("Degrees", style="bold"), degrees(plan.degrees)) if plan.degrees else ()
 
 
@@ -319,31 +320,31 @@ def _labelled(rows: Iterable[Labelled]) -> View:
 
 
 def operator(name: str) -> str:
-    """`mul` of `aten.mul.Tensor`."""
+    """Return `mul` of `aten.mul.Tensor`."""
     return name.removeprefix("aten.").removeprefix("autotp.").split(".")[0]
 
 
 def last(path: str) -> str:
-    """The last part of a module path, with the one before it where that is only a number."""
+    """Return the last part of a module path, with the one before it where that is only a number."""
     names = path.split(".")
     return ".".join(names[-2:] if names[-1].isdigit() else names[-1:])
 
 
 def primitive(name: str | None) -> str:
-    """`all-reduce` of `all_reduce`."""
+    """Return `all-reduce` of `all_reduce`."""
     return (name or "").replace("_", "-")
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """`64 x 128`."""
+    """Write a shape as `64 x 128`."""
     return " x ".join(map(str, sizes)) or "scalar"
 
 
 def times(name: str, count: int) -> str:
-    """`layers.0.weight x 2`."""
+    """Write a name and its count as `layers.0.weight x 2`."""
     return f"{name} x {count}" if count > 1 else name
 
 
 def of(local: float, whole: float) -> str:
-    """A rank's part of a count."""
+    """Write a rank's part of a count."""
     return f"{number(local)} of {number(whole)}" + (f" ({local / whole:.1%})" if whole else "")

@@ -33,7 +33,7 @@ def write_html(plan: Plan, path: str | Path) -> None:
 
 
 def html(plan: Plan) -> str:
-    """The page as text."""
+    """Render the page as text."""
     m = plan.memory
     return template("page.html.jinja").render(
         plan=plan,
@@ -52,7 +52,7 @@ def html(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The figures that a reader wants first: a name, a figure, and a remark."""
+    """Yield the figures that a reader wants first: a name, a figure, and a remark."""
     t, most, peak = plan.totals, of_device(plan, "memory_size"), plan.memory.peak
     if t.seconds:
         yield "predicted step", seconds(t.seconds), plan.objective
@@ -64,25 +64,25 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def glyph(p: Parameter, tp: int, size: tuple[float, float] = GLYPH) -> dict[str, Any]:
-    """Rank 0's parts of a weight, and the cuts. The first dimension of several goes down, others go across.
+    """Lay out rank 0's parts of a weight, and the cuts. The first dimension of several goes down, others go across.
 
-    A weight of one piece is cut once for each rank; of several, each of which is dealt separately, these are shown.
+    A weight of one piece is cut once for each rank; of several pieces, each of which is sharded, the pieces are shown.
 
     Args:
         p: the parameter. tp: ranks. size: width and height of the drawing.
     """
     dim, pieces = p.layout.sharded_dim, p.layout.pieces
     if dim is None:
-        return {"own": [], "cuts": [], "across": False}
+        return {"local": [], "cuts": [], "across": False}
     across = dim > 0 or len(p.shape) == 1
     side, runs = size[not across], min(pieces, PIECES) if isinstance(pieces, int) else PIECES
     bands = runs * (min(tp, BANDS) if runs == 1 else 1)
-    own = [(round(i * side / runs, 2), round(side / runs / min(tp, BANDS), 2)) for i in range(runs)]
-    return {"own": own, "cuts": [round(side * i / bands, 2) for i in range(1, bands)], "across": across}
+    local = [(round(i * side / runs, 2), round(side / runs / min(tp, BANDS), 2)) for i in range(runs)]
+    return {"local": local, "cuts": [round(side * i / bands, 2) for i in range(1, bands)], "across": across}
 
 
 def _timeline(plan: Plan) -> dict[str, Any]:
-    """The drawing of one layer: boxes, ticks, and where forward and backward are."""
+    """Lay out one layer: boxes, ticks, and the spans of forward and backward."""
     assert plan.layer is not None
     events = timeline(plan)
     end = events[-1].end if events else 1.0
@@ -108,7 +108,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
 
 
 def _box(e: Event, scale: float) -> dict[str, Any]:
-    """An event as a rectangle: the label as far as it fits in, and all of it with its figures beside the pointer."""
+    """Lay out an event as a rectangle, with the label as far as it fits, and all of it and its figures as tooltip."""
     width = scale * e.seconds
     text = next((x for x in (e.label, e.label.split(" (")[0]) if len(x) * LETTER + 6 <= width), "")
     change = f" ({e.step.change}, {amount(e.step.bytes)})" if e.step.converts else ""

@@ -1,5 +1,5 @@
-"""The first screen of a plan: what, on what, whether it fits, how long a step takes, where memory and time go, and the
-blocks in short. At most `MAX_LINES` lines."""
+"""The first screen of a plan: model, mesh and cluster, whether it fits, the predicted step, memory and time by part,
+and the blocks in short. At most `MAX_LINES` lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_NOTES = 4
 BAR = 64  # columns of a bar
 LABEL = 8  # columns before what a line says
 WORTH_SHARE = 0.01  # of the step: smaller costs are not spoken of
-SENT_SHARE = 0.001  # of all bytes: places that send less are not every_part
+SENT_SHARE = 0.001  # of all bytes: places that send less are not shown
 VALUE_SHARE = 0.01  # of the largest value that a layer converts: smaller ones are not drawn
 MAX_FLOW_LINES = 4
 LEGEND = (
@@ -55,23 +55,23 @@ ATTENTION = ("scaled_dot_product_attention", "dealt_attention")
 
 
 def overview(plan: Plan) -> Sheet:
-    """The most important of a plan."""
+    """Write the most important parts of a plan."""
     above, below, degrees_table = list(_head(plan)), list(_below(plan)), list(table_of_degrees(plan))
     room = MAX_LINES - _height(above) - _height(below) - 1 - (len(plan.degrees) + 4 if degrees_table else 0)
     return Sheet([*above, Line(), *_blocks(plan, max(room, MIN_BLOCK_LINES)), *degrees_table, *below], COLUMNS)
 
 
 def _height(view: View) -> int:
-    return sum(len(list(x.lay(COLUMNS))) for x in view)
+    return sum(len(list(x.render(COLUMNS))) for x in view)
 
 
 def _unbroken(phrases: Iterable[str], between: str = "; ") -> str:
-    """Phrases as one text, in none of which a line ends."""
+    """Join phrases to one text, so that no line ends within a phrase."""
     return between.join(x.replace(" ", HOLD) for x in phrases if x)
 
 
 def _head(plan: Plan) -> View:
-    """The lines above the blocks."""
+    """Write the lines above the blocks."""
     beside = f" x {plan.batch.text}" if plan.batch.size > 1 else ""
     yield Line(f"{plan.model}  tp={plan.tp}{beside} on {plan.cluster}  {_priced(plan)}", style="bold")
     yield from all_whole(plan)
@@ -91,16 +91,16 @@ def _head(plan: Plan) -> View:
 
 
 def _priced(plan: Plan) -> str:
-    """The objective and the sizes of the example inputs."""
+    """Describe the objective and the sizes of the example inputs."""
     t, many = plan.totals, plan.batch.size
-    each = f" on each of {many} {plan.batch.name} ranks" if many > 1 else ""
+    ranks = f" on each of {many} {plan.batch.name} ranks" if many > 1 else ""
     if not t.examples:
         return plan.objective
     if not t.length:
-        return f"{plan.objective}, {t.examples} samples{each}"
+        return f"{plan.objective}, {t.examples} samples{ranks}"
     if plan.objective == "decode":
-        return f"decode, one token for each of {t.examples} sequences of {t.length}{each}"
-    return f"{plan.objective}, {t.examples} x {t.length} tokens{each}"
+        return f"decode, one token for each of {t.examples} sequences of {t.length}{ranks}"
+    return f"{plan.objective}, {t.examples} x {t.length} tokens{ranks}"
 
 
 def _fits(plan: Plan) -> View:
@@ -114,9 +114,9 @@ def _fits(plan: Plan) -> View:
         yield Line(f"memory  {amount(m.peak)} a rank; what a device of {plan.cluster} has is not known")
     elif m.peak <= most:
         at = f"at the {m.phase} of {m.at}" if m.at else f"at the peak of the {m.phase}"
-        beside = f"FITS: {share}, {at}"
-        yield Line(beside if len(beside) <= COLUMNS else f"FITS: {share}", style="bold green")
-        if len(beside) > COLUMNS:
+        text = f"FITS: {share}, {at}"
+        yield Line(text if len(text) <= COLUMNS else f"FITS: {share}", style="bold green")
+        if len(text) > COLUMNS:
             yield Line(_unbroken([at]), "  ")
     else:
         yield Line(f"does NOT fit: {share}", style="bold red")
@@ -124,7 +124,7 @@ def _fits(plan: Plan) -> View:
 
 
 def _would_fit(plan: Plan, most: float) -> str:
-    """The smallest degree that was degrees_table and fits, else what the peak says; and the largest part."""
+    """Name the smallest degree that was tried and fits, else one estimated from the peak; and the largest part."""
     m, fitting = plan.memory, [d.tp for d in plan.degrees if d.fits]
     least = math.ceil(plan.tp * m.peak / most)
     advice = f"tp={min(fitting)} fits" if fitting else f"about tp={least}, if memory fell with tp (autotp.sweep tells)"
@@ -137,7 +137,7 @@ def _would_fit(plan: Plan, most: float) -> str:
 
 
 def _step(plan: Plan) -> View:
-    """The predicted step, its share of communication, and the rate."""
+    """Write the predicted step, its share of communication, and the rate."""
     t = plan.totals
     if not t.seconds:
         return
@@ -150,8 +150,8 @@ def _step(plan: Plan) -> View:
     if t.examples:
         units = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
         unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
-        each = f", {number(units / t.seconds / devices)} a device" if devices > 1 else ""
-        phrases.append(f"{number(units / t.seconds)} {unit}/s{each}")
+        rate = f", {number(units / t.seconds / devices)} a device" if devices > 1 else ""
+        phrases.append(f"{number(units / t.seconds)} {unit}/s{rate}")
     decoded = decoding(plan)
     phrases += [f"{decoded.share_of_limit:.0%} of the limit"] if decoded is not None else []
     phrases += [of_megatron(plan)] if t.megatron_step else []
@@ -160,7 +160,7 @@ def _step(plan: Plan) -> View:
 
 
 def _limit(decoded: Decoding) -> View:
-    """The seconds that no step of decoding can be below, and what they are made of."""
+    """Write the lower bound of a step of decoding, and the reads and collectives that make it."""
     limit, tokens = decoded.limit, decoded.most_tokens_per_second
     cached = f" and {amount(limit.cache)} of cache" if limit.cache else ""
     reads = f"{amount(limit.weights)} of weights{cached} at {limit.bandwidth / 1e12:.2f} TB/s"
@@ -172,17 +172,18 @@ def _limit(decoded: Decoding) -> View:
 
 
 def by_rank(plan: Plan) -> View:
-    """A bar of the weights of each rank where shares are unlike, and what parts as long as the longest cost; of unlike
-    ranks a bar of what each has and holds, and what was choice."""
+    """Draw a bar of the weights of each rank where shares are unlike, and say what padding to the longest part costs;
+    of unlike ranks a bar of the memory of each, and the shares that were chosen."""
     if plan.share_choice is not None:
         yield from _unlike(plan.share_choice)
-    if plan.share_choice is not None or not plan.shares:
+        return
+    if not plan.shares:
         return
     weights = [_elements(plan, rank) for rank in range(plan.tp)]
     for rank, size in enumerate(weights):
         yield Line("#" * round(BAR * size / max(weights[0], 1)), f"{f'rank {rank}':{LABEL}}", style="cyan")
-        own, part = plan.memory.parameters * size / max(weights[0], 1), size / max(plan.totals.parameters, 1)
-        text = f"share {plan.shares[rank]} of {sum(plan.shares)}: {amount(own)} of weights, {part:.0%} of all"
+        local, part = plan.memory.parameters * size / max(weights[0], 1), size / max(plan.totals.parameters, 1)
+        text = f"share {plan.shares[rank]} of {sum(plan.shares)}: {amount(local)} of weights, {part:.0%} of all"
         yield Line(text, " " * LABEL)
     primitives = {way for c in plan.collectives for way in (c.forward, c.backward)} - {None, "all_reduce"}
     layouts = {x for how in plan.decisions.values() for x in (*how.ins, *how.outs)}
@@ -191,17 +192,17 @@ def by_rank(plan: Plan) -> View:
 
 
 def _unlike(choice: ShareChoice) -> View:
-    """Bars of what unlike ranks hold of what they have, how families are dealt, and seconds of the slowest rank."""
-    for rank, (own, most) in enumerate(zip(choice.memory, choice.limits, strict=True)):
-        bar = "#" * min(round(BAR * own / most), BAR)
-        yield Line(f"{bar:.<{BAR}}", f"{f'rank {rank}':{LABEL}}", style="cyan" if own <= most else "red")
-        yield Line(f"holds {amount(own)} of {amount(most)}", " " * LABEL)
-    dealt = []
-    for each in choice.dealt:
-        ratio = ":".join(map(str, each.units))
-        what = f" ({each.what})" * bool(each.what)
-        dealt.append(f"{each.length or 'sequences'} as {ratio}{what}")
-    yield Line(f"shares  {'; '.join(dealt)}", then=" " * LABEL)
+    """Draw the memory that unlike ranks use, and write the splits of families and the seconds of the slowest rank."""
+    for rank, (used, limit) in enumerate(zip(choice.memory, choice.limits, strict=True)):
+        bar = "#" * min(round(BAR * used / limit), BAR)
+        yield Line(f"{bar:.<{BAR}}", f"{f'rank {rank}':{LABEL}}", style="cyan" if used <= limit else "red")
+        yield Line(f"holds {amount(used)} of {amount(limit)}", " " * LABEL)
+    splits = []
+    for split in choice.dealt:
+        ratio = ":".join(map(str, split.units))
+        what = f" ({split.what})" * bool(split.what)
+        splits.append(f"{split.length or 'sequences'} as {ratio}{what}")
+    yield Line(f"shares  {'; '.join(splits)}", then=" " * LABEL)
     unfit = "" if choice.even_fits else ", which does not fit"
     even = f", evenly {seconds(choice.even)}{unfit}" if choice.even else ""
     bound = f"; with these placements no shares take less than {seconds(choice.bound)}" if choice.bound else ""
@@ -212,12 +213,12 @@ def _unlike(choice: ShareChoice) -> View:
 
 
 def _elements(plan: Plan, rank: int) -> int:
-    """Elements of the weights of a rank."""
+    """Count the elements of the weights of a rank."""
     return sum(math.prod(p.layout.local_shape(p.shape, plan.tp, rank)) for p in plan.parameters)
 
 
 def _time(plan: Plan) -> View:
-    """A bar of a step: the repeated blocks, sublayer by sublayer, and what is outside of them."""
+    """Draw a bar of a step: the repeated blocks, sublayer by sublayer, and what is outside of them."""
     layer = plan.layer
     if layer is None or not layer.seconds or not plan.totals.seconds:
         return
@@ -230,19 +231,19 @@ def _time(plan: Plan) -> View:
     yield from _bar("time", letters, sum(size for _, size, _ in letters), "", "~ communication")
 
 
-def _bar(name: str, parts: Sequence[tuple[str, float, str]], most: float, end: str, more: str = "") -> View:
-    """A bar of letters, each part as long as its share of `most`, and below it what the letters stand for."""
+def _bar(name: str, parts: Sequence[tuple[str, float, str]], most: float, end: str, note: str = "") -> View:
+    """Draw a bar of letters, each part as long as its share of `most`, and below it the words for the letters."""
     letters, before = "", 0.0
     for letter, size, _ in parts:
         before += size
         letters += letter * (round(BAR * before / most) - len(letters))
     if parts:
         yield Line(letters.ljust(BAR if end else 0) + end, f"{name:{LABEL}}", style="cyan")
-        yield Line(_unbroken((*(text for *_, text in parts), more), ", "), " " * LABEL)
+        yield Line(_unbroken((*(text for *_, text in parts), note), ", "), " " * LABEL)
 
 
 def _avoidable(plan: Plan) -> Iterator[tuple[float, str]]:
-    """Costs that are no part of tensor parallelism itself: seconds, and what they are spent on."""
+    """Yield costs that are no part of tensor parallelism itself: seconds, and what they are spent on."""
     t, heads = plan.totals, {i for i, block in enumerate(plan.blocks) if block.kind == "head"}
     outputs = [c for c in plan.collectives if c.name == "gather" and c.forward and c.block in heads]
     gathered, trains = sum(c.forward_bytes for c in outputs), plan.objective == "training"
@@ -267,45 +268,40 @@ def _avoidable(plan: Plan) -> Iterator[tuple[float, str]]:
 
 
 def _flow(plan: Plan) -> View:
-    """One of the repeated blocks, or the model where none repeats, in the order of the forward."""
+    """Write one of the repeated blocks, or the model where none repeats, in the order of the forward."""
     words = _words(plan, plan.layer.steps) if plan.layer is not None and plan.tp > 1 else []
     text = []
     for i, (name, role) in enumerate(words):
         following = words[i + 1][1] if i + 1 < len(words) else ""
         text.append(f"{name}[{role}]" if role and role != following else name)
     if any("-->" in word for word in text):
-        lines = [x.plain for x in Line(" ".join(text), f"{'layer':{LABEL}}", " " * LABEL).lay(COLUMNS)]
+        lines = [x.plain for x in Line(" ".join(text), f"{'layer':{LABEL}}", " " * LABEL).render(COLUMNS)]
         yield from map(Line, lines[:MAX_FLOW_LINES])
         yield from [Line("...", " " * LABEL)] if len(lines) > MAX_FLOW_LINES else []
 
 
 def _words(plan: Plan, steps: Sequence[Timed]) -> list[tuple[str, str]]:
-    """Weights of a layer with their role, and `--AG/RS-->` where something is sent between; what has no role stands
-    alone."""
-    largest: dict[str, tuple[int, str]] = {}  # path of a module -> its largest weight's size and role
+    """Return the weights of a layer with their roles, and `--AG/RS-->` with no role where something is sent between."""
+    largest = {}  # path of a module -> its largest weight's size and role
     for p in plan.parameters:
         for name in (p.name, *p.aliases):
             module = name.rpartition(".")[0]
             largest[module] = max(largest.get(module, (0, "")), (math.prod(p.shape), ROLES.get(p.role, p.role)))
     least = VALUE_SHARE * max((s.bytes for s in steps if s.forward_sends or s.backward_sends), default=0.0)
-    words: list[tuple[str, str]] = []
+    words = []
     for step in steps:
-        sends, word = (
-            step.forward_sends or step.backward_sends,
-            (last(step.module), largest.get(step.module, (0, ""))[1]),
-        )
         if step.converts:
-            arrow = f"--{_ways(step.forward_sends, step.backward_sends, plan)}-->"
-            words += [(arrow, "")] if sends and step.bytes >= least else []
+            if (step.forward_sends or step.backward_sends) and step.bytes >= least:
+                words.append((f"--{_ways(step.forward_sends, step.backward_sends, plan)}-->", ""))
         elif any(name in step.name for name in ATTENTION):
             words.append(("attention", ""))
-        elif step.module in largest and word not in words[-4:]:
+        elif step.module in largest and (word := (last(step.module), largest[step.module][1])) not in words[-4:]:
             words.append(word)
     return words
 
 
 def _ways(forward: str | None, backward: str | None, plan: Plan) -> str:
-    """The primitives that are sent forward and, in training, backward: `AG/RS`."""
+    """Write the primitives that are sent forward and, in training, backward: `AG/RS`."""
     ways = [SHORT.get(way or "", primitive(way)) for way in (forward, backward)]
     return "/".join(ways) if plan.objective == "training" else ways[0]
 
@@ -314,16 +310,17 @@ def _ways(forward: str | None, backward: str | None, plan: Plan) -> str:
 
 
 def _blocks(plan: Plan, room: int) -> View:
-    """The blocks in their order; where they are too many, those that hold or send the most."""
+    """Write the blocks in their order; where they are too many, those that hold or send the most."""
     least = SENT_SHARE * (plan.totals.forward_bytes + plan.totals.backward_bytes)
     every_part = [p for p in parts(plan) if p.parameters or max(map(_bytes, p.collectives), default=-1.0) >= least]
     views = [list(_block(part, plan, least)) for part in every_part]
     heights, weight = [*map(_height, views)], [_weight(part, plan) for part in every_part]
-    places: set[int] = set()
-    for i in sorted(range(len(every_part)), key=lambda i: (-weight[i], i)):
-        lines = sum(heights[j] for j in places)
+    places = set()
+    lines = 0
+    for i in sorted(range(len(every_part)), key=lambda i: -weight[i]):
         if lines + heights[i] <= room - (len(places) + 1 < len(every_part)) or not places:
             places.add(i)
+            lines += heights[i]
     for i in sorted(places):
         yield from views[i]
     if len(places) < len(every_part):
@@ -331,7 +328,7 @@ def _blocks(plan: Plan, room: int) -> View:
 
 
 def _weight(part: EqualBlocks, plan: Plan) -> float:
-    """The share of all parameters and bytes sent that a part and its equals have."""
+    """Return the share of a part and its equals in all parameters and bytes sent."""
     t = plan.totals
     parameters = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
     return parameters + sum(map(_bytes, part.collectives)) / max(t.forward_bytes + t.backward_bytes, 1.0)
@@ -342,7 +339,7 @@ def _bytes(equal: Sequence[Collective]) -> float:
 
 
 def _block(part: EqualBlocks, plan: Plan, least: float) -> View:
-    """A heading, a line for each weight and for each place that sends `least` bytes; one line where all is whole."""
+    """Write a heading, a line for each weight and each place that sends `least` bytes; one line where all is whole."""
     whole = part.parameters and all(p.role == "whole" for p in part.parameters)
     yield from heading(part, "whole" if whole else part.detail)
     yield Grid(() if whole else part.weights, "llrr", (22, 26, 13, 13))
@@ -356,11 +353,12 @@ def _block(part: EqualBlocks, plan: Plan, least: float) -> View:
 
 
 def _below(plan: Plan) -> View:
-    """The lines after the blocks: weights left whole, notes and a legend."""
+    """Write the lines after the blocks: weights left whole, notes and a legend."""
     whole = [p for p in plan.parameters if p.role == "whole"]
     if whole and plan.tp > 1 and plan.totals.local_parameters:
         share = sum(math.prod(p.local) for p in whole) / plan.totals.local_parameters
         yield Line(f"whole on every rank: {len(whole)} of {len(plan.parameters)} weights, {share:.2%} of what it holds")
     yield from (Line(f"note: {note}", then="  ", style="dim") for note in plan.notes[:MAX_NOTES])
-    more = [f"and {len(plan.notes) - MAX_NOTES} more notes"] if len(plan.notes) > MAX_NOTES else []
-    yield from (Line(line, style="dim") for line in (*more, *LEGEND))
+    if len(plan.notes) > MAX_NOTES:
+        yield Line(f"and {len(plan.notes) - MAX_NOTES} more notes", style="dim")
+    yield from (Line(line, style="dim") for line in LEGEND)

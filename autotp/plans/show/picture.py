@@ -1,4 +1,4 @@
-"""A plan as one drawing: the weights of each block before, and what each rank holds of them after."""
+"""A plan as one drawing: the weights of each block before, and the parts of each rank after."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def write_picture(plan: Plan, path: str | Path) -> None:
 
 
 def _part(part: document.EqualBlocks, tp: int, top: int) -> dict[str, Any]:
-    """A block and its equals: matrices beside each other, and below them what is sent."""
+    """Lay out a block and its equals: matrices beside each other, and below them what is sent."""
     shapes = {p.name: p for p in part.parameters if len(p.shape) > 1}
     longest = max((n for p in shapes.values() for n in p.shape), default=1)
     weights = [_weight(p, part.module, tp, i, top, longest) for i, p in enumerate(list(shapes.values())[:WEIGHTS])]
     sends = list(_sends(part))
-    more = len(shapes) - len(weights)
+    hidden = len(shapes) - len(weights)
     times = [f"x {part.count}"] if part.count > 1 else []
-    times += [f"and {more} more weights"] if more else []
+    times += [f"and {hidden} more weights"] if hidden else []
     return {
         "kind": part.kind, "times": ", ".join(times), "top": top, "weights": weights, "sends": sends,
         "height": 106 + LINE * len(sends) + 10,
@@ -57,32 +57,32 @@ def _part(part: document.EqualBlocks, tp: int, top: int) -> dict[str, Any]:
 
 
 def _sends(part: document.EqualBlocks) -> Iterator[str]:
-    """A line for each place where ranks talk: what is sent forward, and backward."""
+    """Yield a line for each place where ranks communicate: the collectives forward and backward."""
     for name, change, maker, *ways in part.sends:
         yield f"{name}  {glued(change)}  after {maker}: {', back '.join(ways)}"
 
 
 def _weight(p: Parameter, module: str, tp: int, index: int, top: int, longest: int) -> dict[str, Any]:
-    """A matrix on both sides: edges go by the root of its sizes, so that small ones are seen."""
+    """Lay out a matrix on both sides: edges go by the root of its sizes, so that small ones are seen."""
     columns, rows = _edge(p.shape[-1], longest), _edge(p.shape[-2], longest)
-    own, y = glyph(p, tp, (columns, rows)), top + 14 + (SIDE - rows) / 2
+    drawing, y = glyph(p, tp, (columns, rows)), top + 14 + (SIDE - rows) / 2
     before, after = LEFT + index * PLACE + (PLACE - columns) / 2, AFTER + index * PLACE + (PLACE - columns) / 2
-    across, name = own["across"], p.name.removeprefix(module + ".").removesuffix(".weight")
-    if across:
-        boxes = [(after + a, y, d, rows) for a, d in own["own"]]
-        cuts = [f"M{after + c:.1f} {y:.1f}v{rows:.1f}" for c in own["cuts"]]
+    if drawing["across"]:
+        boxes = [(after + a, y, d, rows) for a, d in drawing["local"]]
+        cuts = [f"M{after + c:.1f} {y:.1f}v{rows:.1f}" for c in drawing["cuts"]]
     else:
-        boxes = [(after, y + a, columns, d) for a, d in own["own"]]
-        cuts = [f"M{after:.1f} {y + c:.1f}h{columns:.1f}" for c in own["cuts"]]
+        boxes = [(after, y + a, columns, d) for a, d in drawing["local"]]
+        cuts = [f"M{after:.1f} {y + c:.1f}h{columns:.1f}" for c in drawing["cuts"]]
     corners = [(round(x, 1), round(y, 1), round(w, 1), round(h, 1)) for x, y, w, h in boxes]
     return {
-        "name": name, "whole": document.shape(p.shape), "role": p.role,
-        "local": document.shape(p.local), "before": round(before, 1), "after": round(after, 1), "y": round(y, 1),
-        "size": (round(columns, 1), round(rows, 1)), "own": corners,
+        "name": p.name.removeprefix(module + ".").removesuffix(".weight"), "role": p.role,
+        "whole": document.shape(p.shape), "local": document.shape(p.local),
+        "before": round(before, 1), "after": round(after, 1), "y": round(y, 1),
+        "size": (round(columns, 1), round(rows, 1)), "local_boxes": corners,
         "cuts": cuts,
     }  # fmt: skip
 
 
 def _edge(size: int, longest: int) -> float:
-    """The edge of a matrix of this size, where the longest one has that size."""
+    """Return the edge of a matrix of this size, where the longest one has that size."""
     return max(MIN_SIDE, SIDE * (size / longest) ** 0.5)

@@ -22,8 +22,8 @@ from .document import MARKS
 
 
 def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = None) -> str:
-    """The program of one rank: a heading for each module, and a line `name: layout [whole shape] = operator(operands)`
-    for each node, with the collectives marked f, f*, g, g* and by their names.
+    """Write the program of one rank: a heading for each module, and for each node a line `name: layout [whole shape] =
+    operator(operands)`, with the collectives marked f, f*, g, g* and by their names.
 
     Args:
         graph: as `autotp.passes.shard.rewrite` made it.

@@ -1,4 +1,4 @@
-"""Drawings: a sweep over degrees as three panels, meshes as bars; and what drawings and the page share."""
+"""Drawings: a sweep over degrees as three panels, meshes as bars; and helpers that drawings and the page share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALONE = (("with", "as planned"),)  # of a single sweep
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """A template of this folder. Values are escaped, and a name that it lacks is an error."""
+    """Load a template of this folder. Values are escaped, and a name that it lacks is an error."""
     folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     environment = jinja2.Environment(
         loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -45,12 +45,12 @@ def draw(name: str, path: str | Path, **content: Any) -> None:
 
 
 def glued(text: str) -> str:
-    """Figures with their units, and arrows between layouts, so that no line breaks within."""
+    """Join figures to their units, and layouts by arrows, so that no line breaks within."""
     return UNIT.sub("\u00a0", text).replace(" -> ", "\u00a0\u2192\u00a0")
 
 
 def breaking(name: str) -> Markup:
-    """A dotted name that may break after its dots and underscores."""
+    """Return a dotted name that may break after its dots and underscores."""
     out = Markup("")
     for part in re.split(r"([._])", name):
         out += part + Markup("<wbr>") if part in "._" else part
@@ -58,7 +58,7 @@ def breaking(name: str) -> Markup:
 
 
 def ticks(top: float, most: int = 5) -> list[float]:
-    """Round numbers from 0 on, at most `most` steps of one size, of which the last is not below `top`."""
+    """Return round numbers from 0 on, at most `most` steps of one size, of which the last is not below `top`."""
     if top <= 0:
         return [0.0, 1.0]
     power = 10 ** math.floor(math.log10(top / most))
@@ -85,7 +85,7 @@ class Panel(NamedTuple):
     base: int
 
     def marks(self, values: Sequence[float]) -> list[float]:
-        """The marks between these values, and one on either side."""
+        """Return the marks between these values, and one on either side."""
         if not self.base:
             return ticks(max(values))
         low, high = (math.log(x, self.base) for x in (min(values), max(values)))
@@ -137,7 +137,7 @@ def draw_sweep(sweep: Sweep, path: str | Path, without: Sweep | None = None) -> 
 def _panel(
     panel: Panel, series: Sequence[tuple[str, Sequence[Degree]]], columns: dict[int, float], top: float, limit: float
 ) -> dict[str, Any]:
-    """One panel: marks, lines with their points, and the limit where it lies within."""
+    """Lay out one panel: marks, lines with their points, and the limit where it is within."""
     values = [panel.value(row) for _, rows in series for row in rows]
     marks = panel.marks([x for x in values if x > 0] or [1.0])
     scale = math.log if panel.base else float
@@ -161,7 +161,7 @@ def _panel(
 
 
 def draw_meshes(choice: MeshChoice, times: dict[str, str], path: str | Path) -> None:
-    """Draw the rows of a choice, a bar for each of what its step is made of; see `MeshChoice.to_svg`.
+    """Draw the rows of a choice, for each a bar of the parts of its step; see `MeshChoice.to_svg`.
 
     Args:
         choice: with its rows. times: the names of the parts, and what they are called. path: of the file.
@@ -179,7 +179,7 @@ def draw_meshes(choice: MeshChoice, times: dict[str, str], path: str | Path) -> 
             parts += [(name, x, width, tooltip)] if width > 0 else []
             x += width
         label = f"pp {m.pp}  dp {m.dp}  cp {m.cp}  tp {m.tp}"
-        bars.append({"top": BAR_TOP + i * BAR_LINE, "label": label, "parts": parts, "why": row.why,
+        bars.append({"top": BAR_TOP + i * BAR_LINE, "label": label, "parts": parts, "reason": row.reason,
                      "step": seconds(row.seconds)})  # fmt: skip
     bottom = BAR_TOP + len(bars) * BAR_LINE
     draw(

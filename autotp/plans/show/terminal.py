@@ -31,14 +31,14 @@ class Line:
     style: str = ""
     title: str = ""
 
-    def lay(self, width: int) -> Iterator[Text]:
-        """The lines of so many columns."""
+    def render(self, width: int) -> Iterator[Text]:
+        """Render as lines of so many columns."""
         beside = self.text if not self.title else f"{self.title}  {self.text}".rstrip()
         if self.title and len(beside) <= width:
             yield Text.assemble((self.title, self.style), beside.removeprefix(self.title))
         elif self.title:
             yield Text(self.title, self.style)
-            yield from Line(self.text, "  ").lay(width) if self.text else ()
+            yield from Line(self.text, "  ").render(width) if self.text else ()
         else:
             wrapper = textwrap.TextWrapper(width, self.first, break_long_words=False, break_on_hyphens=False)
             wrapper.subsequent_indent = self.first if self.then is None else self.then
@@ -63,8 +63,8 @@ class Grid:
     indent: str = "  "
     style: str = ""
 
-    def lay(self, width: int) -> Iterator[Text]:
-        """The lines of so many columns."""
+    def render(self, width: int) -> Iterator[Text]:
+        """Render as lines of so many columns."""
         share = min(max(width - NARROW, 0) / (WIDTH - 2 - NARROW), 1.0)
         sizes = [int(b + share * (a - b)) for a, b in zip(self.widths, self.narrow or self.widths, strict=True)]
         for row in self.rows:
@@ -95,8 +95,8 @@ class Table:
     indent: int = 0
     gap: int = 3
 
-    def lay(self, width: int) -> Iterator[RenderableType]:
-        """The table for so many columns."""
+    def render(self, width: int) -> Iterator[RenderableType]:
+        """Render the table for so many columns."""
         narrow = self.short and width < WIDTH
         names = (self.short if narrow else self.names) or [""] * len(self.sides)
         gap = self.gap - 1 if narrow else self.gap
@@ -122,7 +122,7 @@ class Sheet:
         """The view's lines, not folded, and its tables."""
         for part in self.view:
             width = options.max_width if isinstance(part, Table) else self.width or options.max_width
-            for line in part.lay(width):
+            for line in part.render(width):
                 if isinstance(line, Text):
                     line.no_wrap, line.overflow = True, "ignore"
                 yield line
@@ -132,7 +132,7 @@ class Sheet:
 
 
 class Printed:
-    """Base of what is printed as its sheet."""
+    """Base of objects that print as a sheet."""
 
     def __rich__(self) -> Sheet:
         """The sheet."""
@@ -143,7 +143,7 @@ class Printed:
 
 
 def plain(content: RenderableType, width: int = WIDTH) -> str:
-    """The text that rich draws, without colours and trailing blanks."""
+    """Return the text that rich draws, without colours and trailing blanks."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(
         content, crop=False

@@ -40,10 +40,10 @@ class Event:
 
 
 def timeline(plan: Plan) -> tuple[Event, ...]:
-    """Order what one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
+    """Order the operators and collectives of one layer: its forward, then for training its backward in reverse.
 
     Nothing overlaps, as in `Totals.alone`: an operator waits for the collective before it. In a step the other layers
-    lie between forward and backward of this one.
+    run between forward and backward of this one.
 
     Args:
         plan: made here or loaded.
@@ -63,7 +63,7 @@ def timeline(plan: Plan) -> tuple[Event, ...]:
 
 
 def layer_of(plan: Plan) -> Layer:
-    """The times that the plan holds of one layer.
+    """Return the times that the plan holds of one layer.
 
     Raises:
         PlanError: it holds none.
@@ -74,7 +74,7 @@ def layer_of(plan: Plan) -> Layer:
 
 
 def heading(layer: Layer) -> str:
-    """Name the part of the model that a timeline shows, and for how many others it speaks."""
+    """Name the part of the model that a timeline shows, and the number of its equals."""
     if layer.count == 1:
         return "the whole model, in which no block repeats"
     same = "all" if layer.alike == layer.count else f"{layer.alike} of them"
@@ -103,8 +103,8 @@ def write_trace(plan: Plan, path: str | Path) -> None:
     for i, name in enumerate(("pass", *TRACKS)):
         rows += [_meta("thread_name", i, name=name), _meta("thread_sort_index", i, sort_index=i)]
     for direction in dict.fromkeys(e.direction for e in events):
-        own = [e for e in events if e.direction == direction]
-        rows.append(_span(direction, own[0].start, own[-1].end - own[0].start, 0, "pass", {}))
+        run = [e for e in events if e.direction == direction]
+        rows.append(_span(direction, run[0].start, run[-1].end - run[0].start, 0, "pass", {}))
     for e in events:
         rows.append(_span(e.label, e.start, e.seconds, 1 + TRACKS.index(e.track), e.track, _arguments(e)))
     Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ns"}, indent=1))
@@ -122,7 +122,7 @@ def _span(name: str, start: float, took: float, thread: int, kind: str, args: di
 
 
 def _arguments(e: Event) -> dict[str, Any]:
-    """The fields of an event that a trace viewer shows."""
+    """Return the fields of an event that a trace viewer shows."""
     of, took = e.step, seconds(e.seconds)
     arguments = {"module": of.module, "sublayer": of.part, "direction": e.direction, "predicted": took}
     return {**arguments, "layouts": of.change, "bytes": of.bytes} if of.converts else arguments

@@ -1,4 +1,4 @@
-"""The way from one layout to another, as text and as a drawing."""
+"""Transfers from one sharding to another, as text and as a drawing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CELL, EDGE, TOP = 56, 96, 84  # of the drawing: a pair of ranks, and what is lef
 
 
 def view(way: Transfer) -> Sheet:
-    """The text that `print` shows: the sums, and the sends."""
+    """Return the text that `print` shows: the sums, and the sends."""
     return Sheet(_parts(way))
 
 
