@@ -206,16 +206,16 @@ def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node,
     return new
 
 
-# ---- a vocabulary that is dealt out ----------------------------------------------------------------------------------
+# ---- a sharded vocabulary --------------------------------------------------------------------------------------------
 
-# Patterns over a vocabulary that is dealt out: the embedding, and the cross entropy.
+# Patterns over a sharded vocabulary: the embedding, and the cross entropy.
 
 MAX = "max"
 VIEWS = (aten.reshape, aten.view, aten.flatten, aten.unsqueeze, aten.squeeze, aten.slice, aten.contiguous)
 
 
 def look_up(node: fx.Node) -> Rewrite | None:
-    """Find an embedding whose vocabulary is dealt out, where each rank's rows are one run of ids."""
+    """Find an embedding whose vocabulary is sharded, where each rank's rows are one run of ids."""
     if node.target is not vocabulary_embedding:
         return None
     operands: Any = node.args
@@ -278,12 +278,12 @@ def _in_one_pass(node: fx.Node, chain: list[Any]) -> fx.Node:
 
 
 def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
-    """The calls from the largest of these scores to its reader, the last one first; None if it is not that.
+    """List the calls from the largest of these scores to its reader, the last one first; None if it is not that.
 
     Of conversions among them there is one that gathers the scores before, or those of their largest after.
     """
     # Backwards from the sums: conversions of the maximum, the maximum, and what was gathered for it.
-    chain: list[Any] = []
+    chain = []
     while True:
         if set(most.users) != {chain[-1] if chain else reader}:
             return None
@@ -303,8 +303,8 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
 
 
 def _casted(scores: fx.Node, reader: fx.Node) -> list[Any]:
-    """The cast to float32 and the views of it that scores are, the last first, where nothing else reads them."""
-    nodes: list[Any] = []
+    """List the cast to float32 and the views of it that scores are, the last first, where nothing else reads them."""
+    nodes = []
     node: Any = scores
     while calls(node, *VIEWS):
         nodes, node = [*nodes, node], node.args[0]
@@ -317,7 +317,7 @@ def _casted(scores: fx.Node, reader: fx.Node) -> list[Any]:
 
 
 def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx.Node:
-    """The scores in half precision, where nothing else reads what they were cast to; otherwise as they are.
+    """Give the scores in half precision, where nothing else reads what they were cast to; otherwise as they are.
 
     The kernels compute in float32 and round a gradient once, as the cast's own gradient does: no number changes.
     """
@@ -335,7 +335,7 @@ def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx
 
 
 def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
-    """A conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
+    """Write a conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
     target, args, conversion = old.target, old.args[1:], mark(old).conversion
     if value_of(old).ndim == 2:
         args = (PartialSpec(MAX), args[1])
@@ -346,7 +346,7 @@ def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
 
 
 def _unlaid(new: fx.Node, source: fx.Node, scope: tuple[str, ...], val: torch.Tensor) -> None:
-    """`new` belongs where `source` does, and its value lies otherwise."""
+    """Put `new` into the scope of `source`, without its layout."""
     inherit(new, source, val, scope=scope, layout=None, conversion=None, axis=None)
 
 
