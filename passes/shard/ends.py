@@ -1,4 +1,4 @@
-"""The ends of groups by which rows are dealt: a number in a layout, a value in the graph."""
+"""The ends of groups by which rows are sharded: a number in a layout, a value in the graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ends_table(
     rules: Mapping[fx.Node, Rule | None],
     same: Alike,
 ) -> EndsTable:
-    """The values that say where groups end, by number: in the order in which the program's operators read them.
+    """Number the values that say where groups end, in the order in which the program's operators read them.
 
     Args:
         calls: the operators, in graph order; `ops`, `rules`: of each.
@@ -33,7 +33,7 @@ def ends_table(
 
 
 def ends_slots(rule: Rule | None, factor: int | None = None) -> list[int]:
-    """Operand slots that say where groups end, by any factor of the rule or by this one."""
+    """List the operand slots that say where groups end, by any factor of the rule or by this one."""
     if rule is None:
         return []
     factors = rule.factors if factor is None else (rule.factors[factor],)
@@ -53,7 +53,7 @@ class Ends:
                 self.members.setdefault(self.same[node], []).append(node)
 
     def of(self, number: int, node: fx.Node) -> Value:
-        """The value with this number in the block of `node`.
+        """Find the value with this number in the block of `node`.
 
         Raises:
             PlanError: the program has no such value, or not one for each node that is decided as `node` is.
@@ -63,7 +63,7 @@ class Ends:
         peers = self.members[self.same[node]]
         if len(row) != len(peers):
             raise PlanError(
-                f"it is not known where the groups end by which the rows of {node.name} are dealt: the program has "
-                f"{len(row)} values for {len(peers)} operators that are decided alike. Plan again."
+                f"it is not known where the groups end by which the rows of {node.name} are sharded: the program "
+                f"has {len(row)} values for {len(peers)} operators that are decided alike. Plan again."
             )
         return row[peers.index(node)]

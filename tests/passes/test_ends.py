@@ -106,6 +106,6 @@ def test_rows_by_expert_are_refused_with_a_pin_that_cuts_them() -> None:
         made = plan_stages(captured, notes, Options.read(2, Steering(pins=pins)), "Blocks")
         return len(cut(made.planned, made.sharded, stage_starts(units_of(made.planned, made.sharded), (1, 1))))
 
-    with pytest.raises(PlanError, match=r"dealt out by experts.* pins={'layers\.\*\.\*': Replicate\(\)}"):
+    with pytest.raises(PlanError, match=r"sharded by expert.* pins={'layers\.\*\.\*': Replicate\(\)}"):
         pieces(None)
     assert pieces({"layers.*.*": Replicate()}) == 2
