@@ -89,7 +89,7 @@ def run_passes(
     Returns:
         The name of each pass with its changes.
     """
-    results: list[tuple[str, Changes]] = []
+    results = []
     for number, step in enumerate(passes):
         start = time.process_time()
         before = set(program.graph.nodes) if enabled() else set()

@@ -35,7 +35,7 @@ def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[Port
     Args:
         flow: of the canonical graph. parts: of it.
     """
-    out: dict[str, list[PortDims]] = {name: [] for name in AXES if name != "sequence"}
+    out = {name: [] for name in AXES if name != "sequence"}
     vocabulary = _vocabulary(flow, parts)
     for part in parts:
         # Heads that are folded into the batch dimension have no dimension of their own.
@@ -73,7 +73,7 @@ def _vocabulary(flow: Dataflow, parts: Iterable[GraphPart]) -> set[object]:
     Positions and token types are embedded too: a BERT has tables of 30522, 512 and 2 rows. Without a head it is the
     largest table.
     """
-    width = {flow.ops[part.nodes[0]].outs[0][-1] for part in parts if part.kind == "head"}
+    width: set[object] = {flow.ops[part.nodes[0]].outs[0][-1] for part in parts if part.kind == "head"}
     if width:
         return width
     rows = [flow.ops[part.nodes[0]].ins[0][0] for part in parts if part.kind == "embedding"]

@@ -82,7 +82,7 @@ class _Finder:
             if not nodes:  # one whose result goes to two products
                 continue
             module = _module([adapter.base, *(n for n in adapter.nodes if flow.parameters(n))])
-            name = flow.names[flow.parameters(adapter.base)[0]]
+            name = flow.program.names[flow.parameters(adapter.base)[0]]
             inside = name.startswith(f"{module}.")
             target = name.removeprefix(f"{module}.") if inside else ".".join(name.split(".")[-2:])
             rank = f"rank {adapter.rank} " if adapter.rank is not None else ""

@@ -47,7 +47,6 @@ class Dataflow:
         self.ops: dict[fx.Node, Op] = {}
         self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
         self.steady = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
-        self.names = self.program.names
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
         self.products: list[tuple[fx.Node, list[frozenset[Root]]]] = []

@@ -92,7 +92,7 @@ def _first(twins: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str, Members]:
     """Map container -> block -> its nodes, for the blocks at this depth of indexed modules."""
-    out = defaultdict(lambda: defaultdict(list))
+    out: dict[str, Members] = defaultdict(lambda: defaultdict(list))
     for n, path in paths.items():
         indexed = [p for p in path if INDEXED.search(p)]
         if len(indexed) > level:

@@ -79,16 +79,11 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
             env[inner].meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
             write(env[inner], no_grad=no_grad or mark(inner).no_grad or False)
         results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
-        if cut:
-            for i, r in enumerate(results):
-                results[i] = _detach(graph, r) if is_tensor(r) else r  # a region may give sizes
+        for i, r in enumerate(results) if cut else ():
+            if is_tensor(r):  # a region may give sizes
+                results[i] = graph.call_function(aten.detach.default, (r,))
+                results[i].meta = dict(r.meta)
     replace_results(node, results)
-
-
-def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    out = graph.call_function(aten.detach.default, (node,))
-    out.meta = dict(node.meta)
-    return out
 
 
 class DropChecks(Pass[Capture]):

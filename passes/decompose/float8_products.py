@@ -213,9 +213,11 @@ class Delayed(Writer):
 
     def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
         amaxes, fresh = self._before(node, name)
-        amax = self._scale(node, x, amaxes)
+        if ("scale", x) not in self.memo:  # of the input, by the first product which reads it
+            self.memo["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
         if self.program.training:
             self._see(call, name, self.whole_amax(node, x), self.whole_amax(node, weight))
+        amax = self.memo["scale", x]
         product = call(OPS.float8_delayed.default, self.cast(node, x, amax), weight, amax, amaxes, fresh)
         self.last[name] = self.read(call, product)
         return self.last[name]
@@ -251,12 +253,6 @@ class Delayed(Writer):
                 self.memo[name, HISTORY] = call(OPS.float8_before.default, history, latest)
                 self.memo[name, LATEST] = call(aten.zeros_like.default, latest)
         return self.memo[name, HISTORY], self.memo[name, LATEST]
-
-    def _scale(self, node: fx.Node, x: fx.Node, amaxes: fx.Node) -> fx.Node:
-        """Write the scale of the input, by the first product which reads it."""
-        if ("scale", x) not in self.memo:
-            self.memo["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
-        return self.memo["scale", x]
 
 
 WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, ROWWISE_HP: RowwiseHp, DELAYED: Delayed}

@@ -60,18 +60,15 @@ EPS = torch.finfo(torch.float32).eps  # of torch.rms_norm, where none is given
 
 @dataclass(frozen=True)
 class FoundNorm:
-    """A norm that a graph computes: of `x`, in `nodes`, of which the last one is the result."""
+    """A norm that a graph computes: of `x`, in `nodes`, of which the last one is the result.
+
+    Attributes:
+        options: weight and bias, each a node or None, eps, and whether the mean is subtracted.
+    """
 
     x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    eps: float
-    centred: bool
+    options: tuple[Any, ...]
     nodes: tuple[fx.Node, ...]
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return self.weight, self.bias, self.eps, self.centred
 
 
 def norm(node: fx.Node) -> Rewrite | None:
@@ -101,16 +98,16 @@ def _operator(node: fx.Node) -> FoundNorm | None:
         return None
     args: list[Any] = [*node.args, *[None] * 5]
     if calls(node, aten.rms_norm):
-        return FoundNorm(args[0], args[2], None, EPS if args[3] is None else args[3], False, (node,))
-    return FoundNorm(args[0], args[2], args[3], 1e-5 if args[4] is None else args[4], True, (node,))
+        return FoundNorm(args[0], (args[2], None, EPS if args[3] is None else args[3], False), (node,))
+    return FoundNorm(args[0], (*args[2:4], 1e-5 if args[4] is None else args[4], True), (node,))
 
 
 def _written_out(node: fx.Node) -> FoundNorm | None:
     for pattern in WRITTEN_OUT:
         match = find(pattern, node)
         if match is not None:
-            weight = match.names.get("weight")
-            return FoundNorm(match["x"], weight, None, float(match["eps"]), False, match.nodes)
+            options = match.names.get("weight"), None, float(match["eps"]), False
+            return FoundNorm(match["x"], options, match.nodes)
     return None
 
 
@@ -118,7 +115,7 @@ def _fits(match: FoundNorm, node: fx.Node) -> bool:
     """Say whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
     x, out = value_of(match.x), value_of(node)
     columns = sizes(x)[-1] if x.ndim else 0
-    vectors = [value_of(v) for v in (match.weight, match.bias) if v is not None]
+    vectors = [value_of(v) for v in match.options[:2] if v is not None]
     return (
         x.dtype in DTYPES
         and x.dtype == out.dtype
@@ -350,9 +347,6 @@ def _unlaid(new: fx.Node, source: fx.Node, scope: tuple[str, ...], val: torch.Te
     inherit(new, source, val, scope=scope, layout=None, conversion=None, axis=None)
 
 
-Pattern = Callable[[fx.Node], Rewrite | None]
-
-
 def drop(node: fx.Node) -> Rewrite | None:
     """Find a dropout by counter: the call itself, by its kernel."""
     if node.target is not OPS.counter_dropout.default:
@@ -361,7 +355,7 @@ def drop(node: fx.Node) -> Rewrite | None:
 
 
 # Kernel, and what finds an expression of it that ends in the node. Tried in this order.
-PATTERNS: tuple[tuple[str, Pattern], ...] = (
+PATTERNS: tuple[tuple[str, Callable[[fx.Node], Rewrite | None]], ...] = (
     ("add_norm", norm_of_sum),
     ("norm", norm),
     ("bias_gelu", bias_then_gelu),

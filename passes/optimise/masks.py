@@ -60,11 +60,10 @@ class Graph:
     """The nodes that a mask is computed by.
 
     Attributes:
-        mask: the last of `nodes`, which are in order.
+        nodes: in order; the last one is the mask.
         position, padding: inputs that are read: a number, and a mask of rows.
     """
 
-    mask: fx.Node
     nodes: tuple[fx.Node, ...]
     position: fx.Node | None
     padding: fx.Node | None
@@ -146,7 +145,7 @@ def _graph(mask: fx.Node) -> Graph | None:
     rows = [n for n in inputs if is_tensor(n) and n.meta["val"].ndim == 2 and n not in numbers and _whole(n)]
     if stack or len(numbers) + len(rows) < len(inputs) or len(numbers) > 1 or len(rows) > 1:
         return None
-    return Graph(mask, tuple(sorted(nodes)), next(iter(numbers), None), next(iter(rows), None))
+    return Graph(tuple(sorted(nodes)), next(iter(numbers), None), next(iter(rows), None))
 
 
 def _plain(node: fx.Node) -> bool:
@@ -248,7 +247,7 @@ def _computed(graph: Graph, sizes: _Sizes, trial: Trial, padding: Tensor | None)
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = compat.tree_map(lambda x: CPU if isinstance(x, torch.device) else x, (args, kwargs))
         env[node] = args[0] if node.target in KEEPING else node.target(*args, **kwargs)  # type: ignore[operator]
-    return env[graph.mask]
+    return env[graph.nodes[-1]]
 
 
 def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:

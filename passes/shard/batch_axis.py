@@ -77,8 +77,8 @@ class BatchRules(AxisRules):
 
     axis: ClassVar[Axis] = "dp"
     by_examples: ClassVar[bool] = True  # rows of different ranks are of different examples
+    ignores_states = True
     batch: sympy.Symbol
-    ignores_states: bool = True
 
     @classmethod
     def symbol(cls, program: Capture) -> sympy.Symbol:
@@ -119,8 +119,8 @@ class BatchRules(AxisRules):
     @classmethod
     def conversions(cls, program: Capture) -> list[tuple[fx.Node, BatchConversion]]:
         """List the conversions over this axis; a program that was sharded over another has some of that too."""
-        over = [(n, mark(n).batch) for n in program.graph.nodes]
-        return [(n, b) for n, b in over if b is not None and b.axis == cls.axis]
+        nodes = program.graph.nodes
+        return [(n, over) for n in nodes if (over := mark(n).batch) is not None and over.axis == cls.axis]
 
     @classmethod
     def needs_same_sizes(cls, program: Capture) -> bool:
@@ -179,7 +179,7 @@ class BatchRules(AxisRules):
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> SlotLayouts:
         writes = {x for i, x in enumerate(program.results) if i in program.mutations and program.becomes(i) is None}
-        layouts: list[Layout] = []
+        layouts = []
         for x in outputs_of(program):
             whole = I if resolve(x)[0] in grads else R
             layouts.append(whole if x in writes else self._output(x, whole, ranks, partitions))
@@ -268,7 +268,9 @@ def across(op: Op) -> Rule:
     """Write the tp rule of a conversion over another mesh axis: every dimension that it leaves alone splits."""
     specs: list[Any] = [spec for spec in op.node.args[1:] if isinstance(spec, tuple)]
     touched = {spec.dim for spec in specs}
-    labels = [None if d in touched else d for d in range(len(op.outs[0]))]
+    labels: list[int | None] = list(range(len(op.outs[0])))
+    for d in touched - {None}:
+        labels[d] = None
     sums = all(spec.reduction == "sum" for spec in specs)
     linear = (frozenset({0}),) if sums else ()
     whole = [[None] * len(shape) for shape in op.ins[1:]]  # numbers that a layout holds

@@ -117,9 +117,8 @@ class Savings:
             (i, c.ins, c.outs): saved for c in self.problem.items[i].choices if P in c.outs
         }
         others: dict[Conversion, float] = {(k, P, b): -saved for b in self._layouts(use) if b != P and b not in targets}
-        alone = Cap(others, always=saved) if others else Cap(always=saved)
         seconds: dict[Conversion, float] = {(k, P, b): saved for b in targets}
-        yield Cap(seconds), Cap(choices=summed), alone
+        yield Cap(seconds), Cap(choices=summed), Cap(others, always=saved)
 
     def _products(self, use: Use) -> list[Reader]:
         """List the products by matrices that read a value, or its view as a matrix; none where others read it too."""

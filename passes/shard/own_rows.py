@@ -13,7 +13,7 @@ region too: `arange` counts the examples of one rank once it is put back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -326,7 +326,7 @@ def _in_own_graph(region: Region) -> Region:
 
 def _key(region: Region) -> tuple[Any, ...]:
     """Give in text what a region computes, of which of its operands."""
-    place: Mapping[fx.Node, str] = {n: f"#{i}" for i, n in enumerate([*region.outside, *region.kinds])}
+    place = {n: f"#{i}" for i, n in enumerate([*region.outside, *region.kinds])}
     rows = []
     for node in region.kinds:
         read = fx.map_arg((node.args, node.kwargs), lambda n: place.get(n, str(n.meta["val"])))  # type: ignore

@@ -61,9 +61,8 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
         for value in values[begun_numbers[source]] if source is not None else ():
             shape = sizes(tensor_at(value))
             grown = [d for d, s in enumerate(shape) if symbols_of(s) & symbols]
-            alike = len(state_sizes) == len(shape)  # what is kept of a window is less than what is there
             parts = dict.fromkeys(grown, 1.0)
-            if alike:
+            if len(state_sizes) == len(shape):  # what is kept of a window is less than what is there
                 parts = {d: state_sizes[d] / max(hint(shape[d]), 1) for d in grown}
             if parts:
                 parts_of[value] = parts
@@ -153,7 +152,7 @@ class _Reader:
     def read(self, op: Op, rule: Rule | None) -> None:
         """Note what an operator reads, and what its results are then."""
         operands = [resolve(x) for x in op.slots]
-        sides: list[dict[int, float]] = [dict(self.past.values.get(v, {})) for v in operands]
+        sides = [dict(self.past.values.get(v, {})) for v in operands]
         if not any(sides):
             return
         sides += [{} for _ in op.outs]

@@ -10,7 +10,7 @@ import fnmatch
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,11 +180,10 @@ class _Finder:
             self._ask((node, (side, index)), Ask(key, what, dims, split, axis=True))
 
     def input(self, key: str, dim: int | None) -> None:
-        names = [x.name for x in self.program.inputs if tensors(x.node)]
-        nodes = [x.node for x in self.program.inputs if f"{INPUT}.{x.name}" == key and tensors(x.node)]
-        if not nodes:
-            raise InputError(f"the pin {key!r} fits no input. The keys are {listed(f'{INPUT}.{n}' for n in names)}.")
-        self._readers(key, dim, nodes, lambda n: False)
+        nodes = {f"{INPUT}.{x.name}": x.node for x in self.program.inputs if tensors(x.node)}
+        if key not in nodes:
+            raise InputError(f"the pin {key!r} fits no input. The keys are {listed(nodes)}.")
+        self._readers(key, dim, [nodes[key]], ())
 
     def output(self, key: str, dim: int | None) -> None:
         names = self._outputs()
@@ -206,17 +205,17 @@ class _Finder:
         paths = [path for path in inside if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
             raise InputError(f"the pin {key!r} fits no module that runs. Modules are like {near(pattern, inside)}.")
-        count = sum(self._readers(key, dim, inside[p], set(inside[p]).__contains__) for p in paths)
+        count = sum(self._readers(key, dim, inside[p], {*inside[p]}) for p in paths)
         if not count:
             raise InputError(f"the pin {key!r}: nothing outside of {paths[0]} reads a floating-point value of it.")
 
-    def _readers(self, key: str, dim: int | None, makers: Iterable[fx.Node], inside: Callable[[fx.Node], bool]) -> int:
+    def _readers(self, key: str, dim: int | None, makers: Iterable[fx.Node], inside: Collection[fx.Node]) -> int:
         """Ask all readers of these values, but those that are `inside`."""
         count, values = 0, {resolve(x): i for i, x in enumerate(outputs_of(self.program))}
         for maker in makers:
             what = where(maker) if maker in self.ops else f"the input {maker.name}"
             for user, slot, value in read(maker, self.ops):
-                if not inside(user) and (floating(value) or key.startswith(INPUT)):
+                if user not in inside and (floating(value) or key.startswith(INPUT)):
                     self._ask((user, ("in", slot)), ask(key, f"what {what} gives", dim, value.ndim))
                     count += 1
             for i, value in enumerate(tensors(maker)):

@@ -186,8 +186,7 @@ class Builder:
                 values.add(self.states.value(operand))
         self._grow(slots)
         # Leaves first: the layouts of parameters are what the plan is about, and errors name items by position.
-        heads = [n for n in members if n in self.leaves]
-        heads += [n for n in members if n not in self.leaves]
+        heads = [*members]
         self.carried_items = carried = list(self.states.items(self.candidates, self.prices))
         carried_items = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
         items = [
@@ -216,7 +215,7 @@ class Builder:
         settled = self.axis.outputs(self.program, self.grads, self.tp, self._partitions)
         if settled is not None:
             return settled
-        out: list[Layout] = []
+        out = []
         for i, x in enumerate(outputs_of(self.program)):
             value = resolve(x)
             ask, shape = self.user.outputs.get(i), sizes(tensor_at(value))
@@ -294,8 +293,7 @@ class Builder:
         if leaf.kind.weight:
             sharded = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
             storable = [(d, p) for d, p in sharded if not p.by_data and not p.shared]
-            fits = [(d, p) for d, p in storable if leaf.kind.trained or p.is_plain(self.tp)]
-            layouts += [dealt_by(d, p) for d, p in fits]
+            layouts += [dealt_by(d, p) for d, p in storable if leaf.kind.trained or p.is_plain(self.tp)]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
@@ -395,7 +393,7 @@ class Builder:
             for value in self.states.consumers(names):
                 consumers[value].add((place[id(item)], 0))
         # Values of equal blocks with equal consumers are converted alike: one use, which is paid so many times.
-        groups: Counter[tuple[Value, tuple[tuple[int, int], ...]]] = Counter()
+        groups = Counter()
         for (node, i), users in consumers.items():
             groups[(self.same[node], i), tuple(sorted(users))] += 1
         return [Use(value, users, count) for (value, users), count in groups.items()]

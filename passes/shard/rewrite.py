@@ -30,7 +30,7 @@ from autotp.passes.schema import converts, verify
 from autotp.rules.local import ShardCall
 
 from .axis import AxisWriter, Result, TensorWriter
-from .ends import Ends, ends_slots
+from .ends import ends_of, ends_slots
 
 
 class Rewriter:
@@ -46,7 +46,6 @@ class Rewriter:
         self.results = axis.results(planned)
         self.routes = self._routes()
         self.sizes = axis.sizes(self.new)
-        self.block_ends = Ends(planned)
         self.ends: fx.Node | None = None  # of the operator that is being written
 
     def run(self) -> Sharded:
@@ -163,7 +162,7 @@ class Rewriter:
         # Where no operand is sharded so yet, as with a row of biases for every token, the layouts' number says which.
         numbers = {x.groups.ends for x in (*decision.ins, *decision.outs) if x.groups is not None}
         for number in numbers if not ends else ():
-            ends[self.converted(self.block_ends.of(number, op.node), R, op.node)] = None
+            ends[self.converted(ends_of(self.planned, number, op.node), R, op.node)] = None
         if len(ends) > 1:
             raise PlanError(f"{op.node.name} joins rows sharded by the groups of two blocks. Please report the model.")
         return next(iter(ends), None)

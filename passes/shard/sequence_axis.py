@@ -72,9 +72,9 @@ class SequenceRules(BatchRules):
 
     axis: ClassVar[Axis] = "cp"
     by_examples: ClassVar[bool] = False
-    surcharges: Tokenwise | None = None
-    heads: tuple[Seed, ...] = ()
-    weights: frozenset[fx.Node] = frozenset()
+    surcharges: Tokenwise
+    heads: tuple[Seed, ...]
+    weights: frozenset[fx.Node]
 
     @classmethod
     def symbol(cls, program: Capture) -> sympy.Symbol:
@@ -117,7 +117,7 @@ class SequenceRules(BatchRules):
         _causal_by_index(program)
         grads = frozenset(differentiable(program))
         heads = tuple(_heads(program, symbol, ranks, inner))
-        return cls(symbol, True, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
+        return cls(symbol, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
 
     def settle(self, program: Capture, planned: Planned, inputs: Layouts) -> list[str]:
         """Refuse random numbers for values that are not sharded, and say in words what changes hands.
@@ -150,7 +150,7 @@ class SequenceRules(BatchRules):
 
     @property
     def surcharge(self) -> Apart:
-        return self.surcharges or super().surcharge
+        return self.surcharges
 
     def rule(self, op: Op) -> Rule | None:
         """Read the rule; causal attention splits by queries too. Weights are used whole, as they are held."""

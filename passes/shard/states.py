@@ -57,8 +57,7 @@ class States:
 
     def __post_init__(self) -> None:
         leaves = [] if self.ignored else self.program.leaves
-        carried = [x for x in leaves if x.kind.carried and tensors(x.node)]
-        self.leaves = {x.name: x.node for x in carried}
+        self.leaves = {x.name: x.node for x in leaves if x.kind.carried and tensors(x.node)}
         self.results: dict[str, fx.Node] = {}  # state -> what the program leaves of it
         self.outgoing: list[tuple[int, fx.Node]] = []  # outputs that become no state, with their positions
         for position, node in placed_outputs(self.program):
@@ -129,8 +128,8 @@ class States:
                 part, ties = size * prices.share(layout), penalty([layout], self.tp)
                 cost = Cost(activation_bytes=part, budget_bytes=part)
                 choices.append(Choice.of(ins, outs, cost, prices.seconds(cost), ties))
-            label = f"the state {names[0]}"
-            yield Item(names[0], choices, [results] if results else [], [*leaves], len(names), label), tuple(names)
+            item = Item(names[0], choices, [results] if results else [], [*leaves], len(names), f"the state {names[0]}")  # type: ignore[arg-type]
+            yield item, tuple(names)
 
     def _layouts(self, names: Sequence[str], values: list[Value], candidates: Candidates, lengths: set) -> list[Layout]:
         """List the layouts of a state: all of it, or a slice of a dimension as some operator may have it."""

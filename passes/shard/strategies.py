@@ -242,7 +242,7 @@ def _split(
     candidates: Candidates,
 ) -> tuple[SlotLayouts, SlotLayouts] | None:  # fmt: skip
     """Give the layouts of operands and results where this loop is split; None where some slot cannot be."""
-    layouts: list[Layout] = []
+    layouts = []
     for slot, (carry, values) in enumerate(_carried(factor, slots, results)):
         if carry is None:
             layouts.append(_uncarried(rule, factor, slot))
