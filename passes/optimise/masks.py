@@ -70,7 +70,7 @@ class Graph:
 
     @property
     def numbers(self) -> set[int]:
-        """The whole numbers in it that may be a window or another border."""
+        """Collect the whole numbers in it that may be a window or another border."""
         numbers = set()
         for node in self.nodes:
             numbers |= {abs(x) for x in compat.tree_leaves((node.args, node.kwargs)) if type(x) is int}

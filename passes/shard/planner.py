@@ -102,7 +102,7 @@ class Reading:
 
     @cached_property
     def axes(self) -> dict[str, list[PortDims]]:
-        """The logical axes of the graph."""
+        """Give the logical axes of the graph."""
         return find_axes(self.flow, self.parts)
 
 
@@ -171,7 +171,7 @@ class Builder:
 
     @cached_property
     def parts(self) -> list[GraphPart]:
-        """The named parts of the graph."""
+        """Give the named parts of the graph."""
         return self.reading.parts if self.same is self.reading.same else find_blocks(self.reading.flow, self.same)
 
     def build(self) -> Built:
