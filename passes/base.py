@@ -89,25 +89,25 @@ def run_passes(
     Returns:
         The name of each pass with its changes.
     """
-    results: list[tuple[str, Changes]] = []
-    for number, each in enumerate(passes):
+    results = []
+    for number, step in enumerate(passes):
         start = time.process_time()
         before = set(program.graph.nodes) if enabled() else set()
-        changes = _run(each, program, switches or {})
+        changes = _run(step, program, switches or {})
         if changes.count:
             program.graph.lint()
-            each.check(program, before)
-        log.debug("pass %s: %s, %.1f ms", each.name, changes, 1e3 * (time.process_time() - start))
+            step.check(program, before)
+        log.debug("pass %s: %s, %.1f ms", step.name, changes, 1e3 * (time.process_time() - start))
         if changes.count:
-            dump(f"{number:02d}-{each.name}", program.graph)
-        results.append((each.name, changes))
+            dump(f"{number:02d}-{step.name}", program.graph)
+        results.append((step.name, changes))
     return tuple(results)
 
 
-def _run(each: Pass[Any], program: Any, switches: Mapping[str, bool]) -> Changes:
-    """The changes of one pass; a reason in place of them where it does not run."""
-    switch = switches.get(each.name)
+def _run(step: Pass[Any], program: Any, switches: Mapping[str, bool]) -> Changes:
+    """Run one pass; gives its changes, or the reason why it does not run in place of them."""
+    switch = switches.get(step.name)
     if switch is False:
         return Changes(0, "switched off")
-    why = "" if switch else each.idle(program)
-    return Changes(0, why) if why else each.run(program)
+    reason = "" if switch else step.idle(program)
+    return Changes(0, reason) if reason else step.run(program)

@@ -75,47 +75,49 @@ def verify(program: Capture | Sharded | fx.Graph, step: str, **marks: Any) -> No
 
 
 def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
-    """Faults of a captured program, of the whole batch or of one data-parallel rank."""
+    """Find the faults of a captured program, of the whole batch or of one data-parallel rank."""
     calls = [n for n in program.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
     stated = any(mark(n).no_grad is not None for n in calls)  # from the first canonical form on
     for node in calls:
-        own = mark(node)
-        if stated and own.no_grad is None:
+        written = mark(node)
+        if stated and written.no_grad is None:
             yield Fault(node, "no_grad", "is not written")
-        yield from _on_axis(node, own, "dp")
+        yield from _on_axis(node, written, "dp")
         # A conversion over dp without its mark would be planned over tp as an operator of the model.
-        if converts(node) != (own.batch is not None):
-            yield Fault(node, "batch", "is not written" if own.batch is None else "stands on no conversion")
+        if converts(node) != (written.batch is not None):
+            yield Fault(node, "batch", "is not written" if written.batch is None else "stands on no conversion")
         for field in ("layout", "conversion"):
-            if getattr(own, field) is not None:
+            if getattr(written, field) is not None:
                 yield Fault(node, field, "is left from another program")
         # A plan before this one priced the same calls, of the same sizes: with `priced` what it remembers holds.
         for field in ("flops", "saved"):
-            if getattr(own, field) is not None and not priced:
+            if getattr(written, field) is not None and not priced:
                 yield Fault(node, field, "is left from another program")
 
 
 def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
-    """Faults of the program of all ranks: of marks, and of values that do not lie as was decided."""
+    """Find the faults of the program of all ranks: of marks, and of values whose layouts are not those decided."""
     for node in program.graph.nodes:
-        own = mark(node)
-        yield from _on_axis(node, own, "tp")
-        yield from _conversion(node, own)
+        written = mark(node)
+        yield from _on_axis(node, written, "tp")
+        yield from _conversion(node, written)
         if node not in program.origin:
             continue
         layout = program.layouts.get(node)
-        if own.layout is None or own.layout != layout:
-            yield Fault(node, "layout", f"is {own.layout or 'not written'}, and the program has {layout}")
-        elif own.conversion is not None:
+        if written.layout is None or written.layout != layout:
+            yield Fault(node, "layout", f"is {written.layout or 'not written'}, and the program has {layout}")
+        elif written.conversion is not None:
             source = program.layouts.get(node.args[0])  # type: ignore[call-overload]
-            if own.conversion != (source, layout):
-                yield Fault(node, "conversion", f"is {_conversion_text(own)}, and it reads {source} and gives {layout}")
+            if written.conversion != (source, layout):
+                yield Fault(
+                    node, "conversion", f"is {_conversion_text(written)}, and it reads {source} and gives {layout}"
+                )
         else:
             yield from _decided(node, program, planned)
 
 
 def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Fault]:
-    """Say whether an operator's result lies as it was decided, and so do the operands that its call reads directly."""
+    """Check that an operator's result, and the operands that its call reads directly, have the layouts decided."""
     maker, index = program.origin[node]
     decision = planned.decisions[maker]
     if program.layouts[node] != decision.outs[index]:
@@ -135,17 +137,17 @@ def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Faul
 
 
 def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fault]:
-    """Faults of one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
+    """Find the faults of one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
     for node in graph.nodes:
-        own = mark(node)
-        yield from _on_axis(node, own, "tp")
-        yield from _conversion(node, own)
+        written = mark(node)
+        yield from _on_axis(node, written, "tp")
+        yield from _conversion(node, written)
         if _takes_rank(node.target) and not {"rank", "tp"} <= node.kwargs.keys():
             yield Fault(node, "axis", "is written, and the call has no rank")
-        if own.conversion is not None and own.layout != own.conversion[1]:
-            yield Fault(node, "layout", f"is {own.layout}, and the conversion is {_conversion_text(own)}")
+        if written.conversion is not None and written.layout != written.conversion[1]:
+            yield Fault(node, "layout", f"is {written.layout}, and the conversion is {_conversion_text(written)}")
         fresh = before is not None and node not in before and node.op == "call_function"
-        if fresh and own.scope is None:
+        if fresh and written.scope is None:
             yield Fault(node, "scope", "is not written")
 
 
@@ -154,32 +156,32 @@ def converts(node: fx.Node) -> bool:
     return node.target in conversions.FUNCTIONS.values()
 
 
-def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
-    """A call of a conversion over tp says so, with the layouts of its arguments and where it belongs; no other does."""
-    moves = converts(node) and own.batch is None
-    if moves != (own.conversion is not None):
+def _conversion(node: fx.Node, written: Mark) -> Iterator[Fault]:
+    """Check that calls of conversions over tp, and no others, are marked so, with their layouts and scope."""
+    moves = converts(node) and written.batch is None
+    if moves != (written.conversion is not None):
         yield Fault(node, "conversion", "is not written" if moves else "stands on no conversion")
-    elif own.conversion is not None:
+    elif written.conversion is not None:
         specs: Any = node.args[1:3]
-        kinds = tuple(x.mark for x in own.conversion)
+        kinds = tuple(x.mark for x in written.conversion)
         if kinds != tuple(spec.mark for spec in specs):
-            yield Fault(node, "conversion", f"is {_conversion_text(own)}, and the call has {specs}")
-        if own.scope is None:
+            yield Fault(node, "conversion", f"is {_conversion_text(written)}, and the call has {specs}")
+        if written.scope is None:
             yield Fault(node, "scope", "is not written")
 
 
-def _on_axis(node: fx.Node, own: Mark, axis: str) -> Iterator[Fault]:
-    """A call that takes its rank says on which axis, that of its conversion or this one; no other does."""
-    axis = own.batch.axis if own.batch is not None else axis
+def _on_axis(node: fx.Node, written: Mark, axis: str) -> Iterator[Fault]:
+    """Check that calls that take their rank, and no others, name its axis: that of the conversion, or this one."""
+    axis = written.batch.axis if written.batch is not None else axis
     expected_axis = axis if node.op == "call_function" and _takes_rank(node.target) else None
     # The program may have been planned over the axes beside tp before.
-    if own.axis not in (expected_axis, *(BESIDE if expected_axis else ())):
-        yield Fault(node, "axis", f"is {own.axis or 'not written'}, should be {expected_axis or 'empty'}")
+    if written.axis not in (expected_axis, *(BESIDE if expected_axis else ())):
+        yield Fault(node, "axis", f"is {written.axis or 'not written'}, should be {expected_axis or 'empty'}")
 
 
-def _conversion_text(own: Mark) -> str:
-    assert own.conversion is not None
-    source, target = own.conversion
+def _conversion_text(written: Mark) -> str:
+    assert written.conversion is not None
+    source, target = written.conversion
     return f"{source} -> {target}"
 
 

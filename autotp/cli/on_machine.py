@@ -191,7 +191,7 @@ def _row(alternative: Alternative, line: Measurement, device: torch.device) -> d
         "device": str(device),
         "without": line.without,
         "with": line.with_it,
-        "why": line.verdict.why,
+        "why": line.verdict.reason,
         "used": line.verdict.used,
     }
 

@@ -26,7 +26,7 @@ class PortDims(NamedTuple):
 
 
 def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[PortDims]]:
-    """Every axis but the sequence, with the ports that decide whether it is split.
+    """Find every axis but the sequence, with the ports that decide whether it is split.
 
     heads: the queries of an attention. mlp: what the last product of a feed-forward block sums over. vocab: the rows of
     the token embedding and the columns of the head. embed: the columns of the token embedding, and what the first
@@ -35,10 +35,10 @@ def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[Port
     Args:
         flow: of the canonical graph. parts: of it.
     """
-    out: dict[str, list[PortDims]] = {name: [] for name in AXES if name != "sequence"}
+    out = {name: [] for name in AXES if name != "sequence"}
     vocabulary = _vocabulary(flow, parts)
     for part in parts:
-        # Heads that lie in the batch's dimension have no dimension of their own.
+        # Heads that are folded into the batch dimension have no dimension of their own.
         if part.heads is not None and part.heads.at[2]:
             out["heads"].append(PortDims(part.heads.at[0], "in", *part.heads.at[1:]))
         products = [n for n in part.nodes if flow.weighted(n)]
@@ -68,7 +68,7 @@ def find_axes(flow: Dataflow, parts: Sequence[GraphPart]) -> dict[str, list[Port
 
 
 def _vocabulary(flow: Dataflow, parts: Iterable[GraphPart]) -> set[object]:
-    """Rows that a token embedding has: as many as the head has columns.
+    """Give the numbers of rows that a token embedding may have: as many as the head has columns.
 
     Positions and token types are embedded too: a BERT has tables of 30522, 512 and 2 rows. Without a head it is the
     largest table.
@@ -81,7 +81,7 @@ def _vocabulary(flow: Dataflow, parts: Iterable[GraphPart]) -> set[object]:
 
 
 def summed(op: Op, rule: Rule | None) -> list[PortDims]:
-    """The dimensions of each operand that an operator sums over."""
+    """List the dimensions of each operand that an operator sums over."""
     sums = [f.ins for f in factors_of(rule) if not any(f.outs)]
     ports = []
     for i in range(len(op.slots)):
@@ -91,7 +91,7 @@ def summed(op: Op, rule: Rule | None) -> list[PortDims]:
 
 
 def _activations(flow: Dataflow, product: fx.Node) -> list[PortDims]:
-    """The dimensions of a product's activations that it sums over."""
+    """List the dimensions of a product's activations that it sums over."""
     op = flow.ops[product]
     ports = (port for port in summed(op, flow.rules[product]) if port.dims and op.ins[port.slot])
     return [port for port in ports if op.slots[port.slot] not in flow.weights]

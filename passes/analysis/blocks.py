@@ -13,7 +13,7 @@ from torch import fx
 from autotp import compat
 from autotp.cost.prices import LOOKUPS
 from autotp.ir.graph import Alike, short_name
-from autotp.ir.layouts import Size, divide
+from autotp.ir.layouts import divide
 from autotp.ir.op import Shape, factors_of, packet_of
 from autotp.ir.program import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import innermost, module_path
@@ -27,7 +27,7 @@ FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
 
 
 def find_blocks(flow: Dataflow, same: Alike) -> list[GraphPart]:
-    """The named parts of a captured and canonical graph, in the order of the graph.
+    """Find the named parts of a captured and canonical graph, in the order of the graph.
 
     Args:
         flow: of the graph.
@@ -35,7 +35,7 @@ def find_blocks(flow: Dataflow, same: Alike) -> list[GraphPart]:
 
     Returns:
         Disjoint sets of operators; operators without parameters may be in none, every parameter that is read is in one.
-        `Found.first` is an index of this list.
+        `GraphPart.first` is an index of this list.
     """
     return _Finder(flow, same).run()
 
@@ -43,7 +43,7 @@ def find_blocks(flow: Dataflow, same: Alike) -> list[GraphPart]:
 class _Finder:
     def __init__(self, flow: Dataflow, same: Alike) -> None:
         self.flow, self.same = flow, same
-        self.owner: dict[fx.Node, int] = {}
+        self.claimed: set[fx.Node] = set()
         self.parts: list[tuple[str, str, list[fx.Node], Heads | None]] = []
         self.beside: dict[fx.Node, fx.Node] = {}  # first operator of an adapter -> the frozen product
 
@@ -60,16 +60,16 @@ class _Finder:
             readers = [n for n in nodes if self.flow.parameters(n)]
             key = (kind, detail, tuple(self.same.get(n, n).name for n in readers))
             base = [self.beside[nodes[0]]] if kind == "adapter" else []
-            apart = {leaf for n in base for leaf in self.flow.parameters(n)}  # the frozen weight is the product's
+            frozen_leaves = {leaf for n in base for leaf in self.flow.parameters(n)}  # these are the product's
             parameters = dict.fromkeys(x for n in readers for x in self.flow.parameters(n))
-            leaves = tuple(x for x in parameters if x not in apart)
+            leaves = tuple(x for x in parameters if x not in frozen_leaves)
             module, equal = _module([*(readers or nodes), *base]), first.setdefault(key, i)
             parts.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
         return parts
 
     def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:
-        free = sorted({n for n in nodes if n not in self.owner})
-        self.owner.update(dict.fromkeys(free, len(self.parts)))
+        free = sorted({*nodes} - self.claimed)
+        self.claimed.update(free)
         self.parts.append((kind, detail, free, heads))
 
     # adapters
@@ -78,11 +78,11 @@ class _Finder:
         """Claim what is trained beside or before a frozen product, with its rank."""
         flow = self.flow
         for adapter in flow.adapted.values():
-            nodes = [n for n in adapter.nodes if n not in self.owner]
+            nodes = [n for n in adapter.nodes if n not in self.claimed]
             if not nodes:  # one whose result goes to two products
                 continue
             module = _module([adapter.base, *(n for n in adapter.nodes if flow.parameters(n))])
-            name = flow.names[flow.parameters(adapter.base)[0]]
+            name = flow.program.names[flow.parameters(adapter.base)[0]]
             inside = name.startswith(f"{module}.")
             target = name.removeprefix(f"{module}.") if inside else ".".join(name.split(".")[-2:])
             rank = f"rank {adapter.rank} " if adapter.rank is not None else ""
@@ -95,21 +95,21 @@ class _Finder:
         """Claim fused attentions, and those that are spelled out: a softmax between two products without a weight."""
         for n in self.flow.ops:
             name = short_name(n.target)
-            if n in self.owner or n not in self.flow.roots:
+            if n in self.claimed or n not in self.flow.roots:
                 continue
             if name in FUSED:
                 self._attention(n, n)
             elif name in SOFTMAX:
                 _, behind = self.flow.back(self.flow.inputs(n))
                 _, ahead = self.flow.ahead(n.users)
-                # The softmax of a router lies between products with weights, and attends to nothing.
+                # The softmax of a router stands between products with weights, and attends to nothing.
                 scores = [p for p in behind if not self.flow.parameters(p)]
                 sums = [p for p in ahead if not self.flow.parameters(p)]
                 if scores and sums:
                     self._attention(scores[0], sums[0])
 
     def _attention(self, scores: fx.Node, sums: fx.Node) -> None:
-        """The operators from the projections of query, key and value to the output projection."""
+        """Claim the operators from the projections of query, key and value to the output projection."""
         nodes = {scores, sums} | self._behind(scores) | self._behind(sums)
         between, outs = self.flow.ahead(sums.users)
         out = [p for p in outs if self.flow.weighted(p)]
@@ -120,7 +120,7 @@ class _Finder:
         self._claim("attention", detail, list(nodes), heads)
 
     def _behind(self, node: fx.Node) -> set[fx.Node]:
-        """The operators behind `node`, up to its weight contractions; a low-rank pair of these counts as one."""
+        """Collect operators behind `node`, up to its weight contractions; a low-rank pair of these counts as one."""
         between, products = self.flow.back(self.flow.inputs(node))
         nodes = {*between, *products} if products else set()
         work = list(products)
@@ -140,10 +140,10 @@ class _Finder:
             dims = _before_last_two(op.ins[0]), _before_last_two(op.ins[1])
             width, value = op.ins[0][-1], op.ins[2][-1]
         else:
-            dims, width = self._product_heads(scores)
+            dims, width = self._product_heads(scores), flow.width(scores)
             value = flow.ops[sums].outs[0][-1]
         count, kv = (product(map(op.ins[i].__getitem__, dims[i])) for i in (0, 1))
-        if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
+        if not dims[0] and out is not None:  # heads folded into the batch dimension: the output projection counts them
             count = kv = divide(flow.width(out), value) or 1
             dims = ((0,), (0,))
         # With grouped queries the keys are repeated on their way here. Each view of the keys alone that makes more of
@@ -161,9 +161,8 @@ class _Finder:
     def _view(self, node: fx.Node) -> bool:
         return node in self.flow.ops and len(self.flow.ops[node].slots) == 1 and len(self.flow.ops[node].outs) == 1
 
-    def _product_heads(self, scores: fx.Node) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], Size]:
-        """Dimensions of heads in both operands of a product of queries and keys, and the contracted width."""
-        width = self.flow.width(scores)
+    def _product_heads(self, scores: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Find the dimensions of heads in both operands of a product of queries and keys."""
         outer = [f for f in factors_of(self.flow.rules[scores]) if f.outs[0] is not None]
         alone = [f for f in outer if f.ins[0] and not f.ins[1]]
         position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
@@ -171,14 +170,14 @@ class _Finder:
         shared = [f for f in many if f.ins[1]]
         query_dims = tuple(f.ins[0].dim for f in many if f.ins[0])
         key_dims = tuple(f.ins[1].dim for f in shared if f.ins[1])
-        return (query_dims, key_dims), width
+        return query_dims, key_dims
 
     # contractions joined by pointwise operators
 
     def _chains(self) -> None:
         flow = self.flow
         joined = nx.DiGraph()
-        free = [n for n in flow.ops if flow.weighted(n) and n not in self.owner]
+        free = [n for n in flow.ops if flow.weighted(n) and n not in self.claimed]
         joined.add_nodes_from(free)
         for n in free:
             made_of = {r for x in flow.inputs(n) for r in names(flow.roots[x])}
@@ -190,14 +189,14 @@ class _Finder:
             self._chain(sorted(chain), outputs)
 
     def _chain(self, chain: list[fx.Node], outputs: set[fx.Node]) -> None:
-        """Claim contractions that only pointwise operators join, with what lies between them."""
-        flow, own = self.flow, set(chain)
+        """Claim contractions that only pointwise operators join, with what stands between them."""
+        flow, products = self.flow, set(chain)
         inside: list[fx.Node] = []
         if len(chain) > 1:
             between = [n for product in chain for n in flow.back(flow.inputs(product))[0]]
-            # A norm before the first product lies behind it too, and is no part of the block.
-            inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
-        gates = {n for n, sides in flow.products if all(map(own.intersection, map(names, sides)))}
+            # A norm before the first product is behind it too, and is no part of the block.
+            inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & products]
+        gates = {n for n, sides in flow.products if all(map(products.intersection, map(names, sides)))}
         experts = [leaf for leaf in map(flow.batched, chain) if leaf is not None]
         if experts:
             self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)
@@ -214,12 +213,12 @@ class _Finder:
     def _norms(self) -> None:
         flow = self.flow
         for n, op in flow.ops.items():
-            if "norm" in short_name(n.target) and n not in self.owner and flow.parameters(n) and op.outs[0] in op.ins:
+            if "norm" in short_name(n.target) and n not in self.claimed and flow.parameters(n) and op.outs[0] in op.ins:
                 self._claim("norm", short_name(n.target), [n])
         for n, sides in flow.products:
             for statistic, value in ((sides[0], sides[1]), (sides[1], sides[0])):
                 reductions = [r for r, _ in statistic if flow.statistic(r, value)]
-                if reductions and n not in self.owner:
+                if reductions and n not in self.claimed:
                     self._norm(n, reductions[0], names(value))
                     break
 
@@ -245,17 +244,15 @@ class _Finder:
         if scaled:
             self._claim("norm", f"{short_name(statistic.target)} and scale", nodes)
 
-    def _measures(self, node: fx.Node) -> bool:
-        """Say whether it is the largest value of something, as a scale is made of, and no part of the model by
-        itself."""
-        return any(f.reduction == "max" for f in factors_of(self.flow.rules[node]))
-
     def _rest(self) -> None:
-        """Embeddings, and the parameters that are in no other part, by the module that reads them."""
+        """Claim embeddings, and the parameters that are in no other part, by the module that reads them."""
         others: dict[str, list[fx.Node]] = {}
         for n, op in self.flow.ops.items():
             leaves = self.flow.parameters(n)
-            if n in self.owner or not leaves or n in self.flow.weights or self._measures(n):
+            if n in self.claimed or not leaves or n in self.flow.weights:
+                continue
+            # A largest value is no part of the model by itself: a scale is made of it.
+            if any(f.reduction == "max" for f in factors_of(self.flow.rules[n])):
                 continue
             val = leaves[0].meta["val"]
             if packet_of(n.target) in LOOKUPS and op.slots[0] in self.flow.weights and val.ndim == 2:
@@ -271,5 +268,5 @@ def _before_last_two(shape: Shape) -> tuple[int, ...]:
 
 
 def _module(nodes: list[fx.Node]) -> str:
-    """The innermost module that holds all the nodes."""
+    """Give the innermost module that holds all the nodes."""
     return ("", *innermost(map(module_path, nodes)))[-1]

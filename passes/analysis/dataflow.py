@@ -26,11 +26,11 @@ Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pie
 
 @dataclass
 class Dataflow:
-    """Derived facts of a program.
+    """Facts of a program that follow from the rules of its operators.
 
     Attributes:
         ops, rules: of every call that makes tensors.
-        weights: value -> the parameter that it is, seen through views and casts; `own`: all tensors of the module.
+        weights: value -> the parameter that it is, seen through views and casts; `steady`: all tensors of the module.
         roots: value with a gradient -> what it is made of, by pointwise operators and views only.
         junctions: sums of two independent branches, such as a residual's.
         products: products of independent branches, with the roots of each.
@@ -46,8 +46,7 @@ class Dataflow:
         self.grads = differentiable(self.program)
         self.ops: dict[fx.Node, Op] = {}
         self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
-        self.own = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
-        self.names = self.program.names
+        self.steady = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
         self.products: list[tuple[fx.Node, list[frozenset[Root]]]] = []
@@ -61,7 +60,11 @@ class Dataflow:
             if n.target is operator.getitem:
                 self._item(n)
                 continue
-            self.ops[n], self.rules[n] = self.operators[n] if n in self.operators else _read(n)
+            if n in self.operators:
+                self.ops[n], self.rules[n] = self.operators[n]
+            else:
+                self.ops[n] = op = Op.of(n)
+                self.rules[n] = rule_of(op)
             self._call(n)
 
     def _item(self, node: fx.Node) -> None:
@@ -81,7 +84,7 @@ class Dataflow:
                 self._pass_through(adapter)
 
     def _pass_through(self, adapter: Adapter) -> None:
-        """From now on what an adapter before a product makes of a value is that value, as a view of it would be."""
+        """Take what an adapter before a product makes of a value for that value, as a view of it would be."""
         turn = adapter.nodes[-1]
         self.adapted[turn] = adapter
         self.apart.update(adapter.nodes[:-1])
@@ -93,18 +96,18 @@ class Dataflow:
             node = self.ops[node].slots[0] if node is not turn else value
 
     def _roots(self, node: fx.Node) -> frozenset[Root]:
-        """The roots of a value; notes sums and products of independent branches on the way."""
-        op, own = self.ops[node], frozenset([(node, ())])
+        """Find the roots of a value; notes sums and products of independent branches on the way."""
+        op, itself = self.ops[node], frozenset([(node, ())])
         branches = [self.roots[s] for s in self.inputs(node)]
         # A softmax or a product mixes elements: what comes out is new, and the walk ends there.
         if not branches or not self.passes(node):
-            return own
+            return itself
         merged = frozenset().union(*branches)
         # w x + B A x of LoRA is w x with other weights: as a sum of two branches it would be a residual.
         if self._adapts(node, names(merged)):
             return frozenset((root, piece) for root, piece in merged if root is self.adapted[node].base)
         if len(branches) == 1:
-            # q, k and v that are cut out of one product share their root: the piece tells them apart.
+            # q, k and v that are cut out of one product share their root: the piece distinguishes them.
             if self._linear(node) and _fewer(op):
                 return frozenset((root, (*piece, node.name)) for root, piece in merged)
             return merged
@@ -117,7 +120,7 @@ class Dataflow:
             if any(names(a) & names(b) for a, b in combinations(branches, 2)):
                 return merged
             self.junctions.add(node)
-            return own
+            return itself
         # A gate times a value: of two different pieces, even where one product made both.
         if all(not a & b for a, b in combinations(branches, 2)):
             self.products.append((node, branches))
@@ -134,11 +137,11 @@ class Dataflow:
         return True
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Operands that carry a gradient and are not parameters."""
+        """List the operands that carry a gradient and are not parameters."""
         return [s for s in self.ops[node].slots if s in self.roots]
 
     def parameters(self, node: fx.Node) -> list[fx.Node]:
-        """Parameters that the operator reads, behind views and casts."""
+        """List the parameters that the operator reads, behind views and casts."""
         slots = self.ops[node].slots if node in self.ops else []
         return [self.weights[s] for s in slots if s in self.weights]
 
@@ -174,11 +177,11 @@ class Dataflow:
         return self.products_of_two[node]
 
     def width(self, node: fx.Node) -> Size:
-        """Number of products that a contraction sums for an element of its result."""
+        """Count the products that a contraction sums for an element of its result."""
         return product(f.size for f in factors_of(self.rules[node]) if f.contracts)
 
     def batched(self, node: fx.Node) -> fx.Node | None:
-        """The parameter of a product that has one matrix for each of several experts; None for other operators."""
+        """Give the parameter of a product that has one matrix for each of several experts; None for other operators."""
         op = self.ops[node]
         if node not in self.grads:
             return None
@@ -217,12 +220,12 @@ class Dataflow:
     def walk(
         self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], *stops: Callable[[fx.Node], bool]
     ) -> Walked:
-        """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently.
+        """Walk from node to node; gives those passed, and those that the first of `stops` ended at.
 
         Args:
             starts: where to begin.
             step: the next nodes of one.
-            stops: whether the walk ends at a node; those that the first one stops at are returned.
+            stops: whether the walk ends at a node; where another than the first one does, the node is in neither list.
         """
         between: dict[fx.Node, None] = {}
         ends: dict[fx.Node, None] = {}
@@ -239,11 +242,11 @@ class Dataflow:
         return sorted(between), sorted(ends)
 
     def back(self, starts: Iterable[fx.Node]) -> Walked:
-        """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""
+        """Walk back from `starts` up to the nearest contractions, which are returned too; a junction ends the walk."""
         return self.walk(starts, operands, self._product, self.junctions.__contains__)
 
     def ahead(self, starts: Iterable[fx.Node]) -> Walked:
-        """Nodes ahead of `starts` up to the next contractions, and these; a junction ends the walk."""
+        """Walk ahead of `starts` up to the next contractions, which are returned too; a junction ends the walk."""
         return self.walk(starts, lambda n: n.users, self._product, self.junctions.__contains__)
 
     def _product(self, node: fx.Node) -> bool:
@@ -251,18 +254,13 @@ class Dataflow:
 
 
 def names(roots: Iterable[Root]) -> set[fx.Node]:
-    """The operators of roots, without their pieces."""
+    """Give the operators of roots, without their pieces."""
     return {r for r, _ in roots}
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """Tensor operands of a node; of a `getitem`, the operator before it."""
+    """List the tensor operands of a node; of a `getitem`, the operator before it."""
     return [n for n in node.all_input_nodes if is_tensor(n) or node.target is operator.getitem]
-
-
-def _read(node: fx.Node) -> tuple[Op, Rule | None]:
-    op = Op.of(node)
-    return op, rule_of(op)
 
 
 def _fewer(op: Op) -> bool:
@@ -303,7 +301,7 @@ class Adapter:
 
 
 def added(flow: Dataflow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | None:
-    """The adapter whose result a sum adds to that of a frozen product; None where it adds something else.
+    """Find the adapter whose result a sum adds to that of a frozen product; None where it adds something else.
 
     Args:
         flow: of the operators before the sum.
@@ -315,17 +313,15 @@ def added(flow: Dataflow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter 
         return None
     base = bases[0]
     region = _between(flow, node, base, _source(flow, base))
-    nodes = []
-    for n in region or ():  # what reads the base product itself is behind the sum, not beside it
-        if base not in names(flow.roots.get(n, ())):
-            nodes.append(n)
+    # What reads the base product itself is behind the sum, not beside it.
+    nodes = [n for n in region or () if base not in names(flow.roots.get(n, ()))]
     widths = _widths(flow, nodes)
     rank = min(widths, key=int) if len(widths) > 1 else None
     return Adapter(base, tuple(nodes), "beside", rank) if widths else None
 
 
 def looked_up(flow: Dataflow, node: fx.Node) -> Adapter | None:
-    """The adapter whose result a sum adds to rows of a frozen table, both looked up by the same indices; or None."""
+    """Find the adapter whose result a sum adds to rows of a frozen table, both by the same indices; or None."""
     op = flow.ops[node]
     tables = [s for s in op.slots if frozen_table(flow, s)]
     others = [s for s in op.slots if s not in tables]
@@ -339,7 +335,7 @@ def looked_up(flow: Dataflow, node: fx.Node) -> Adapter | None:
 
 
 def turned(flow: Dataflow, base: fx.Node) -> Adapter | None:
-    """The adapter that multiplies what a frozen product reads, with nothing but views between them; or None.
+    """Find the adapter that multiplies what a frozen product reads, with only views between them; or None.
 
     The last of its operators is that product; it is of what the weights alone make, and of what comes in.
     """
@@ -357,10 +353,10 @@ def turned(flow: Dataflow, base: fx.Node) -> Adapter | None:
 
 
 def scaled(flow: Dataflow, node: fx.Node) -> Adapter | None:
-    """The adapter that a trained parameter is by which the result of a frozen product is multiplied; or None."""
+    """Find the adapter that is a trained factor of the result of a frozen product; or None."""
     op = flow.ops[node]
     sides, vectors = flow.inputs(node), flow.parameters(node)
-    if len(op.slots) != 2 or len(sides) != 1 or len(vectors) != 1 or not _trained(vectors[0]) or flow.together(node):
+    if len(op.slots) != 2 or len(sides) != 1 or len(vectors) != 1 or not _trained(vectors[0]):
         return None
     made_of = names(flow.roots[sides[0]])
     base = next(iter(made_of))
@@ -380,18 +376,18 @@ def frozen_table(flow: Dataflow, node: fx.Node) -> bool:
 
 
 def _widths(flow: Dataflow, nodes: Iterable[fx.Node]) -> list[Size]:
-    """Widths of the products of activations and a trained matrix."""
+    """List the widths of the products of activations and a trained matrix."""
     return [flow.width(n) for n in nodes if flow.weighted(n) and any(map(_trained, flow.parameters(n)))]
 
 
 def _of_weights(flow: Dataflow, start: fx.Node, others: Collection[fx.Node]) -> list[fx.Node] | None:
-    """The operators that make a value of trained weights, the module's own tensors, and `others`.
+    """List the operators that make a value of trained weights, the module's own tensors, and `others`.
 
     None where it is made of more than these, or of nothing that is trained.
     """
 
     def leaf(n: fx.Node) -> bool:
-        return n in flow.weights or n in others or n in flow.own or n.op == "get_attr"
+        return n in flow.weights or n in others or n in flow.steady or n.op == "get_attr"
 
     operators, trained = [], False
     for n in reached([start], lambda n: () if leaf(n) else n.all_input_nodes):
@@ -408,7 +404,7 @@ def _trained(leaf: fx.Node) -> bool:
 
 
 def _source(flow: Dataflow, base: fx.Node) -> set[fx.Node]:
-    """The activations that a product reads, and what they are a view or a cast of."""
+    """Find the activations that a product reads, and what they are a view or a cast of."""
 
     def step(n: fx.Node) -> list[fx.Node]:
         return flow.inputs(n) if n in flow.ops and flow.passes(n) and len(flow.ops[n].slots) == 1 else []
@@ -417,7 +413,7 @@ def _source(flow: Dataflow, base: fx.Node) -> set[fx.Node]:
 
 
 def _between(flow: Dataflow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
-    """The operators behind a sum up to a product and what that reads; None where the sum is made of more than these."""
+    """List the operators from a product and what that reads to a sum; None where the sum is made of more than these."""
     start = min(source, default=node)
     ends = {base, *source, *flow.adapted}
 

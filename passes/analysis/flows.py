@@ -20,7 +20,7 @@ class Flow:
 
     Attributes:
         shown: whether hooks see it: no parameter, and the first of those that hold one value in several layouts.
-        layout: how it lies over the ranks.
+        layout: its placement over the ranks.
         place: of the value, among all that flow there; those that hold the same one have the same.
     """
 
@@ -35,7 +35,7 @@ class Flow:
 
 
 def flows(nodes: Sequence[fx.Node], parameters: Set[fx.Node]) -> list[Flow]:
-    """Describe the values that flow there."""
+    """Describe the values at a boundary."""
     origins = list(map(_origin, nodes))
     layouts = [mark(n).layout or I for n in nodes]
     firsts: dict[fx.Node, int] = {}
@@ -53,7 +53,7 @@ def _whole(layout: Layout) -> bool:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The node whose value this one holds in another layout."""
+    """Find the node whose value this one holds in another layout."""
     while True:
         source: Any = node.args[0] if node.args else None
         if mark(node).conversion and len(node.all_input_nodes) == 1:

@@ -29,7 +29,7 @@ INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
 
 
 def repeated(program: Capture, grads: set[fx.Node]) -> Blocks:
-    """The blocks of a program, found once: all who need them read `Capture.blocks`.
+    """Give the blocks of a program, found once: all who need them read `Capture.blocks`.
 
     Args:
         program: the canonical graph. grads: nodes whose values carry gradients.
@@ -45,7 +45,7 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     Args:
         program: the canonical graph.
         grads: nodes whose values carry gradients.
-        marks: node -> what sets it apart from its equals.
+        marks: node -> what distinguishes it from its equals.
     """
     names = program.names | {x.node: NUMBER.sub("", x.name) for x in program.leaves if x.kind is CONSTANT}
     marked, data_sizes = marks or {}, _data_sizes(program)
@@ -65,10 +65,10 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
             first: dict[Any, tuple[int, list[fx.Node]]] = {}
             for path, nodes in members.items():
                 place[nodes[0]] = equal = len(blocks)
-                if own := [n for n in nodes if n not in twins]:
-                    signature, own = _signature(path, own, names, shape, data_sizes)
-                    equal, theirs = first.setdefault(signature, (equal, own))
-                    twins.update((n, t) for n, t in zip(own, theirs, strict=True) if n is not t)
+                if fresh := [n for n in nodes if n not in twins]:
+                    signature, fresh = _signature(path, fresh, names, shape, data_sizes)
+                    equal, theirs = first.setdefault(signature, (equal, fresh))
+                    twins.update((n, t) for n, t in zip(fresh, theirs, strict=True) if n is not t)
                 else:
                     equal = place.get(_first(twins, nodes[0]), equal)
                 blocks.append(Block(path, container, tuple(nodes), equal))
@@ -76,8 +76,8 @@ def find(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     for loop in steps([n for n in paths if n not in twins], weights, lambda n: _numbered(shape(n), data_sizes, {})):
         alike: dict[Any, list[fx.Node]] = {}
         for nodes in loop:
-            signature, own = _signature("", nodes, weights, shape, data_sizes)
-            pairs = zip(own, alike.setdefault(signature, own), strict=True)
+            signature, members = _signature("", nodes, weights, shape, data_sizes)
+            pairs = zip(members, alike.setdefault(signature, members), strict=True)
             # Two loops may read the same weights, in another order.
             twins.update((n, t) for n, t in pairs if n not in twins and _first(twins, t) is not n)
     return Blocks(tuple(blocks), {n: _first(twins, n) for n in program.graph.nodes})
@@ -91,7 +91,7 @@ def _first(twins: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str, Members]:
-    """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
+    """Map container -> block -> its nodes, for the blocks at this depth of indexed modules."""
     out: dict[str, Members] = defaultdict(lambda: defaultdict(list))
     for n, path in paths.items():
         indexed = [p for p in path if INDEXED.search(p)]
@@ -103,7 +103,7 @@ def _instances(paths: Mapping[fx.Node, tuple[str, ...]], level: int) -> dict[str
 def _signature(
     path: str, nodes: list[fx.Node], names: dict[fx.Node, str], shape: Callable[[fx.Node], Any], data_sizes: DataSizes
 ) -> tuple[Any, list[fx.Node]]:
-    """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
+    """Give a value that is equal for equal blocks, and the block's nodes and leaves in its order."""
     place, module = {n: i for i, n in enumerate(nodes)}, path.split("@")[0]
     outside: dict[fx.Node, int] = {}
     leaves: dict[fx.Node, int] = {}
@@ -123,14 +123,14 @@ def _signature(
 
 
 def _data_sizes(program: Capture) -> DataSizes:
-    """Sizes that only the data tell, of which no guard speaks: each call that makes one has a symbol of its own."""
+    """Find the sizes that only the data tell and no guard names: each call that makes one has a symbol of its own."""
     symbols = {s for n in program.graph.nodes for s in n.meta.get("unbacked_bindings") or ()}
     read = {s for guard in program.guards for s in guard.free_symbols}
     return {s: program.ranges.get(s) for s in symbols - read}
 
 
 def _numbered(value: Any, data_sizes: DataSizes, numbers: dict[sympy.Symbol, sympy.Symbol]) -> Any:
-    """The value with such sizes numbered in the order in which they come, as equal blocks have different ones."""
+    """Number such sizes in a value in the order in which they come, as equal blocks have different ones."""
     if isinstance(value, tuple) and data_sizes:
         return tuple([_numbered(x, data_sizes, numbers) for x in value])
     if not isinstance(value, sympy.Expr):
@@ -141,8 +141,8 @@ def _numbered(value: Any, data_sizes: DataSizes, numbers: dict[sympy.Symbol, sym
 
 
 def _arguments(node: fx.Node, module: str = "") -> list[Any]:
-    """The arguments of a call, a slice from None as one from 0; of a step of a loop, which has no module, without the
-    place that it selects: no rule reads that."""
+    """List the arguments of a call, a slice from None as one from 0; of a step of a loop, which has no module, without
+    the place that it selects: no rule reads that."""
     args = node.args[:2] if not module and node.target is SELECT else node.args
     if node.target is SLICE and args[2:3] == (None,):
         args = (*args[:2], 0, *args[3:])
@@ -164,7 +164,7 @@ Place = tuple[str, tuple[str, ...]]  # an item, and the modules around its list,
 
 
 def items(paths: Mapping[fx.Node, tuple[str, ...]]) -> dict[str, Members]:
-    """List -> item -> its nodes in order, for lists whose items are not called themselves, outside of other blocks.
+    """Map list -> item -> its nodes in order, for lists whose items are not called themselves, outside of other blocks.
 
     Args:
         paths: call -> the modules around it, in the order of the graph.
@@ -185,7 +185,7 @@ def items(paths: Mapping[fx.Node, tuple[str, ...]]) -> dict[str, Members]:
 
 
 def _place(path: tuple[str, ...], modules: set[str]) -> Place | None:
-    """The item of a list that a node lies in; None where it lies in none, or in a block before."""
+    """Find the item of a list that a node is in; None where it is in none, or in a block before."""
     for level, name in enumerate(path):
         item = ITEM.match(module_of(name))
         if item is not None and item.group(0) not in modules:
@@ -196,7 +196,7 @@ def _place(path: tuple[str, ...], modules: set[str]) -> Place | None:
 
 
 def _blocks(calls: Sequence[fx.Node], members: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> Members:
-    """Item -> all nodes from its first to the next item's; of the last as many as of the first. None where they mix."""
+    """Map item -> all nodes up to the next item's first, of the last as many as of the first; empty if they mix."""
     order = {n: i for i, n in enumerate(calls)}
     runs: list[tuple[str, int]] = []
     for n in members:
@@ -222,7 +222,7 @@ MIN_STEPS = 4
 def steps(
     calls: Sequence[fx.Node], weights: Mapping[fx.Node, str], shape: Callable[[fx.Node], Any]
 ) -> list[list[list[fx.Node]]]:
-    """The nodes of each step of each loop, in order, for the runs of at least `MIN_STEPS` steps.
+    """List the nodes of each step of each loop, in order, for the runs of at least `MIN_STEPS` steps.
 
     Args:
         calls: nodes in the order of the graph.
@@ -233,25 +233,24 @@ def steps(
     for i in reversed(range(len(calls))):
         following[i] = last.get(kinds[i], len(calls))
         last[kinds[i]] = i
-    loops: list[list[list[fx.Node]]] = []
-    at = 0
+    loops, at = [], 0
     while at < len(calls):
         period, end = following[at] - at, at
         while end + period < len(calls) and kinds[end] == kinds[end + period]:
             end += 1
         count = (end - at) // period + 1
+        length = count * period if count >= MIN_STEPS else 1
         if count >= MIN_STEPS:
-            starts = range(at, at + count * period, period)
-            loops.append([list(calls[k : k + period]) for k in starts])
-        at += count * period if count >= MIN_STEPS else 1
+            loops.append([list(calls[k : k + period]) for k in range(at, at + length, period)])
+        at += length
     return loops
 
 
 def _kind(node: fx.Node, weights: Mapping[fx.Node, str], shape: Callable[[fx.Node], Any]) -> Any:
-    """All that calls at one place of equal steps have in common."""
+    """Give all that calls at one place of equal steps have in common."""
     operands = []
     for x in _arguments(node):
-        # Names of weights tell products of one shape apart; what is computed is another value in each step.
+        # Names of weights distinguish products of one shape; what is computed is another value in each step.
         operands.append(weights.get(x, x.target) if isinstance(x, fx.Node) else repr(x))
     modules = tuple(map(module_of, module_path(node)))
     return node.target, tuple(operands), shape(node), mark(node).no_grad, modules

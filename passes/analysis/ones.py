@@ -44,7 +44,7 @@ def allow_ones(program: Capture, branches: Sequence[Any]) -> None:
 
 
 def _equal(program: Capture) -> list[set[sympy.Symbol]]:
-    """The symbols, those together that the program's guards say to be equal."""
+    """Group the symbols that the program's guards say to be equal."""
     groups = {s: {s} for s in program.symbols}
     for guard in program.guards:
         # As `Eq(s0 + 1, s1 + 1)` says too.
@@ -71,10 +71,6 @@ class Like:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-
-    def tensor(self) -> Tensor:
-        """Make one on the meta device."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 def _fits(program: Capture, values: Mapping[sympy.Symbol, int], fails: bool) -> bool:
@@ -110,12 +106,14 @@ def _fits(program: Capture, values: Mapping[sympy.Symbol, int], fails: bool) -> 
 
 
 def _shapes(target: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:
-    """Shapes of the results of a call on the meta device; None where it fails."""
+    """List the shapes of the results of a call on the meta device; None where it fails."""
 
     def on_meta(x: Any) -> Any:
         if isinstance(x, torch.device):  # by position, as `to` takes it
             return torch.device("meta")
-        return x.tensor() if isinstance(x, Like) else x
+        if isinstance(x, Like):
+            return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        return x
 
     args, kwargs = compat.tree_map(on_meta, (args, {k: x for k, x in kwargs.items() if k != "device"}))
     try:

@@ -1,7 +1,7 @@
 """Autocast made explicit: the casts that an operator's operands went through stand in the graph.
 
 `torch.export` records operators above autocast: the dtypes of the results show it, the casts are missing. With the
-casts in the graph, an operator may be taken apart or moved without changing what it is computed in, and the program is
+casts in the graph, an operator may be decomposed or moved without changing what it is computed in, and the program is
 run with autocast switched off.
 """
 
@@ -31,12 +31,9 @@ class ExplicitCasts(Pass[Capture]):
     name = "explicit-casts"
 
     def idle(self, program: Capture) -> str:
-        """Only where something ran under autocast, around the call or within it."""
-        return (
-            ""
-            if program.autocast or (program.state and program.state[-1] is not None)
-            else "no autocast around the call or within it"
-        )
+        """Run only where something ran under autocast, around the call or within it."""
+        ran = program.autocast or (program.state and program.state[-1] is not None)
+        return "" if ran else "no autocast around the call or within it"
 
     def run(self, program: Capture) -> Changes:
         calls = [n for n in program.graph.nodes if n.op == "call_function" and _dtype(n.meta.get("val")) is not None]
@@ -60,12 +57,12 @@ class ExplicitCasts(Pass[Capture]):
 
 
 def _dtype(val: Any) -> torch.dtype | None:
-    """The dtype of the first floating tensor of a value."""
+    """Give the dtype of the first floating tensor of a value."""
     return next((v.dtype for v in compat.tree_leaves(val) if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
 def _result_dtype(node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that the operator makes without autocast, its floating operands cast to `dtype` (None: as they are)."""
+    """Compute the operator's dtype without autocast, its floating operands cast to `dtype` (None: as they are)."""
 
     def operand(n: fx.Node) -> Any:
         val = n.meta.get("val")

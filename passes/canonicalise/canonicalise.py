@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .running_statistics import RunningStatistics
 
 
 class MergeTied(Pass[Capture]):
-    """A parameter reached by several names is one leaf."""
+    """Merges the leaves of a parameter that is reached by several names."""
 
     name = "merge-tied"
 
@@ -45,7 +46,7 @@ class MergeTied(Pass[Capture]):
 
 
 class InlineRegions(Pass[Capture]):
-    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient.
+    """Inlines regions under `torch.no_grad` (or any wrapped submodule); the results of the former carry no gradient.
 
     Afterwards every call says whether it stands in one; what a later pass puts in must say it too.
     """
@@ -65,7 +66,7 @@ class InlineRegions(Pass[Capture]):
 
 
 def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
-    """The nodes of a region in place of it, those of regions within too; with `cut`, its results are detached."""
+    """Put the nodes of a region in place of it, those of regions within too; with `cut`, detach its results."""
     module, env = region_body(node, owner)
     body, no_grad = module.graph, without_gradient(node)
     # Innermost first, so that what is copied out holds no further region.
@@ -78,20 +79,15 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
             env[inner].meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
             write(env[inner], no_grad=no_grad or mark(inner).no_grad or False)
         results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
-        if cut:
-            for i, r in enumerate(results):
-                results[i] = _detach(graph, r) if is_tensor(r) else r  # a region may give sizes
+        for i, r in enumerate(results) if cut else ():
+            if is_tensor(r):  # a region may give sizes
+                results[i] = graph.call_function(aten.detach.default, (r,))
+                results[i].meta = dict(r.meta)
     replace_results(node, results)
 
 
-def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    out = graph.call_function(aten.detach.default, (node,))
-    out.meta = dict(node.meta)
-    return out
-
-
 class DropChecks(Pass[Capture]):
-    """Assertions of the export; `Capture.accepts` checks sizes at the door instead."""
+    """Drops the assertions of the export; `Capture.accepts` checks sizes at the door instead."""
 
     name = "drop-checks"
 
@@ -106,7 +102,7 @@ class DropChecks(Pass[Capture]):
 
 
 class DropIdentities(Pass[Capture]):
-    """Casts to the same type, full slices and aliases: the value itself."""
+    """Drops casts to the same type, full slices and aliases."""
 
     name = "drop-identities"
 
@@ -125,7 +121,7 @@ class DropIdentities(Pass[Capture]):
 
 
 class TileSlices(Pass[Capture]):
-    """Slices that together tile one dimension of a value become one split, so that each piece can be sharded."""
+    """Replaces slices that together tile one dimension of a value by one split, so that each piece can be sharded."""
 
     name = "tile-slices"
 
@@ -143,13 +139,8 @@ class TileSlices(Pass[Capture]):
         spans = {n: _span(n, dim, total) for n in cuts}
         points = sorted({s for s in spans.values() if s is not None})
         # Slices that overlap, leave gaps or have symbolic ends are no partition of the dimension, and stay slices.
-        if not isinstance(total, int) or None in spans.values() or len(points) < 2:
-            return False
-        if (
-            points[0][0] != 0
-            or points[-1][1] != total
-            or any(a[1] != b[0] for a, b in zip(points, points[1:], strict=False))
-        ):
+        gaps = any(a[1] != b[0] for a, b in pairwise(points))
+        if None in spans.values() or len(points) < 2 or points[0][0] != 0 or points[-1][1] != total or gaps:
             return False
         with graph.inserting_before(cuts[0]):
             whole = graph.call_function(aten.split_with_sizes.default, (source, [b - a for a, b in points], dim))
@@ -176,7 +167,7 @@ def _span(node: fx.Node, dim: int, total: Any) -> tuple[int, int] | None:
 
 
 class RebindSizes(Pass[Capture]):
-    """A size read off an intermediate value is read off the input it comes from: shards have other sizes."""
+    """Reads sizes of intermediate values off the inputs that they come from: shards have other sizes."""
 
     name = "rebind-sizes"
 
@@ -204,7 +195,7 @@ class RebindSizes(Pass[Capture]):
 
 
 class Composites(Pass[Capture]):
-    """A composite operator without a rule becomes what it is made of.
+    """Decomposes composite operators that have no rule.
 
     One whose gradient is wanted stays where somebody wrote a backward for a part of it, which a trace would lose.
     """
@@ -212,7 +203,7 @@ class Composites(Pass[Capture]):
     name = "composites"
 
     def idle(self, program: Capture) -> str:
-        """Only where there are some."""
+        """Run only where there are some."""
         return "" if _composites(program.graph) else "every operator is torch's own, or has a rule"
 
     def run(self, program: Capture) -> Changes:
@@ -230,7 +221,7 @@ class Composites(Pass[Capture]):
 
 
 def _graded(program: Capture) -> set[fx.Node]:
-    """Values that carry a gradient to what is trained now: the parts of a quantised weight never are."""
+    """Find the values that carry a gradient to what is trained now: the parts of a quantised weight never are."""
     carries = differentiable(program)
     trained_nodes = {x.node for x in program.leaves if getattr(x.node.meta.get("val"), "requires_grad", False)}
     for node in program.graph.nodes:
@@ -249,8 +240,8 @@ def _replace(node: fx.Node, body: fx.Graph) -> None:
     calls = [n for n in body.nodes if n.op == "call_function"]
     with node.graph.inserting_before(node):
         copy_graph(calls, env, node.graph)
-    for each in calls:
-        inherit(env[each], node, each.meta["val"], no_grad=mark(node).no_grad)
+    for inner in calls:
+        inherit(env[inner], node, inner.meta["val"], no_grad=mark(node).no_grad)
     results = fx.map_arg(body.output_node().args[0], lambda n: env[n])
     if isinstance(node.meta["val"], Tensor):
         replace_node(node, results)
@@ -259,8 +250,7 @@ def _replace(node: fx.Node, body: fx.Graph) -> None:
 
 
 def _traced(node: fx.Node) -> tuple[fx.Graph, list[Any]]:
-    """Trace what the operator is made of, as a graph of its tensors, and the functions with a backward of their own
-    in it."""
+    """Trace an operator into the graph of its parts, and list the functions in it that have a backward of their own."""
     target: Any = node.target
     operands = [*filter(is_tensor, node.all_input_nodes)]
     functions: list[Any] = []
@@ -300,8 +290,8 @@ SHAPED: dict[Any, Any] = {
 
 
 class DropExamples(Pass[Capture]):
-    """`new_zeros(x, ...)`, `x.type_as(y)` and `x.expand_as(y)` become operators that do not read the example, so it
-    may lie anyhow."""
+    """Replaces `new_zeros(x, ...)`, `x.type_as(y)` and `x.expand_as(y)` by operators that do not read the example, so
+    that it may have any layout."""
 
     name = "drop-examples"
 
@@ -345,7 +335,7 @@ class DropExamples(Pass[Capture]):
 
 
 class Reshape(Pass[Capture]):
-    """A view becomes a reshape: that memory allows it was decided on strides that real values need not have."""
+    """Turns views into reshapes: that memory allows them was decided on strides that real values need not have."""
 
     name = "reshape"
 
@@ -357,14 +347,14 @@ class Reshape(Pass[Capture]):
 
 
 class LayOut(Pass[Capture]):
-    """`as_strided` picks elements by their place in memory, and a rank's value may lie there in another order."""
+    """Puts operands of `as_strided`, which reads by place in memory, into the order in memory of the capture."""
 
     name = "lay-out"
 
     def run(self, program: Capture) -> Changes:
         views = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
-        laid = sum(map(self._lay_out, views))
-        return Changes(laid, "operands are laid out in memory as they were captured")
+        count = sum(map(self._lay_out, views))
+        return Changes(count, "operands are laid out in memory as they were captured")
 
     def _lay_out(self, node: fx.Node) -> bool:
         operand = node.all_input_nodes[0]
@@ -372,13 +362,13 @@ class LayOut(Pass[Capture]):
         if order is None:
             return False
         with before(node) as call:
-            laid = call(aten.contiguous.default, call(aten.permute.default, operand, order))
-        node.args = (laid, *node.args[1:])
+            dense = call(aten.contiguous.default, call(aten.permute.default, operand, order))
+        node.args = (dense, *node.args[1:])
         return True
 
 
 def dense_order(val: Tensor) -> list[int] | None:
-    """The dimensions from the slowest to the fastest of a tensor that fills its memory; None where it does not."""
+    """List the dimensions from the slowest to the fastest of a tensor that fills its memory; None where it does not."""
     if val.storage_offset() != 0 or val.untyped_storage().nbytes() != val.numel() * val.element_size():
         return None
     sizes = [expression(n) for n in val.shape]
@@ -406,7 +396,7 @@ SCATTERS: dict[Any, tuple[str, ...]] = {
 
 
 class ComplexScatters(Pass[Capture]):
-    """`select_scatter` and its like on complex values act on pairs of real numbers, which are the same memory."""
+    """Writes `select_scatter` and its like on complex values on pairs of real numbers, which are the same memory."""
 
     name = "complex-scatters"
 

@@ -1,4 +1,4 @@
-"""In-place operators on fresh values become their functional twins; what is written stays the same."""
+"""Functionalisation: in-place operators on fresh values become their functional twins; what is written is the same."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
 
 
 def _lower(graph: fx.Graph, positions: dict[int, str]) -> None:
-    """The reverse of `_lift`."""
+    """Undo `_lift`."""
     output = graph.output_node()
     leaf_of = {n.name: n for n in graph.find_nodes(op="placeholder")}
     values = list(output.args[0])  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def mutates(node: fx.Node) -> bool:
 
 
 def regions(graph: fx.Graph) -> list[fx.Graph]:
-    """The graphs of wrapped regions, and of those within."""
+    """List the graphs of wrapped regions, and of those within."""
     owner, graphs = graph.owning_module, []
     for module in owner.modules() if owner is not None else ():
         graphs += [module.graph] if isinstance(module, fx.GraphModule) and module.graph is not graph else []
@@ -119,12 +119,12 @@ def region_body(region: fx.Node, owner: Any) -> tuple[fx.GraphModule, dict[fx.No
 
 
 def written_operand(node: fx.Node) -> fx.Node | None:
-    """The operand that an in-place operator writes to."""
+    """Give the operand that an in-place operator writes to."""
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
 
 
 def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
-    """The memory that each value lies in; equal numbers are shared memory."""
+    """Number the storages that each value is in; equal numbers are shared memory."""
     return {n: set(map(_place, tensors(n))) for n in graph.nodes}
 
 
@@ -198,8 +198,8 @@ class _Memory:
         return True
 
     def _path(self, name: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
-        """The views that lead from the whole to this name of its memory; None where others than views do."""
-        path: list[fx.Node] = []
+        """List the views that lead from the whole to this name of its memory; None where others than views do."""
+        path = []
         while name is not whole:
             base = written_operand(name)
             if base is None or mutates(name) or not self.of[base] & self.of[name] or len(self.of[name]) != 1:
@@ -216,19 +216,19 @@ class _Memory:
         return value
 
     def _renew(self, target: fx.Node, write: fx.Node, value: fx.Node) -> None:
-        """Move what lay in the target's memory and comes later to new memory, that only this write fills."""
-        for later in (n for n, own in self.of.items() if n >= write and own & self.of[target]):
+        """Move later values in the target's memory to new memory, that only this write fills."""
+        for later in (n for n, places in self.of.items() if n >= write and places & self.of[target]):
             self.of[later] = {*(self.of[later] - self.of[target]), id(value)}
 
     def _call(self, write: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node in place of `write`, with memory of its own."""
+        """Add a node in place of `write`, with memory of its own."""
         node = write.graph.call_function(target, args, kwargs)
         node.meta, self.of[node] = {**write.meta, "val": computed(node)}, {id(node)}
         return node
 
     def _names(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
-        """Other names of the target's memory from before the write."""
-        return [n for n, own in self.of.items() if n < write and n is not target and own & self.of[target]]
+        """List other names of the target's memory from before the write."""
+        return [n for n, places in self.of.items() if n < write and n is not target and places & self.of[target]]
 
     def _later(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
         """List those of the names that are read after the write."""
@@ -243,7 +243,7 @@ class _Memory:
 
 
 def _twin(node: fx.Node) -> Any:
-    """The functional operator that makes the same values in the same dtype; None where there is none."""
+    """Find the functional operator that makes the same values in the same dtype; None where there is none."""
     name, overload = str(node.target).split(".")[1], str(node.target).split(".")[-1]
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     twin = getattr(packet, overload, None)

@@ -28,7 +28,7 @@ def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
     """
     flow = _Flow(graph, {n for n in graph.find_nodes(op="placeholder") if n.name in leaves})
     flow.run()
-    return next(iter(flow.odd), None)
+    return next(iter(flow.faults), None)
 
 
 @dataclass
@@ -37,14 +37,14 @@ class _Flow:
 
     Attributes:
         carries: those values. places: memory of what carries one. cut: values that share such memory, detached.
-        odd: what writes into one without a gradient.
+        faults: what writes into one without a gradient.
     """
 
     graph: fx.Graph
     carries: set[fx.Node]
     places: set[int] = field(default_factory=set)
     cut: set[fx.Node] = field(default_factory=set)
-    odd: list[fx.Node] = field(default_factory=list)
+    faults: list[fx.Node] = field(default_factory=list)
 
     def run(self) -> None:
         self.memory = memory(self.graph)
@@ -63,7 +63,7 @@ class _Flow:
         operands = [*filter(is_tensor, node.all_input_nodes)]
         target = written_operand(node) if mutates(node) else None
         if target is not None and target in self.cut and self.memory[target] & self.places:
-            self.odd.append(node)
+            self.faults.append(node)
         if node.target in CUTS or any(x in self.cut and self.memory[x] & self.memory[node] for x in operands):
             self.cut.add(node)
         elif floating(node.meta.get("val")) and any(map(self.carrying, operands)):
@@ -79,7 +79,7 @@ class _Flow:
             return
         inner = _Flow(body, set(carried))
         inner.run()
-        self.odd += inner.odd
+        self.faults += inner.faults
         results = body.output_node().args[0]
         for user in node.users:
             result = results[user.args[1]]  # type: ignore[index]
@@ -91,7 +91,7 @@ class _Flow:
         of = memory(body)
         writes = [n for n in body.nodes if mutates(n)]
         of_carried = set().union(*(of[inner] for inner in carried))
-        self.odd += [n for n in writes if of[n] & of_carried]
+        self.faults += [n for n in writes if of[n] & of_carried]
         for x in dict.fromkeys(carried.values()):
             with self.graph.inserting_before(region):
                 new = self.graph.call_function(aten.detach.default, (x,))

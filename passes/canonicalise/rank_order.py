@@ -23,17 +23,17 @@ NodeRow = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and 
 
 @dataclass(frozen=True)
 class RankOrder(Pass[Capture]):
-    """Rank 0's order of operators, where a rank's program is the same but for that. A collective pass."""
+    """Puts operators into rank 0's order, where a rank's program is the same but for that. A collective pass."""
 
     name = "rank-order"
     ranks: Ranks
 
     def idle(self, program: Capture) -> str:
-        """There is another order only where there are other ranks."""
+        """Run only where there are other ranks, which may have another order."""
         return "" if self.ranks.tp > 1 else "one process"
 
     def run(self, program: Capture) -> Changes:
-        """Hear of rank 0's order, and take it."""
+        """Receive rank 0's order, and take it."""
         ranks = self.ranks
         order = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
         if order is None or ranks.rank == 0:
@@ -42,9 +42,9 @@ class RankOrder(Pass[Capture]):
 
 
 def signatures(program: Capture) -> list[NodeRow]:
-    """Every node with a hash of what it computes from which leaves, which is equal in any order of the operators.
+    """List every node with a hash of what it computes from which leaves, which is equal in any order of the operators.
 
-    Operators that draw random numbers are told apart by their place among those, which must be the same.
+    Operators that draw random numbers are distinguished by their place among those, which must be the same.
 
     Args:
         program: the captured graph.
@@ -72,12 +72,12 @@ def follow(program: Capture, order: Sequence[NodeRow]) -> int:
     Returns:
         How many nodes are new, 0 where the program stays as it is.
     """
-    own = signatures(program)
-    hashes = Counter(row[0] for row in own)
-    if own == list(order) or hashes != Counter(row[0] for row in order):
+    rows = signatures(program)
+    hashes = Counter(row[0] for row in rows)
+    if rows == list(order) or hashes != Counter(row[0] for row in order):
         return 0
     alike: dict[str, list[fx.Node]] = defaultdict(list)
-    for node, (signature, _, _) in zip(program.graph.nodes, own, strict=True):
+    for node, (signature, _, _) in zip(program.graph.nodes, rows, strict=True):
         alike[signature].append(node)
     graph, nodes, env = fx.Graph(program.graph.owning_module), {}, {}
     for signature, name, operand_names in order:

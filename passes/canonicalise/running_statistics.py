@@ -17,12 +17,12 @@ from autotp.passes.base import Changes, Pass
 
 
 class RunningStatistics(Pass[Capture]):
-    """Running statistics are results of the batch norm that writes them."""
+    """Makes running statistics results of the batch norm that writes them."""
 
     name = "running-statistics"
 
     def idle(self, program: Capture) -> str:
-        """Only where there are some."""
+        """Run only where there are some."""
         targets = {n.target for n in program.graph.nodes}
         return "" if aten.batch_norm.default in targets else "no batch norm"
 
@@ -41,7 +41,7 @@ class RunningStatistics(Pass[Capture]):
 
 
 def _functional(node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node]:
-    """The norm with its statistics as results, which later readers of the buffers read.
+    """Rewrite the norm with its statistics as results, which later readers of the buffers read.
 
     Args:
         node: the norm. buffers: values that buffers have -> their names; those that are made here are added.

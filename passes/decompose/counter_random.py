@@ -1,4 +1,4 @@
-"""Live random operators drawn by counters, so that each rank draws its part and the numbers depend on no degree.
+"""Random operators drawn by counters, so that each rank draws its part and the numbers depend on no degree.
 
 A captured program that draws gets one more input: a seed for each drawing operator, made from one number of torch's
 default generator (`seeds`). What is drawn then depends on the seed and on the index of an element in the whole value:
@@ -24,12 +24,12 @@ from autotp.rules.local import Sizes
 
 
 def base_seed() -> int:
-    """One number of torch's default generator."""
+    """Draw one number of torch's default generator."""
     return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
 def seeds(count: int, place: int = 0, base: int | None = None) -> Tensor:
-    """A seed for each of `count` operators, from one number.
+    """Derive a seed for each of `count` operators from one number.
 
     Args:
         place: on the axes beside tp: parts of a batch are drawn for independently.
@@ -41,7 +41,7 @@ def seeds(count: int, place: int = 0, base: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class CountedRandom(Pass[Capture]):
-    """Live random operators are drawn by counters, where there is a form for them.
+    """Replaces random operators by ones that draw by counters, where there is a form for them.
 
     Attributes:
         random: what is asked for; only "counter" changes anything.
@@ -51,7 +51,7 @@ class CountedRandom(Pass[Capture]):
     random: str = "counter"
 
     def idle(self, program: Capture) -> str:
-        """Only where that is asked for and something draws."""
+        """Run only where that is asked for and something draws."""
         if self.random != "counter":
             return f"random={self.random!r}"
         return "" if _drawing(program) else "nothing draws"
@@ -59,10 +59,9 @@ class CountedRandom(Pass[Capture]):
     def run(self, program: Capture) -> Changes:
         drawing, graph = _drawing(program), program.graph
         last = graph.find_nodes(op="placeholder")[-1]
-        fake = next(v for n in drawing if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
         with graph.inserting_after(last):
             leaf = graph.placeholder(SEEDS.name)
-        leaf.meta["val"] = fake.new_empty((len(drawing),), dtype=torch.int64).detach()
+        leaf.meta["val"] = drawing[0].meta["val"].new_empty((len(drawing),), dtype=torch.int64).detach()
         symbols = Sizes(graph, program.symbols)
         attentions = sum(packet_of(n.target) is aten.scaled_dot_product_attention for n in drawing)
         for i, node in enumerate(drawing):
@@ -75,7 +74,7 @@ class CountedRandom(Pass[Capture]):
             replace_node(node, new)
         if attentions:
             program.notes.append(
-                f"{attentions} attentions drop weights, and are taken apart for that: the weights are kept for the "
+                f"{attentions} attentions drop weights, and are decomposed for that: the weights are kept for the "
                 "backward"
             )
         program.leaves = [*program.leaves, Leaf(leaf, SEEDS, SEEDS.name)]
@@ -98,7 +97,7 @@ class _Call:
         return self.emit(function, *args, **kwargs)
 
     def shape(self, value: Tensor) -> list[Any]:
-        """The sizes of a value, with nodes for symbolic ones."""
+        """Give the sizes of a value, with nodes for symbolic ones."""
         out = []
         for n in value.shape:
             size = self.sizes.of(expression(n))
@@ -108,11 +107,11 @@ class _Call:
         return out
 
     def dropped(self, x: fx.Node, p: float) -> fx.Node:
-        """Dropout of a value."""
+        """Write dropout of a value."""
         return self(OPS.counter_dropout.default, x, self.seed, None, 0, self.shape(x.meta["val"]), float(p))
 
     def uniform(self, like: Tensor, dtype: torch.dtype) -> fx.Node:
-        """Uniform numbers in the shape of a value."""
+        """Write uniform numbers in the shape of a value."""
         shape = self.shape(like)
         return self(OPS.counter_uniform.default, shape, self.seed, None, 0, shape, dtype)
 
@@ -122,7 +121,7 @@ def _dropout(call: _Call, op: Op) -> fx.Node:
 
 
 def _channels(call: _Call, op: Op) -> fx.Node:
-    """Whole channels at once: the first two dimensions have a mask."""
+    """Drop whole channels at once: the first two dimensions have a mask."""
     x = op.slots[0]
     thin = x
     for _ in range(2, len(op.ins[0])):
@@ -134,7 +133,7 @@ def _channels(call: _Call, op: Op) -> fx.Node:
 
 
 def _attention(call: _Call, op: Op) -> fx.Node:
-    """Attention taken apart, as its weights are dropped: softmax(q kᵀ + mask), dropout, v."""
+    """Decompose attention whose weights are dropped: softmax(q kᵀ + mask), dropout, v."""
     query, key, value = (op.args[name] for name in ("query", "key", "value"))
     scale = op.args["scale"] or 1 / math.sqrt(op.ins[0][-1])
     if op.args["enable_gqa"]:
@@ -154,7 +153,7 @@ def _attention(call: _Call, op: Op) -> fx.Node:
 
 
 def _repeated(call: _Call, x: fx.Node, query: fx.Node) -> fx.Node:
-    """Every key head once for each of its query heads."""
+    """Repeat every key head once for each of its query heads."""
     heads, kv = sizes(query.meta["val"])[-3], sizes(x.meta["val"])[-3]
     if heads == kv:
         return x
@@ -164,11 +163,9 @@ def _repeated(call: _Call, x: fx.Node, query: fx.Node) -> fx.Node:
 
 
 def _bernoulli(call: _Call, op: Op) -> fx.Node:
-    dtype = op.node.meta["val"].dtype
-    uniform = call.uniform(op.node.meta["val"], torch.float32)
-    if op.target is aten.bernoulli.p:
-        return call(aten.to.dtype, call(aten.lt.Scalar, uniform, op.args["p"]), dtype)
-    return call(aten.to.dtype, call(aten.lt.Tensor, uniform, op.slots[0]), dtype)
+    val = op.node.meta["val"]
+    compare, p = (aten.lt.Scalar, op.args["p"]) if op.target is aten.bernoulli.p else (aten.lt.Tensor, op.slots[0])
+    return call(aten.to.dtype, call(compare, call.uniform(val, torch.float32), p), val.dtype)
 
 
 def _uniform(call: _Call, op: Op) -> fx.Node:

@@ -25,7 +25,7 @@ from autotp.passes.base import Changes, Pass
 
 @dataclass(frozen=True)
 class Float8Products(Pass[Capture]):
-    """Linear layers that are large enough are computed in float8, forward and backward.
+    """Computes linear layers that are large enough in float8, forward and backward.
 
     Attributes:
         precision: which, and how; None changes nothing.
@@ -35,7 +35,7 @@ class Float8Products(Pass[Capture]):
     precision: Precision | None = None
 
     def idle(self, program: Capture) -> str:
-        """Only where that is asked for."""
+        """Run only where that is asked for."""
         return "" if self.precision is not None else "precision=None"
 
     def run(self, program: Capture) -> Changes:
@@ -46,7 +46,7 @@ class Float8Products(Pass[Capture]):
         writer = WRITERS[self.precision.recipe](program, [node for node, _ in products])
         for node, weight in products:
             writer.replace(node, weight)
-        writer.finish()
+        program.write_back(writer.buffer_values())
         linears = len(program.graph.find_nodes(op="call_function", target=aten.linear.default))
         how = f"{len(products)} of {len(products) + linears} linear layers are in float8, {self.precision.recipe}"
         program.notes.append(f"precision: {how}; too small, the last ones or left out: {linears}")
@@ -54,8 +54,7 @@ class Float8Products(Pass[Capture]):
 
 
 def _products(program: Capture, precision: Precision) -> list[tuple[fx.Node, str]]:
-    """The products that are to be in float8, in order, with the names of their weights."""
-    names = program.names
+    """List the products that are to be in float8, in order, with the names of their weights."""
     onward: set[fx.Node] = set()  # what a later product is made of
     products = []
     for node in reversed(program.graph.nodes):
@@ -64,7 +63,7 @@ def _products(program: Capture, precision: Precision) -> list[tuple[fx.Node, str
         if read or linear:
             onward.add(node)
         if linear and (read or precision.head) and _fits(node):
-            weight = names.get(_source(node.args[1]), "")
+            weight = program.names.get(_source(node.args[1]), "")
             sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
             if precision.takes(weight, *sizes) and WRITERS[precision.recipe].knows(program, weight):
                 products.append((node, weight))
@@ -80,7 +79,7 @@ def _fits(node: fx.Node) -> bool:
 
 
 def _source(node: Any) -> fx.Node:
-    """The leaf behind casts and views of one value."""
+    """Find the leaf behind casts and views of one value."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
@@ -123,10 +122,6 @@ class Writer:
         """Give what buffers become, by name; asked after the last product."""
         return {}
 
-    def finish(self) -> None:
-        """Have the program give buffers what was written for them."""
-        self.program.write_back(self.buffer_values())
-
     def replace(self, node: fx.Node, name: str) -> None:
         """Put a product in float8 in the place of one by the weight of this name."""
         x, weight, *bias = Op.of(node).slots
@@ -136,7 +131,7 @@ class Writer:
         replace_node(node, y)
 
     def amax(self, node: fx.Node, x: fx.Node, dims: list[int], keepdim: bool) -> fx.Node:
-        """The largest absolute value over these dimensions, which carries no gradient."""
+        """Give the largest absolute value over these dimensions, which carries no gradient."""
         key = x, tuple(dims), mark(node).no_grad
         if key not in self.memo:
             call = self._shared(node, x)
@@ -148,19 +143,19 @@ class Writer:
         return self.amax(node, x, list(range(x.meta["val"].ndim)), False)
 
     def cast(self, node: fx.Node, x: fx.Node, amax: fx.Node) -> fx.Node:
-        """The value in float8."""
+        """Cast the value to float8."""
         if (x, amax) not in self.memo:
             self.memo[x, amax] = self._shared(node, x)(OPS.float8_cast.default, x, amax)
         return self.memo[x, amax]
 
     def _shared(self, node: fx.Node, x: fx.Node) -> Any:
-        """Writes calls in the innermost module of all products that read `x`."""
+        """Give what writes calls in the innermost module of all products that read `x`."""
         stacks = [p.meta.get("nn_module_stack") or {} for p in self.products if x in p.all_input_nodes[:2]]
         return _placed(node, innermost(stack.items() for stack in stacks))
 
 
 class Tensorwise(Writer):
-    """A scale for each operand."""
+    """Writes products with a scale for each operand."""
 
     target, reader = "float8_linear", "float8_seen"
 
@@ -170,7 +165,7 @@ class Tensorwise(Writer):
 
 
 class Rowwise(Writer):
-    """A scale for each row of what is summed over."""
+    """Writes products with a scale for each row of what is summed over."""
 
     target, reader = "float8_rows", "float8_rows_seen"
 
@@ -183,7 +178,7 @@ class Rowwise(Writer):
 
 
 class RowwiseHp(Writer):
-    """A scale for each row, but in the products that gradients of weights come from."""
+    """Writes products with a scale for each row, but in those that gradients of weights come from."""
 
     target, reader = "float8_rows_hp", "float8_row_seen"
 
@@ -194,7 +189,8 @@ class RowwiseHp(Writer):
 
 @dataclass
 class Delayed(Writer):
-    """A scale for each operand by what earlier calls had of it; in training a call leaves its own largest values.
+    """Writes products with scales by what earlier calls had of each operand; in training a call leaves its largest
+    values.
 
     A layer that is called several times has one history, of the largest values of all its calls.
     """
@@ -217,25 +213,27 @@ class Delayed(Writer):
 
     def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
         amaxes, fresh = self._before(node, name)
-        amax = self._scale(node, x, amaxes)
+        if ("scale", x) not in self.memo:  # of the input, by the first product which reads it
+            self.memo["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
         if self.program.training:
             self._see(call, name, self.whole_amax(node, x), self.whole_amax(node, weight))
+        amax = self.memo["scale", x]
         product = call(OPS.float8_delayed.default, self.cast(node, x, amax), weight, amax, amaxes, fresh)
         self.last[name] = self.read(call, product)
         return self.last[name]
 
     def buffer_values(self) -> dict[str, fx.Node]:
-        values: dict[str, fx.Node] = {}
+        values = {}
         for name, amaxes in self.largest.items():
-            own = _beside(name, HISTORY), _beside(name, LATEST)
+            buffers = _beside(name, HISTORY), _beside(name, LATEST)
             with self.program.graph.inserting_before(self.last[name].next):
                 call = caller(self.last[name])
-                values[own[0]] = call(OPS.float8_record.default, *(self.histories[n] for n in own), *amaxes)
-            values[own[1]] = self.memo[name, LATEST]
+                values[buffers[0]] = call(OPS.float8_record.default, *(self.histories[n] for n in buffers), *amaxes)
+            values[buffers[1]] = self.memo[name, LATEST]
         return values
 
     def _see(self, call: Any, name: str, *amaxes: fx.Node) -> None:
-        """The largest values of a further call of a layer."""
+        """Note the largest values of a further call of a layer."""
         if name in self.largest:
             pairs = zip(self.largest[name], amaxes, strict=True)
             amaxes = tuple(call(aten.maximum.default, *pair) for pair in pairs)
@@ -251,28 +249,22 @@ class Delayed(Writer):
             graph = self.program.graph
             with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
                 call = _placed(node, ())
-                history, latest = (self.histories[_beside(name, own)] for own in (HISTORY, LATEST))
+                history, latest = (self.histories[_beside(name, buffer)] for buffer in (HISTORY, LATEST))
                 self.memo[name, HISTORY] = call(OPS.float8_before.default, history, latest)
                 self.memo[name, LATEST] = call(aten.zeros_like.default, latest)
         return self.memo[name, HISTORY], self.memo[name, LATEST]
-
-    def _scale(self, node: fx.Node, x: fx.Node, amaxes: fx.Node) -> fx.Node:
-        """Scale of the input, by the first product which reads it."""
-        if ("scale", x) not in self.memo:
-            self.memo["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
-        return self.memo["scale", x]
 
 
 WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, ROWWISE_HP: RowwiseHp, DELAYED: Delayed}
 
 
 def _beside(weight: str, name: str) -> str:
-    """The buffer of this name in the module of a weight."""
+    """Name the buffer of this name in the module of a weight."""
     return f"{weight.rpartition('.')[0]}.{name}".removeprefix(".")
 
 
 def _placed(node: fx.Node, levels: Iterable[Any]) -> Any:
-    """Writes calls at the insertion point as `caller` does, in the module that these levels end in."""
+    """Give what writes calls at the insertion point as `caller` does, in the module that these levels end in."""
     call = caller(node)
 
     def placed(function: Any, *args: Any) -> fx.Node:

@@ -1,8 +1,8 @@
-"""Losses taken apart, so that examples and classes may be dealt out; and graphs that give the loss alone.
+"""Losses decomposed, so that examples and classes can be sharded; and graphs that give the loss alone.
 
-A cross entropy over a vocabulary needs all scores of an example, and its mean how many examples count. Taken apart it
+A cross entropy over a vocabulary needs all scores of an example, and its mean how many examples count. Decomposed it
 is a maximum, sums over the classes (`autotp.kernels.operators.class_sums`) and a sum over the examples, for which
-the rules say how they split: with the classes dealt out a few numbers an example are sent, and never the scores.
+the rules say how they split: with the classes sharded a few numbers an example are sent, and never the scores.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SEVERAL = (
 
 
 class DecomposeLosses(Pass[Capture]):
-    """Cross entropies become maxima and sums over classes and examples, each with a rule of its own."""
+    """Decomposes cross entropies into maxima and sums over classes and examples, each with a rule of its own."""
 
     name = "decompose-losses"
     priced = True
 
     def idle(self, program: Capture) -> str:
-        """Only where there is one."""
+        """Run only where there is one."""
         targets = {n.target for n in program.graph.nodes}
         return "no cross entropy" if targets.isdisjoint(CROSS_ENTROPIES) else ""
 
@@ -55,7 +55,7 @@ class DecomposeLosses(Pass[Capture]):
 
 
 def take_sums_apart(program: Capture) -> None:
-    """A cross entropy that is a sum or a mean becomes the sum of its elements, over what counts: the targets say.
+    """Replace a cross entropy that is a sum or a mean by the sum of its elements, over what counts: the targets say.
 
     The sum is taken in float32 at least, as half precision cannot hold it.
     """
@@ -68,7 +68,7 @@ def take_sums_apart(program: Capture) -> None:
 
 @dataclass(frozen=True)
 class LossAlone(Pass[Capture]):
-    """The program gives its loss and nothing else; what the forward writes to buffers stays.
+    """Drops all outputs but the loss; what the forward writes to buffers stays.
 
     Attributes:
         outputs: what is asked for; only "loss" changes anything.
@@ -78,7 +78,7 @@ class LossAlone(Pass[Capture]):
     outputs: str = "loss"
 
     def idle(self, program: Capture) -> str:
-        """Only where that is asked for."""
+        """Run only where that is asked for."""
         return "" if self.outputs == "loss" else f"outputs={self.outputs!r}"
 
     def run(self, program: Capture) -> Changes:
@@ -105,8 +105,8 @@ class LossAlone(Pass[Capture]):
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module:
-    """Copy of a model, with the same modules and weights, and `loss(model(...), targets)` as the forward's value where
-    it is given `targets=`; without, as in `generate()`, the model's own outputs."""
+    """Copy a model, with the same modules and weights, whose forward gives `loss(model(...), targets)` where it gets
+    `targets=`; without, as in `generate()`, the model's own outputs."""
     kind, signature = type(model), inspect.signature(model.forward)
 
     def forward(self: nn.Module, *args: Any, targets: Any = ..., **kwargs: Any) -> Any:
@@ -116,9 +116,9 @@ def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module
     parameters = list(signature.parameters.values())
     rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     targets = inspect.Parameter("targets", inspect.Parameter.KEYWORD_ONLY, default=...)
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[own, *(p for p in parameters if p not in rest), targets, *rest]
+        parameters=[instance, *(p for p in parameters if p not in rest), targets, *rest]
     )
     copied = copy.copy(model)
     copied.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -130,9 +130,9 @@ def _is_loss(node: fx.Node) -> bool:
 
 
 def _check_classes(op: Op) -> None:
-    """The targets are looked at before they are dealt out: what is no class is then refused, and on every rank.
+    """Check targets before they are sharded: what is no class is then refused, and on every rank.
 
-    A rank that has not the class could not tell it from one that another rank has.
+    A rank that has not the class could not distinguish it from one that another rank has.
     """
     target, dim = op.args["target"], min(len(op.ins[0]) - 1, 1)
     classes: Any = op.ins[0][dim]
@@ -157,7 +157,7 @@ def _sum_apart(op: Op) -> None:
 
 
 def _counting(call: Emit, op: Op) -> fx.Node:
-    """Weight of each example in the mean: one, or its class's weight; nothing where it is to be ignored."""
+    """Weigh each example in the mean: one, or its class's weight; nothing where it is to be ignored."""
     target = op.args["target"]
     if target.meta["val"].is_floating_point():  # probabilities of classes: every example counts
         return call(aten.ones_like.default, call(aten.select.int, target, 1, 0))
@@ -166,14 +166,14 @@ def _counting(call: Emit, op: Op) -> fx.Node:
 
 
 def _weights(call: Emit, op: Op, counts: fx.Node) -> fx.Node:
-    """The weight of every target's class."""
+    """Look up the weight of every target's class."""
     targets = call(aten.where.ScalarOther, counts, op.args["target"], 0)
     table = call(aten.unsqueeze.default, op.args["weight"], 1)
     return call(aten.squeeze.dim, call(aten.embedding.default, table, targets), -1)
 
 
 def _classes_apart(op: Op) -> None:
-    """The loss of each example, by sums over its classes."""
+    """Write the loss of each example by sums over its classes."""
     scores, target, smoothing = op.args["self"], op.args["target"], op.args["label_smoothing"]
     weighted, soft = op.args["weight"] is not None, target.meta["val"].is_floating_point()
     if soft or len(op.ins[0]) != 2 or not isinstance(op.ins[0][1], int) or (weighted and smoothing):

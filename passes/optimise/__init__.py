@@ -38,8 +38,8 @@ def read_switches(switches: Switches) -> dict[str, bool | str]:
             f"optimise={switches!r}: give True or False, or a mapping such as "
             "{'overlap': False, 'kernels': 'measured'}."
         )
-    if odd := [name for name in switches if name not in names]:
-        raise InputError(f"optimise names {odd[0]!r}, which is no optimisation; there are {', '.join(names)}.")
+    if unknown := [name for name in switches if name not in names]:
+        raise InputError(f"optimise names {unknown[0]!r}, which is no optimisation; there are {', '.join(names)}.")
     if unmeasured := [x.name for x in OPTIMISATIONS if switches.get(x.name) == MEASURED and not x.measurable]:
         raise InputError(f"optimise: {unmeasured[0]!r} is not measured; give True or False.")
     return dict(switches)

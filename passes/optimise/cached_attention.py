@@ -6,6 +6,7 @@ product over them becomes one call, where the mask is of a known family (`masks.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -43,23 +44,21 @@ class Side(NamedTuple):
 
 
 class CachedAttention(Optimisation):
-    """One call for the attention of new tokens over a cache."""
+    """Fuses the attention of new tokens over a cache into one call."""
 
     name = "cached_attention"
 
     def run(self, program: RankProgram) -> Changes:
         """Put one call in the place of each, and say how many masks are of no known kind."""
         graph = program.graph
-        masks: dict[fx.Node, Any] = {}
+        narrow_of = cache(_narrow)
         count, others = 0, 0
         for node in [n for n in graph.nodes if n.target is SDPA]:
             parts = _read(node)
             if parts is None:
                 continue
             mask = Op.of(node).args["attn_mask"]
-            if mask is not None and mask not in masks:
-                masks[mask] = _narrow(mask)
-            narrow = None if mask is None else masks[mask]
+            narrow = None if mask is None else narrow_of(mask)
             if narrow is False:
                 others += 1
                 continue
@@ -73,7 +72,7 @@ class CachedAttention(Optimisation):
 
 
 def _read(node: fx.Node) -> tuple[Side, Side] | None:
-    """Keys and values of an attention, where both are a cache."""
+    """Find keys and values of an attention, where both are a cache."""
     args = Op.of(node).args
     if args["dropout_p"] or args["is_causal"]:
         return None
@@ -84,7 +83,7 @@ def _read(node: fx.Node) -> tuple[Side, Side] | None:
 
 
 def _side(value: fx.Node, reader: fx.Node) -> Side | None:
-    """The cache behind an operand, through the copies for every head of the query."""
+    """Find the cache behind an operand, through the copies for every head of the query."""
     node: Any = value
     copies: list[fx.Node] = []
     if not _is_cache(node):
@@ -109,7 +108,7 @@ def _is_cache(node: Any) -> bool:
 
 
 def _repeats(node: Any) -> list[fx.Node] | None:
-    """[batch, heads, length, size] -> [.., heads, 1, ..] -> [.., heads, times, ..] -> [batch, heads * times, ..]."""
+    """Match [batch, heads, length, size] -> [.., heads, 1, ..] -> [.., heads, times, ..] -> [.., heads * times, ..]."""
     # Read from the end, as libraries write `repeat_kv`: joined, perhaps copied, expanded, and a dimension put in.
     steps = [node]
     if node.target is part_of_copy:  # of a head that other ranks have too, those for this rank's queries
@@ -144,7 +143,7 @@ def _narrow(mask: fx.Node) -> Any:
 
 def _put_mask(mask: fx.Node, family: MaskFamily) -> fx.Node:
     val = value_of(mask)
-    args: tuple[Any, ...] = (family.new, family.length, family.position, family.padding, family.window, val.device)
+    args = family.new, family.length, family.position, family.padding, family.window, val.device
     with mask.graph.inserting_before(mask):
         node = mask.graph.call_function(attention_mask, args)
     inherit(node, mask, val[0, 0] if family.padding is None else None, scope=scope_path(mask))
@@ -152,7 +151,7 @@ def _put_mask(mask: fx.Node, family: MaskFamily) -> fx.Node:
 
 
 def _fuse(node: fx.Node, mask: fx.Node | None, keys: Side, values: Side) -> None:
-    """One call in the place of an attention and what only it reads; a cache that is written to stays a call."""
+    """Put one call in the place of an attention and what only it reads; a cache that is written to stays a call."""
     args = Op.of(node).args
     q, scale, copies = args["query"], args["scale"], [*keys.copies, *values.copies]
     if not keys.grown:

@@ -66,7 +66,7 @@ class Match:
 
 
 def find(pattern: Any, node: fx.Node) -> Match | None:
-    """The pattern as an expression that ends in this node and whose inner values nothing else reads."""
+    """Find the pattern as an expression that ends in this node and whose inner values nothing else reads."""
     return next((m for m in _matches(pattern, node, Match()) if closed(m.nodes, (node,))), None)
 
 
@@ -82,7 +82,7 @@ def one_region(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
-    """Every way in which a value is this pattern, each continuing the match so far."""
+    """Yield every way in which a value is this pattern, each continuing the match so far."""
     if isinstance(pattern, Name):
         # The same name is the same value: x * sigmoid(x) is SiLU, x * sigmoid(y) is none.
         yield from _bind(pattern, value, so_far)
@@ -140,7 +140,7 @@ def calls(node: Any, *operators: Any) -> bool:
 
 
 def value_of(node: fx.Node) -> Tensor:
-    """The (fake) whole value of a node: its dtype is a rank's, its shape is not.
+    """Give the (fake) whole value of a node: its dtype is a rank's, its shape is not.
 
     What stands for no value of the captured graph, such as a rank's own mask, has none: that is `NOTHING`, of no type
     that a kernel takes.
@@ -163,7 +163,7 @@ def summable(node: fx.Node) -> bool:
 
 
 def scope_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The innermost module call or checkpointed region that holds all these nodes."""
+    """Find the innermost module call or checkpointed region that holds all these nodes."""
     return innermost(map(scope_path, nodes))
 
 
@@ -190,7 +190,7 @@ def put(
         results = [new]
         if others:
             results = [graph.call_function(operator.getitem, (new, i)) for i in range(len(outs))]
-    # Several results lie each in its own way, which their items say.
+    # Several results have a layout each, which their items say.
     inherit(new, out, scope=scope, axis=None, layout=None if others else mark(out).layout)
     if others:
         new.meta["val"] = []

@@ -1,6 +1,6 @@
 """Bucket: the small all-reduces of a block's whole parameters' gradients become one.
 
-Where activations are dealt over the sequence, every norm weight is read whole and its gradient is a summand on each
+Where activations are sharded over the sequence, every norm weight is read whole and its gradient is a summand on each
 rank (f on the parameter). Sent one by one these take a collective's start each, and hardly any bytes.
 """
 
@@ -21,7 +21,7 @@ from autotp.passes.base import Changes
 
 from .expressions import erase
 from .judged import Judged, Rewrite
-from .optimisation import Optimisation, RankProgram, Setting
+from .optimisation import Optimisation, RankProgram
 from .products import over_tp
 
 Unit = tuple[str, ...]  # the path of what is gathered or added up as one
@@ -30,14 +30,14 @@ NOWHERE = "nowhere: no block has two small parameters whose gradients are summed
 
 
 class Bucket(Optimisation):
-    """One conversion for the small parameters of a block that are read whole."""
+    """Merges the conversions of a block's small parameters that are read whole into one."""
 
     name = "bucket"
     measurable = True
     sends = True
 
     def idle(self, program: RankProgram) -> str:
-        """There is nothing to send in one process, or without gradients."""
+        """Run only where gradients are sent: not in one process, nor without a backward."""
         setting = program.setting
         if setting.place.size == 1:
             return "nowhere: nothing is sent in one process"
@@ -48,25 +48,23 @@ class Bucket(Optimisation):
         judged, setting, count = Judged(program, self), program.setting, 0
         units: dict[Unit, list[fx.Node]] = defaultdict(list)
         for node in program.graph.nodes:
-            if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
+            if not over_tp(node, f) or node.args[0].op != "placeholder":
+                continue
+            # To send its gradient takes less than to start sending.
+            if mostly_start(tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster):
                 units[unit_of(node)].append(node)
         for unit, nodes in units.items():
             if len(nodes) > 1 and judged.put(WHAT, Rewrite(nodes, _merge, (unit, nodes))) is not None:
                 count += len(nodes)
         if not count:
             return Changes(0, ", ".join(judged.refused()) or NOWHERE)
-        merged, why = judged.fired.total(), judged.why.get((WHAT, True), "")
+        merged, reason = judged.fired.total(), judged.reasons.get((WHAT, True), "")
         text = f"{count} all-reduces of parameters' gradients became {merged}"
-        return Changes(merged, f"{text} ({why})" if why else text)
-
-
-def _small(node: fx.Node, setting: Setting) -> bool:
-    """Say whether to send its gradient takes less than to start sending."""
-    return mostly_start(tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster)
+        return Changes(merged, f"{text} ({reason})" if reason else text)
 
 
 def unit_of(node: fx.Node) -> Unit:
-    """The repeated block that it belongs to, or the checkpointed region in it; () where there is none."""
+    """Find the repeated block that it belongs to, or the checkpointed region in it; () where there is none."""
     path = scope_path(node)
     region = next((i for i in reversed(range(len(path))) if is_region(path[i])), -1)
     modules = [module_of(p) for p in path]  # "" for a region around blocks, which is none of them
@@ -90,7 +88,7 @@ def _merge(unit: Unit, nodes: Sequence[fx.Node]) -> fx.Node:
 
 
 def _entry(node: fx.Node, depth: int) -> fx.Node:
-    """The first node of the call that holds this one, among the calls that a unit so deep makes."""
+    """Find the first node of the call that holds this one, among the calls that a unit so deep makes."""
     child = scope_path(node)[: depth + 1]
     while len(child) > depth and node.prev.op == "call_function" and scope_path(node.prev)[: depth + 1] == child:
         node = node.prev

@@ -44,13 +44,13 @@ class Judged:
 
     Attributes:
         fired: how many of each name were made.
-        why: of those that are used (True) or not used somewhere, in words; empty where nobody measures.
+        reasons: of those that are used (True) or not used somewhere, in words; empty where nobody measures.
     """
 
     def __init__(self, program: RankProgram, optimisation: Optimisation) -> None:
         """Make none yet; where the optimisation is measured the program's judge will be asked of each."""
         self.fired: Counter[str] = Counter()
-        self.why: dict[tuple[str, bool], str] = {}
+        self.reasons: dict[tuple[str, bool], str] = {}
         self._place, self._sends = program.setting.place, optimisation.sends
         self._judge = program.setting.judges.get(optimisation.name)
         self._verdicts: dict[str, Verdict] = {}
@@ -66,7 +66,7 @@ class Judged:
         """
         if self._judge is not None:
             verdict = self._verdict(self._judge, name, rewrite)
-            self.why[name, verdict.used] = verdict.why
+            self.reasons[name, verdict.used] = verdict.reason
             if not verdict.used:
                 return None
         self.fired[name] += 1
@@ -76,18 +76,18 @@ class Judged:
         """Say what fired, how often and how much faster, and what was refused."""
         parts = []
         for name, count in sorted(self.fired.items()):
-            why = self.why.get((name, True), "")
+            reason = self.reasons.get((name, True), "")
             times = name if count == 1 else f"{name} {count} times"
-            parts.append(f"{times} ({why})" if why else times)
+            parts.append(f"{times} ({reason})" if reason else times)
         return parts + self.refused()
 
     def refused(self) -> list[str]:
         """Say which rewrites were not made somewhere."""
-        return [f"{name} not used ({why})" for (name, on), why in sorted(self.why.items()) if not on]
+        return [f"{name} not used ({reason})" for (name, on), reason in sorted(self.reasons.items()) if not on]
 
     def measured(self) -> list[str]:
         """Say how fast those are that were made."""
-        return [f"{name} ({why})" for (name, on), why in sorted(self.why.items()) if on]
+        return [f"{name} ({reason})" for (name, on), reason in sorted(self.reasons.items()) if on]
 
     def _verdict(self, judge: Judge, name: str, rewrite: Rewrite) -> Verdict:
         """Ask the judge of the first rewrite of a line; those that read something that cannot be drawn stay out."""
@@ -117,7 +117,7 @@ class Judged:
     def _function(
         self, nodes: list[fx.Node], leaves: list[fx.Node], results: list[fx.Node], rewrite: Rewrite | None
     ) -> fx.GraphModule:
-        """The nodes as a function from leaves to results, which a rewrite is made in."""
+        """Write the nodes as a function from leaves to results, which a rewrite is made in."""
         graph = fx.Graph()
         env: dict[fx.Node, Any] = {}
         for i, leaf in enumerate(leaves):
@@ -149,13 +149,13 @@ def _drawable(node: fx.Node) -> bool:
 
 def _value(node: fx.Node, place: MeshPlace) -> Value:
     val = node.meta["val"]
-    return (
-        Value(_local(node, place), val.dtype) if isinstance(val, Tensor) else Value(None, torch.int64, size_hint(val))
-    )
+    if isinstance(val, Tensor):
+        return Value(_local(node, place), val.dtype)
+    return Value(None, torch.int64, size_hint(val))
 
 
 def _shape_classes(nodes: Sequence[fx.Node], place: MeshPlace) -> str:
-    """Sizes on a rank, each rounded up to a power of two, and types: "2048x1024 bfloat16, 1024 bfloat16"."""
+    """Give sizes on a rank, each rounded up to a power of two, and types: "2048x1024 bfloat16, 1024 bfloat16"."""
     words = []
     for node in nodes:
         sizes = [str(1 << (n - 1).bit_length()) for n in _local(node, place)]  # and 0 is one of 2
@@ -164,7 +164,7 @@ def _shape_classes(nodes: Sequence[fx.Node], place: MeshPlace) -> str:
 
 
 def _local(node: fx.Node, place: MeshPlace) -> tuple[int, ...]:
-    """A value's shape on a rank at the example inputs' sizes."""
+    """Give a value's shape on a rank at the example inputs' sizes."""
     shape, layout = tuple(map(size_hint, node.meta["val"].shape)), mark(node).layout
     if layout is None or layout.distribution is None or layout.sharded_dim is None:
         return shape

@@ -60,18 +60,15 @@ EPS = torch.finfo(torch.float32).eps  # of torch.rms_norm, where none is given
 
 @dataclass(frozen=True)
 class FoundNorm:
-    """A norm that a graph computes: of `x`, in `nodes`, of which the last one is the result."""
+    """A norm that a graph computes: of `x`, in `nodes`, of which the last one is the result.
+
+    Attributes:
+        options: weight and bias, each a node or None, eps, and whether the mean is subtracted.
+    """
 
     x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    eps: float
-    centred: bool
+    options: tuple[Any, ...]
     nodes: tuple[fx.Node, ...]
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return self.weight, self.bias, self.eps, self.centred
 
 
 def norm(node: fx.Node) -> Rewrite | None:
@@ -101,16 +98,16 @@ def _operator(node: fx.Node) -> FoundNorm | None:
         return None
     args: list[Any] = [*node.args, *[None] * 5]
     if calls(node, aten.rms_norm):
-        return FoundNorm(args[0], args[2], None, EPS if args[3] is None else args[3], False, (node,))
-    return FoundNorm(args[0], args[2], args[3], 1e-5 if args[4] is None else args[4], True, (node,))
+        return FoundNorm(args[0], (args[2], None, EPS if args[3] is None else args[3], False), (node,))
+    return FoundNorm(args[0], (*args[2:4], 1e-5 if args[4] is None else args[4], True), (node,))
 
 
 def _written_out(node: fx.Node) -> FoundNorm | None:
     for pattern in WRITTEN_OUT:
         match = find(pattern, node)
         if match is not None:
-            weight = match.names.get("weight")
-            return FoundNorm(match["x"], weight, None, float(match["eps"]), False, match.nodes)
+            options = match.names.get("weight"), None, float(match["eps"]), False
+            return FoundNorm(match["x"], options, match.nodes)
     return None
 
 
@@ -118,7 +115,7 @@ def _fits(match: FoundNorm, node: fx.Node) -> bool:
     """Say whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
     x, out = value_of(match.x), value_of(node)
     columns = sizes(x)[-1] if x.ndim else 0
-    vectors = [value_of(v) for v in (match.weight, match.bias) if v is not None]
+    vectors = [value_of(v) for v in match.options[:2] if v is not None]
     return (
         x.dtype in DTYPES
         and x.dtype == out.dtype
@@ -206,16 +203,16 @@ def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node,
     return new
 
 
-# ---- a vocabulary that is dealt out ----------------------------------------------------------------------------------
+# ---- a sharded vocabulary --------------------------------------------------------------------------------------------
 
-# Patterns over a vocabulary that is dealt out: the embedding, and the cross entropy.
+# Patterns over a sharded vocabulary: the embedding, and the cross entropy.
 
 MAX = "max"
 VIEWS = (aten.reshape, aten.view, aten.flatten, aten.unsqueeze, aten.squeeze, aten.slice, aten.contiguous)
 
 
 def look_up(node: fx.Node) -> Rewrite | None:
-    """Find an embedding whose vocabulary is dealt out, where each rank's rows are one run of ids."""
+    """Find an embedding whose vocabulary is sharded, where each rank's rows are one run of ids."""
     if node.target is not vocabulary_embedding:
         return None
     operands: Any = node.args
@@ -278,12 +275,12 @@ def _in_one_pass(node: fx.Node, chain: list[Any]) -> fx.Node:
 
 
 def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
-    """The calls from the largest of these scores to its reader, the last one first; None if it is not that.
+    """List the calls from the largest of these scores to its reader, the last one first; None if it is not that.
 
     Of conversions among them there is one that gathers the scores before, or those of their largest after.
     """
     # Backwards from the sums: conversions of the maximum, the maximum, and what was gathered for it.
-    chain: list[Any] = []
+    chain = []
     while True:
         if set(most.users) != {chain[-1] if chain else reader}:
             return None
@@ -303,8 +300,8 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
 
 
 def _casted(scores: fx.Node, reader: fx.Node) -> list[Any]:
-    """The cast to float32 and the views of it that scores are, the last first, where nothing else reads them."""
-    nodes: list[Any] = []
+    """List the cast to float32 and the views of it that scores are, the last first, where nothing else reads them."""
+    nodes = []
     node: Any = scores
     while calls(node, *VIEWS):
         nodes, node = [*nodes, node], node.args[0]
@@ -317,7 +314,7 @@ def _casted(scores: fx.Node, reader: fx.Node) -> list[Any]:
 
 
 def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx.Node:
-    """The scores in half precision, where nothing else reads what they were cast to; otherwise as they are.
+    """Give the scores in half precision, where nothing else reads what they were cast to; otherwise as they are.
 
     The kernels compute in float32 and round a gradient once, as the cast's own gradient does: no number changes.
     """
@@ -335,7 +332,7 @@ def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx
 
 
 def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
-    """A conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
+    """Write a conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
     target, args, conversion = old.target, old.args[1:], mark(old).conversion
     if value_of(old).ndim == 2:
         args = (PartialSpec(MAX), args[1])
@@ -346,11 +343,8 @@ def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
 
 
 def _unlaid(new: fx.Node, source: fx.Node, scope: tuple[str, ...], val: torch.Tensor) -> None:
-    """`new` belongs where `source` does, and its value lies otherwise."""
+    """Put `new` into the scope of `source`, without its layout."""
     inherit(new, source, val, scope=scope, layout=None, conversion=None, axis=None)
-
-
-Pattern = Callable[[fx.Node], Rewrite | None]
 
 
 def drop(node: fx.Node) -> Rewrite | None:
@@ -361,7 +355,7 @@ def drop(node: fx.Node) -> Rewrite | None:
 
 
 # Kernel, and what finds an expression of it that ends in the node. Tried in this order.
-PATTERNS: tuple[tuple[str, Pattern], ...] = (
+PATTERNS: tuple[tuple[str, Callable[[fx.Node], Rewrite | None]], ...] = (
     ("add_norm", norm_of_sum),
     ("norm", norm),
     ("bias_gelu", bias_then_gelu),

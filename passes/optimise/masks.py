@@ -1,7 +1,7 @@
 """The family of a mask of attention, found by computing it for some lengths, positions and paddings.
 
 The family is `autotp.kernels.attention.attention_mask`: causal from a position on, within a window, without
-padding. A mask is of it where both agree on all that is tried; lengths lie around every whole number of its graph.
+padding. A mask is of it where both agree on all that is tried: lengths around every whole number of its graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARITHMETIC = (operator.add, operator.sub, operator.mul)
 
 @dataclass(frozen=True)
 class MaskFamily:
-    """A mask of the family: arguments of `seen`, of which tensors and sizes may be nodes."""
+    """A mask of the family: arguments of `attention_mask`, of which tensors and sizes may be nodes."""
 
     new: fx.Node | Size
     length: fx.Node | Size
@@ -60,19 +60,18 @@ class Graph:
     """The nodes that a mask is computed by.
 
     Attributes:
-        mask: the last of `nodes`, which are in order.
+        nodes: in order; the last one is the mask.
         position, padding: inputs that are read: a number, and a mask of rows.
     """
 
-    mask: fx.Node
     nodes: tuple[fx.Node, ...]
     position: fx.Node | None
     padding: fx.Node | None
 
     @property
     def numbers(self) -> set[int]:
-        """The whole numbers in it that may be a window or another border."""
-        numbers: set[int] = set()
+        """Collect the whole numbers in it that may be a window or another border."""
+        numbers = set()
         for node in self.nodes:
             numbers |= {abs(x) for x in compat.tree_leaves((node.args, node.kwargs)) if type(x) is int}
         return {x for x in numbers if 2 < x < ENDLESS}
@@ -88,8 +87,8 @@ def recognise(mask: fx.Node) -> MaskFamily | None:
     if sizes is None or new is None or length is None:
         return None
     windows = sorted({x + d for x in graph.numbers for d in (-1, 0, 1)})
-    candidates = [MaskFamily(new, length, graph.position, graph.padding, w) for w in (None, *windows)]
-    return next(iter(_fitting(graph, sizes, candidates, list(_trials(graph, sizes)))), None)
+    fitting = _fitting(graph, sizes, [None, *windows], list(_trials(graph, sizes)))
+    return MaskFamily(new, length, graph.position, graph.padding, fitting[0]) if fitting else None
 
 
 def causal(mask: fx.Node) -> bool:
@@ -101,26 +100,27 @@ def causal(mask: fx.Node) -> bool:
     if sizes is None or sizes.new != sizes.whole or max(graph.numbers, default=0) >= LONGEST_CAUSAL:
         return False
     lengths = sorted({x + d for x in graph.numbers for d in (-1, 0, 1, 2)} | {1, 2, 3, 9})
-    plain = MaskFamily(sizes.new, sizes.whole, None, None, None)
-    return bool(_fitting(graph, sizes, [plain], [Trial(new, 0, 0) for new in lengths]))
+    return bool(_fitting(graph, sizes, [None], [Trial(new, 0, 0) for new in lengths]))
 
 
-def _fitting(graph: Graph, sizes: _Sizes, candidates: list[MaskFamily], trials: Sequence[Trial]) -> list[MaskFamily]:
-    """The candidates that a mask is equal to in every trial; none where nothing is tried, or it needs other sizes."""
+def _fitting(graph: Graph, sizes: _Sizes, windows: list[Any], trials: Sequence[Trial]) -> list[int | None]:
+    """Select the windows by which a mask is of the family in every trial; none where nothing is tried, or it fails."""
     for trial in trials:
         length = sizes.length(trial)
         padding = _padding(graph.padding, length)
+        position = None if graph.position is None else torch.tensor(trial.position)
         try:
             value = _computed(graph, sizes, trial, padding)
         except Exception:  # it needs other sizes than are tried
             return []
         shape = (BATCH, 1, trial.new, length)
-        candidates = [x for x in candidates if _equal(value, _member(x, trial, length, padding), shape)]
-    return candidates if trials else []
+        members = {w: attention_mask(trial.new, length, position, padding, w, CPU) for w in windows}
+        windows = [w for w, member in members.items() if _equal(value, member, shape)]
+    return windows if trials else []
 
 
 def _graph(mask: fx.Node) -> Graph | None:
-    """The mask's graph, where it is one of sizes, a position and a padding alone."""
+    """Collect the mask's graph, where it is one of sizes, a position and a padding alone."""
     val = mask.meta.get("val")
     if not isinstance(val, Tensor) or val.dtype != torch.bool or val.ndim != 4 or val.shape[1] != 1:
         return None
@@ -145,7 +145,7 @@ def _graph(mask: fx.Node) -> Graph | None:
     rows = [n for n in inputs if is_tensor(n) and n.meta["val"].ndim == 2 and n not in numbers and _whole(n)]
     if stack or len(numbers) + len(rows) < len(inputs) or len(numbers) > 1 or len(rows) > 1:
         return None
-    return Graph(mask, tuple(sorted(nodes)), next(iter(numbers), None), next(iter(rows), None))
+    return Graph(tuple(sorted(nodes)), next(iter(numbers), None), next(iter(rows), None))
 
 
 def _plain(node: fx.Node) -> bool:
@@ -188,7 +188,7 @@ class _Sizes(NamedTuple):
         return cls(kinds | dict.fromkeys(past, "past"), new, whole)
 
     def value(self, size: Any, trial: Trial) -> int:
-        """A size in a trial.
+        """Evaluate a size in a trial.
 
         Raises:
             KeyError: it is another's.
@@ -199,13 +199,13 @@ class _Sizes(NamedTuple):
         return int(size.subs({s: values[self.symbols[s]] for s in size.free_symbols}))
 
     def length(self, trial: Trial) -> int:
-        """The length of the cache."""
+        """Give the length of the cache."""
         return self.value(self.whole, trial)
 
 
 def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
     """Try around every number of the graph, and around the ends of a cache of fixed length."""
-    # A comparison changes its answer beside a number of the graph: lengths on both sides of each tell masks apart.
+    # A comparison changes its answer beside a number of the graph: lengths on both sides of each distinguish masks.
     news = (sizes.new,) if isinstance(sizes.new, int) else SOME_NEW
     near = sorted({max(x + d, 1) for x in graph.numbers for d in (-2, -1, 0, 1, 5)} | set(SOME_PAST))
     fixed = isinstance(sizes.whole, int)
@@ -221,7 +221,7 @@ def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
 
 
 def _padding(node: fx.Node | None, length: int) -> Tensor | None:
-    """Rows of which one has padding at its left, another anywhere."""
+    """Make rows of which one has padding at its left, another anywhere."""
     if node is None:
         return None
     draw = torch.Generator().manual_seed(length)
@@ -231,7 +231,7 @@ def _padding(node: fx.Node | None, length: int) -> Tensor | None:
 
 
 def _computed(graph: Graph, sizes: _Sizes, trial: Trial, padding: Tensor | None) -> Tensor:
-    """The mask by its graph."""
+    """Compute the mask by its graph."""
     env: dict[fx.Node, Any] = {}
     if graph.padding is not None:
         env[graph.padding] = padding
@@ -247,12 +247,7 @@ def _computed(graph: Graph, sizes: _Sizes, trial: Trial, padding: Tensor | None)
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = compat.tree_map(lambda x: CPU if isinstance(x, torch.device) else x, (args, kwargs))
         env[node] = args[0] if node.target in KEEPING else node.target(*args, **kwargs)  # type: ignore[operator]
-    return env[graph.mask]
-
-
-def _member(x: MaskFamily, trial: Trial, length: int, padding: Tensor | None) -> Tensor:
-    position = None if x.position is None else torch.tensor(trial.position)
-    return attention_mask(trial.new, length, position, padding, x.window, CPU)
+    return env[graph.nodes[-1]]
 
 
 def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:
@@ -263,7 +258,7 @@ def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:
 
 
 def _available(mask: fx.Node, dim: int) -> Any:
-    """A size of a mask as a number, or as a node that stands before it."""
+    """Give a size of a mask as a number, or as a node that stands before it."""
     size = expression(mask.meta["val"].shape[dim])
     if isinstance(size, int):
         return size

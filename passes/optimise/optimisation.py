@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
     """An answer to whether an alternative is used, and why: "1.31 of torch's speed"."""
 
     used: bool
-    why: str
+    reason: str
 
 
 Judge = Callable[[Alternative], Verdict]  # reads a table of measurements, and extends it: a collective call

@@ -36,10 +36,10 @@ from .products import Product, ProductGroup, dealt, fuse, fuse_dealt, groups, mo
 
 @dataclass(frozen=True)
 class Overlap(Optimisation):
-    """Products and their conversions as one function each, in chunks where that is predicted to save time.
+    """Fuses products with their conversions, in chunks where that is predicted to save time.
 
     Attributes:
-        chunks: so many wherever rows are gathered or dealt; 0: by the cost model.
+        chunks: so many wherever rows are gathered or reduce-scattered; 0: by the cost model.
         least: kernel launches that a group must save to be put in.
     """
 
@@ -50,7 +50,7 @@ class Overlap(Optimisation):
     least: float = LEAST_LAUNCHES
 
     def idle(self, program: RankProgram) -> str:
-        """There is nothing to overlap in one process, and on CPUs nothing to gain."""
+        """Run only where there is something to gain: not in one process, nor on CPUs."""
         setting = program.setting
         if setting.place.size == 1:
             return "nowhere: nothing is sent in one process"
@@ -70,9 +70,8 @@ class Overlap(Optimisation):
                 model.reasons["with weights that are made too late"] += 1
                 continue
             rows = model.rows(group.conversion) // chunks.number // 2  # a call of much fewer rows goes in one piece
-            put, arguments = (fuse_dealt, (group, chunks.number, rows)) if group.deals else (
-                fuse, (group, chunks.number, False, rows))  # fmt: skip
-            if judged.put(_words(group, chunks.number), Rewrite(group.nodes, put, arguments)) is not None:
+            rewrite = Rewrite(group.nodes, fuse_dealt if group.deals else fuse, (group, chunks.number, rows))
+            if judged.put(_words(group, chunks.number), rewrite) is not None:
                 model.saved += chunks.saved
         program.graph.eliminate_dead_code()
         times = [f"measured: {', '.join(x)}" for x in (judged.measured(),) if x]
@@ -91,7 +90,7 @@ def _words(group: ProductGroup, chunks: int) -> str:
 def _summary(fired: Counter[str], model: _Model) -> str:
     parts = [f"{n} {what}" for what, n in sorted(fired.items())]
     text = f"{', '.join(parts)}: {told(model.saved)} of a step by the cost model" if parts else "nowhere"
-    rest = [f"{n} {why}" for why, n in model.reasons.items()]
+    rest = [f"{n} {reason}" for reason, n in model.reasons.items()]
     if not parts and not rest:
         return "nowhere: no product reads or makes what is converted alone"
     between = "; " if parts else ": "
@@ -102,7 +101,7 @@ class _Model:
     """Seconds of the alternatives, at the example inputs' sizes.
 
     Attributes:
-        saved: seconds, by what was fused. reasons: why groups stay as they are, and how many of them.
+        saved: seconds, by what was fused. reasons: for which groups stay as they are, and how many do.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -129,25 +128,25 @@ class _Model:
         return self.seconds.dealing(size, self.rows(group.conversion), _sized(group.products[0]), forced)
 
     def rows(self, conversion: fx.Node) -> int:
-        """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
+        """Count the rows of a rank's slice of a value, all dimensions but the last together, in the example."""
         return math.prod(map(size_hint, conversion.meta["val"].shape[:-1])) // self.seconds.tp
 
 
 def _sized(p: Product) -> ProductSizes:
-    """The whole sizes of a product."""
+    """Give the whole sizes of a product."""
     operand_bytes, result_bytes, weight = (tensor_bytes(t.meta["val"]) for t in (p.x, p.node, p.weight))
     dtype = dtype_name(p.node.meta["val"].dtype)
     return ProductSizes(operand_bytes, result_bytes, weight, node_flops(p.node), dtype)
 
 
 def _rows(spec: Any, node: fx.Node) -> bool:
-    """Say whether the layout deals out one run of rows, so that they can go in chunks."""
+    """Say whether the layout shards by one run of rows, so that they can go in chunks."""
     return isinstance(spec, ShardSpec) and len(spec.segments) == 1 and spec.dim < node.meta["val"].ndim - 1
 
 
 # ---- gathered again --------------------------------------------------------------------------------------------------
 
-# Regather: products of values that lie dealt over the sequence keep the rank's slice, and gather it again backward.
+# Regather: products of values that are sharded over the sequence keep the rank's slice, and gather it again backward.
 #
 # Autograd otherwise keeps the gathered value, tp times as large, for the gradients of the weights. Korthikanti et al.
 # 2022 (section 4.2.2) keep the slice likewise. Of a pair of g and g* a step gathers twice and reduce-scatters twice; a
@@ -162,12 +161,12 @@ def too_large(objective: Objective, cluster: Cluster, rank_bytes: float) -> bool
 
 
 class Regather(Optimisation):
-    """Keep the slice of what is gathered before products, and gather it again in the backward."""
+    """Keeps the slice of what is gathered before products, and gathers it again in the backward."""
 
     name = "regather"
 
     def idle(self, program: RankProgram) -> str:
-        """Only where the memory model says that a step does not fit into a device."""
+        """Run only where the memory model says that a step does not fit into a device."""
         setting = program.setting
         if not setting.objective.training:
             return f"nowhere: {setting.objective.name} keeps nothing for a backward"

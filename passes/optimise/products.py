@@ -1,4 +1,4 @@
-"""Products beside a conversion in a rank's graph: those that read what f or g gives, and those that g* deals out."""
+"""Products beside a conversion in a rank's graph: those that read what f or g gives, and those that g* scatters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Product(NamedTuple):
 
 
 class ProductGroup(NamedTuple):
-    """A conversion and the products beside it: all that read what f or g gives, or the one that makes what g* deals.
+    """A conversion and the products beside it: all that read what f or g gives, or the one that makes what g* scatters.
 
     Attributes:
         view: as a matrix of what is converted, or of what the product makes.
@@ -67,7 +67,7 @@ class ProductGroup(NamedTuple):
 
 
 def product_of(node: Any) -> Product | None:
-    """The node as a product, if it is one by a matrix, of values that are not complex."""
+    """Read the node as a product, if it is one by a matrix, of values that are not complex."""
     form = FORMS.get(packet_of(node.target)) if isinstance(node, fx.Node) else None
     if form is None:
         return None
@@ -90,7 +90,7 @@ def over_tp(node: fx.Node, *targets: Any) -> bool:
 
 
 def groups(graph: fx.Graph) -> Iterator[ProductGroup]:
-    """The conversions f and g of the graph that only products read, all in the same checkpointed region."""
+    """Yield the conversions f and g of the graph that only products read, all in the same checkpointed region."""
     for node in list(graph.nodes):
         if not over_tp(node, f, g):
             continue
@@ -107,7 +107,7 @@ def groups(graph: fx.Graph) -> Iterator[ProductGroup]:
 
 
 def dealt(graph: fx.Graph) -> Iterator[ProductGroup]:
-    """The g* of the graph that deal out what only a product makes."""
+    """Yield the g* of the graph that scatter what only a product makes."""
     for node in list(graph.nodes):
         if not over_tp(node, g_star):
             continue
@@ -125,19 +125,19 @@ def _same_columns(view: fx.Node) -> bool:
     return value_of(view.args[0]).shape[-1] == value_of(view).shape[-1]  # type: ignore[arg-type]
 
 
-def fuse(group: ProductGroup, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node:
+def fuse(group: ProductGroup, chunks: int = 1, least: int = 1) -> fx.Node:
     """Put one call in the place of a conversion and its products.
 
     Args:
         group: the conversion and the products that read it; `movable`.
-        chunks, regather, least: as `autotp.comm.overlapped.grouped` takes them.
+        chunks, least: as `autotp.comm.overlapped.grouped` takes them.
     """
     conversion, products = group.conversion, group.products
     graph, first = conversion.graph, min(p.node for p in products)
     for node in _late(group):
         first.prepend(node)
     kinds, weights, biases = zip(*((p.kind, p.weight, p.bias) for p in products), strict=True)
-    args = (*conversion.args, list(kinds), list(weights), list(biases), chunks, regather, least)
+    args = (*conversion.args, list(kinds), list(weights), list(biases), chunks, False, least)
     scope = scope_path(conversion)
     with graph.inserting_before(first):
         call = graph.call_function(grouped, args, dict(conversion.kwargs))
@@ -156,7 +156,7 @@ def fuse(group: ProductGroup, chunks: int = 1, regather: bool = False, least: in
     return call
 
 
-def fuse_dealt(group: ProductGroup, chunks: int, least: int = 1) -> fx.Node:
+def fuse_dealt(group: ProductGroup, chunks: int, least: int) -> fx.Node:
     """Put one call in the place of a product and its g*, in the product's module.
 
     Args:
@@ -180,6 +180,6 @@ def movable(group: ProductGroup) -> bool:
 
 
 def _late(group: ProductGroup) -> list[fx.Node]:
-    """Operands made after the first product: in half precision the cast of v's weight may follow q's product."""
+    """List operands made after the first product: in half precision the cast of v's weight may follow q's product."""
     first = min(p.node for p in group.products)
     return list(dict.fromkeys(t for p in group.products for t in (p.weight, p.bias) if t and not t < first))

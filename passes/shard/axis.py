@@ -24,7 +24,7 @@ from autotp.rules.local import Sizes
 from .states import as_read
 
 Partitions = Callable[[fx.Node, int], Iterable[Distribution]]  # of a dimension of an output: what it may have
-Seed = tuple[fx.Node, int, Partition]  # a leaf, a dimension of it, and how that may be dealt
+Seed = tuple[fx.Node, int, Partition]  # a leaf, a dimension of it, and how that may be sharded
 
 
 class AxisRules:
@@ -46,7 +46,7 @@ class AxisRules:
         return rule_of(op)
 
     def fills(self, loop: Distribution, ranks: int) -> bool:
-        """Say whether every rank certainly owns something of a loop that is dealt so."""
+        """Say whether every rank certainly owns something of a loop that is sharded so."""
         return loop.full(ranks)
 
     def seeds(self, leaves: Iterable[Leaf], ranks: int) -> list[Seed] | None:
@@ -96,7 +96,7 @@ class AxisWriter:
 
 @dataclass(frozen=True)
 class TensorWriter(AxisWriter):
-    """Outputs leave the tp ranks whole; with `sharded` as they are made, where DTensor has a word for that."""
+    """Writer of tp: outputs leave whole; with `sharded` as they are made, where DTensor has a placement for that."""
 
     sharded: bool = False
 
@@ -122,7 +122,7 @@ class TensorWriter(AxisWriter):
 
 
 def results(planned: Planned, layout: Callable[[int, fx.Node], Layout]) -> list[Result]:
-    """The outputs of the captured program; `layout(position, x)` says how a tensor among them leaves."""
+    """List the outputs of the captured program; `layout(position, x)` gives that of a tensor among them."""
     out = []
     for i, x in enumerate(planned.program.results):
         tensor = isinstance(x, fx.Node) and bool(tensors(x))

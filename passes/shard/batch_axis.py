@@ -48,7 +48,8 @@ QUIET = {"train": False, "dropout_p": 0.0}
 
 @dataclass(frozen=True)
 class Apart:
-    """Keeps slices of the batch apart: gathering one costs more than anything else, and so does work on the whole."""
+    """Surcharge that keeps slices of the batch: gathering one costs more than anything else, and so does work on the
+    whole."""
 
     batch: sympy.Symbol
 
@@ -76,33 +77,50 @@ class BatchRules(AxisRules):
 
     axis: ClassVar[Axis] = "dp"
     by_examples: ClassVar[bool] = True  # rows of different ranks are of different examples
+    ignores_states = True
     batch: sympy.Symbol
-    ignores_states: bool = True
 
     @classmethod
     def symbol(cls, program: Capture) -> sympy.Symbol:
-        """Find what is dealt; sizes that are the same become one symbol, in the program.
+        """Find the size that is sharded, here the batch: the first input's first dimension. Equal sizes become one
+        symbol, in the program.
 
         Raises:
-            CaptureError: there is none, or it cannot be dealt.
+            CaptureError: there is none, or it cannot be sharded.
         """
-        return _one_batch(program)
+        firsts = [leaf for leaf in program.inputs if shape_of(leaf.node)]
+        batch = shape_of(firsts[0].node)[0] if firsts else None
+        if not isinstance(batch, sympy.Symbol):
+            raise CaptureError(
+                "with dp the first dimension of the first input is the batch, of any size, and this model was captured "
+                f"for one size of it ({batch}; the plan's notes say why). Use dp=1, and a data parallelism around the "
+                "module."
+            )
+        for leaf in firsts[1:]:
+            other = shape_of(leaf.node)[0]
+            if isinstance(other, int) and other == program.hints[batch]:
+                raise CaptureError(
+                    f"with dp the batch may have any size, and this model was captured for {other} of the input "
+                    f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
+                    "batch's dimension, example inputs with another batch size."
+                )
+        return one_symbol(program, firsts, 0)
 
     @classmethod
     def of(cls, program: Capture, symbol: sympy.Symbol, ranks: int, inner: int) -> BatchRules:
         """Make them for a program.
 
         Args:
-            program: of whole inputs; may be changed. symbol: of what is dealt. ranks: of the axis.
+            program: of whole inputs; may be changed. symbol: of the size that is sharded. ranks: of the axis.
             inner: ranks of tp, which will split heads first.
         """
         return cls(symbol)
 
     @classmethod
     def conversions(cls, program: Capture) -> list[tuple[fx.Node, BatchConversion]]:
-        """List the conversions over this axis; a program that another has dealt has some of that too."""
-        over = [(n, mark(n).batch) for n in program.graph.nodes]
-        return [(n, b) for n, b in over if b is not None and b.axis == cls.axis]
+        """List the conversions over this axis; a program that was sharded over another has some of that too."""
+        nodes = program.graph.nodes
+        return [(n, over) for n in nodes if (over := mark(n).batch) is not None and over.axis == cls.axis]
 
     @classmethod
     def needs_same_sizes(cls, program: Capture) -> bool:
@@ -121,10 +139,8 @@ class BatchRules(AxisRules):
             program: of one rank by now. planned: that of all. inputs: those that come in parts.
         """
         gathered = [n.all_input_nodes[0] for n, b in self.conversions(program) if b.source.sharded_dim is not None]
-        note = (
-            f"over dp the whole batch is gathered after: {listed(map(where, gathered))}. What reads it mixes examples"
-        )
-        return [note] if gathered else []
+        after = listed(map(where, gathered))
+        return [f"over dp the whole batch is gathered after: {after}. What reads it mixes examples"] if gathered else []
 
     @property
     def surcharge(self) -> Apart:
@@ -134,7 +150,7 @@ class BatchRules(AxisRules):
         return node.target is not compat.sym_size  # sizes are known without the values
 
     def rule(self, op: Op) -> Rule | None:
-        """Every rank draws for its own slice, so an operator that draws splits as it does where it does not."""
+        """Read the rule; every rank draws for its own slice, so drawing operators split as they do without drawing."""
         return rule_of(replace(op, args={**op.args, **QUIET}) if draws(op.node) else op)
 
     def fills(self, loop: Distribution, ranks: int) -> bool:
@@ -144,7 +160,7 @@ class BatchRules(AxisRules):
         return [(leaf.node, self.at(leaf), self.partition(ranks)) for leaf in leaves if self.sliced(leaf)]
 
     def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> Layout:
-        """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
+        """Give weights Replicate: their gradients are summands on every rank, which are added up after the backward."""
         if self.sliced(leaf):
             return Shard(self.at(leaf), self.partition(ranks))
         return I if leaf.kind.passed and graded else R
@@ -154,7 +170,7 @@ class BatchRules(AxisRules):
         return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
     def at(self, leaf: Leaf) -> int:
-        """The dimension of such a leaf that is dealt."""
+        """Give the dimension of such a leaf that is sharded."""
         return 0
 
     def partition(self, ranks: int) -> Partition:
@@ -163,14 +179,14 @@ class BatchRules(AxisRules):
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> SlotLayouts:
         writes = {x for i, x in enumerate(program.results) if i in program.mutations and program.becomes(i) is None}
-        layouts: list[Layout] = []
+        layouts = []
         for x in outputs_of(program):
             whole = I if resolve(x)[0] in grads else R
             layouts.append(whole if x in writes else self._output(x, whole, ranks, partitions))
         return tuple(layouts)
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
-        """A slice along the first dimension, where that is the batch; else along one that is, where some is."""
+        """Shard the first dimension, where that is the batch; else one that is, where some is."""
         shape = sizes(tensor_at(resolve(x)))
         unit = divide(shape[0], self.batch) if shape else None
         if unit is not None:
@@ -181,30 +197,9 @@ class BatchRules(AxisRules):
         return whole
 
 
-def batch_sizes(graph: fx.Graph, batch: sympy.Symbol, dp: int) -> Sizes:
-    """Sizes of the whole batch and of a slice, from inputs that are slices.
-
-    Args:
-        graph: that is written. batch: the whole batch's size, read off an input as a slice's. dp: ranks.
-    """
-    local = sympy.Symbol("local_batch", positive=True, integer=True)
-
-    def read(own: Sizes) -> fx.Node:
-        return graph.call_function(compat.sym_size, own.symbols[batch])
-
-    def whole(own: Sizes) -> fx.Node:
-        return graph.call_function(operator.mul, (own.of(local), dp))
-
-    def equal(own: Sizes, partition: Distribution) -> Any:
-        length = substitute(sympy.sympify(partition.length), {batch: dp * local})  # type: ignore[dict-item]
-        return own.of(sympy.cancel(length / dp))
-
-    return Sizes(graph, {}, formulas={local: read, batch: whole}, equal=equal)
-
-
 @dataclass(frozen=True)
 class BatchWriter(AxisWriter):
-    """Writes the program of a dp rank, whose inputs are slices, and whose outputs lie as `layouts` says."""
+    """Writes the program of a dp rank, whose inputs are slices, and whose outputs have these `layouts`."""
 
     batch: sympy.Symbol
     dp: int
@@ -212,20 +207,33 @@ class BatchWriter(AxisWriter):
     rereads: bool = True
 
     def sizes(self, graph: fx.Graph) -> Sizes:
-        return batch_sizes(graph, self.batch, self.dp)
+        """Make sizes of the whole batch and of a slice, from inputs that are slices."""
+        batch, dp, local = self.batch, self.dp, sympy.Symbol("local_batch", positive=True, integer=True)
+
+        def read(sizes: Sizes) -> fx.Node:
+            return graph.call_function(compat.sym_size, sizes.symbols[batch])
+
+        def whole(sizes: Sizes) -> fx.Node:
+            return graph.call_function(operator.mul, (sizes.of(local), dp))
+
+        def equal(sizes: Sizes, partition: Distribution) -> Any:
+            length = substitute(sympy.sympify(partition.length), {batch: dp * local})  # type: ignore[dict-item]
+            return sizes.of(sympy.cancel(length / dp))
+
+        return Sizes(graph, {}, formulas={local: read, batch: whole}, equal=equal)
 
     def results(self, planned: Planned) -> list[Result]:
         return results(planned, lambda position, x: self.layouts[resolve(x)])
 
     def emitted(self, node: fx.Node, new: Iterable[fx.Node]) -> None:
         """Put what a rule writes before the operator's own call into the same module."""
-        for each in new:
-            if each.target not in conversions.FUNCTIONS.values():
-                each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
-                write(each, no_grad=mark(node).no_grad)
+        for call in new:
+            if call.target not in conversions.FUNCTIONS.values():
+                call.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                write(call, no_grad=mark(node).no_grad)
 
     def leave(self, graph: fx.Graph, planned: Planned, values: Sequence[Any]) -> tuple[Any, ...]:
-        """A value that all ranks have whole and alike, such as the loss, is one value: see `scale_gradient`."""
+        """Scale the gradient of values that all ranks have whole and alike, such as the loss: see `scale_gradient`."""
         out = []
         for i, (result, new) in enumerate(zip(self.results(planned), values, strict=True)):
             if result.layout == I and i not in planned.program.mutations:
@@ -248,7 +256,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: int) -> Tensor:
-    """The value itself, with a gradient `factor` times as large.
+    """Give the value itself, with a gradient `factor` times as large.
 
     Gradients over dp are averaged, as those of local losses are whose mean is meant. A loss that is computed over all
     dp ranks has the sum of their gradients as its own, so its gradient is made dp times as large first.
@@ -257,7 +265,7 @@ def scale_gradient(x: Tensor, factor: int) -> Tensor:
 
 
 def across(op: Op) -> Rule:
-    """The tp rule of a conversion over another mesh axis: every dimension that it leaves alone splits."""
+    """Write the tp rule of a conversion over another mesh axis: every dimension that it leaves alone splits."""
     specs: list[Any] = [spec for spec in op.node.args[1:] if isinstance(spec, tuple)]
     touched = {spec.dim for spec in specs}
     labels: list[int | None] = list(range(len(op.outs[0])))
@@ -271,12 +279,14 @@ def across(op: Op) -> Rule:
 
 
 def _inner(op: Op, specs: list[Any]) -> Iterator[Factor]:
-    """Parts of a dimension that are each dealt over the other axis: tp ranks have one of them each."""
+    """Yield loops over parts of a dimension that are each sharded over the other axis: tp ranks have one each."""
     over = mark(op.node).batch
     if over is None or over.inner == 1 or len({spec.dim for spec in specs}) != len(specs):
         return
     for i, spec in enumerate(specs):
-        if isinstance(spec, ShardSpec) and len(spec.segments) == 1 and _whole_numbers(spec):
+        if not isinstance(spec, ShardSpec) or len(spec.segments) != 1:
+            continue
+        if all(isinstance(n, int) for n in (spec.repeat, *spec.segments[0])):
             (count, unit), times = spec.segments[0][:2], divide(spec.repeat, over.inner)
             if times is not None and count % over.ranks == 0:
                 sizes = [count // over.ranks * unit, count * unit]
@@ -285,12 +295,8 @@ def _inner(op: Op, specs: list[Any]) -> Iterator[Factor]:
                 yield Factor(over.inner, *carried, label=INNER)
 
 
-def _whole_numbers(spec: ShardSpec) -> bool:
-    return all(isinstance(n, int) for n in (spec.repeat, *spec.segments[0]))
-
-
 def _local_conversion(op: Op, local: ShardCall) -> Any:
-    """The conversion of a tp rank's slice."""
+    """Write the conversion of a tp rank's slice."""
     operands = {**local.env, **dict(zip(op.slots, local.operands, strict=True))}
     args: list[Any] = [fx.map_arg(a, lambda n: operands.get(n, n)) for a in op.node.args]
     if local.factor is not None and local.factor.label == INNER:
@@ -306,7 +312,7 @@ for _function in (*conversions.FUNCTIONS.values(), scale_gradient):
 
 
 def two_examples(inputs: Inputs, dp: int) -> Inputs:
-    """The inputs, their one example twice where they have only one: that would be captured as no batch at all."""
+    """Repeat the example of inputs that have only one: that would be captured as no batch at all."""
     first = next((x for x in inputs.tensors if x.ndim), None)
     if dp == 1 or first is None or first.shape[0] != 1:
         return inputs
@@ -317,43 +323,23 @@ def two_examples(inputs: Inputs, dp: int) -> Inputs:
     return mapped(inputs, repeat)
 
 
-def _one_batch(program: Capture) -> sympy.Symbol:
-    """The symbol of the batch: the first input's first dimension. Sizes that are the same then become one symbol."""
-    firsts = [leaf for leaf in program.inputs if shape_of(leaf.node)]
-    batch = shape_of(firsts[0].node)[0] if firsts else None
-    if not isinstance(batch, sympy.Symbol):
-        raise CaptureError(
-            "with dp the first dimension of the first input is the batch, of any size, and this model was captured for "
-            f"one size of it ({batch}; the plan's notes say why). Use dp=1, and a data parallelism around the module."
-        )
-    for leaf in firsts[1:]:
-        batch, other = cast(sympy.Symbol, shape_of(firsts[0].node)[0]), shape_of(leaf.node)[0]
-        if isinstance(other, int) and other == program.hints[batch]:
-            raise CaptureError(
-                f"with dp the batch may have any size, and this model was captured for {other} of the input "
-                f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
-                "batch's dimension, example inputs with another batch size."
-            )
-    return one_symbol(program, firsts, 0)
-
-
 def one_symbol(program: Capture, leaves: Sequence[Leaf], dim: int) -> sympy.Symbol:
-    """Sizes of this dimension that are the same become one symbol, that of the first; and what guards say is equal.
+    """Merge equal sizes of this dimension into one symbol, that of the first; and sizes that guards say are equal.
 
     Args:
         program: is changed. leaves: inputs with that dimension, the first of which has a symbol there.
     """
     for leaf in leaves[1:]:
-        own, other = cast(sympy.Symbol, shape_of(leaves[0].node)[dim]), shape_of(leaf.node)[dim]
-        if other != own and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[own]:
-            _unify(program, other, own)
+        first, other = cast(sympy.Symbol, shape_of(leaves[0].node)[dim]), shape_of(leaf.node)[dim]
+        if other != first and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[first]:
+            _unify(program, other, first)
     while (pair := next(_equal_symbols(program), None)) is not None:
         _unify(program, *pair)
     return cast(sympy.Symbol, shape_of(leaves[0].node)[dim])
 
 
 def _equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
-    """Symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
+    """Yield pairs of symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
     for guard in program.guards:
         if isinstance(guard, sympy.Eq):
             sides: Any = guard
@@ -363,7 +349,7 @@ def _equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbo
 
 
 def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
-    """Two symbols of equal sizes become one of them, in all values of the program."""
+    """Replace two symbols of equal sizes by one of them, in all values of the program."""
     sides = [node.meta["val"].shape[d] for node, d in (program.symbols[one], program.symbols[other])]
     torch._check(sides[0] == sides[1])
     survivor: Any = expression(sides[0])

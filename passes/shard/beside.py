@@ -79,11 +79,12 @@ class Savings:
         size, products = self._size(use.value), [p for _, p in readers]
         forward = self.model.gathering(size, self._rows(use.value), products).saved
         parts = sum(map(self.model.product, products))
+        graded = self.prices.objective.training and use.value[0] in self.prices.grads  # type: ignore[index]
         seconds: dict[Conversion, float] = {}
         chunks: dict[Conversion, float] = {}
         for a in self._layouts(use):
             gathers = self._in_chunks(use.value, a)
-            back = (self.prices.one_way(P, a.dual, size) or 0.0) if self._graded(use.value) else 0.0
+            back = (self.prices.one_way(P, a.dual, size) or 0.0) if graded else 0.0
             # The optimisation takes every product for split, and leaves alone what then saves too little.
             if (a == I or gathers) and hidden_seconds(back, parts) + gathers * forward > self.least:
                 seconds[k, a, R] = back
@@ -116,17 +117,16 @@ class Savings:
             (i, c.ins, c.outs): saved for c in self.problem.items[i].choices if P in c.outs
         }
         others: dict[Conversion, float] = {(k, P, b): -saved for b in self._layouts(use) if b != P and b not in targets}
-        alone = Cap(others, always=saved) if others else Cap(always=saved)
         seconds: dict[Conversion, float] = {(k, P, b): saved for b in targets}
-        yield Cap(seconds), Cap(choices=summed), alone
+        yield Cap(seconds), Cap(choices=summed), Cap(others, always=saved)
 
     def _products(self, use: Use) -> list[Reader]:
-        """The products by matrices that are all that reads a value, or the view of it as a matrix; none otherwise."""
+        """List the products by matrices that read a value, or its view as a matrix; none where others read it too."""
         nodes = [(i, self.heads[i]) for i, _ in use.consumers if i < len(self.heads)]
         if len(nodes) == 1 and self._flattens(nodes[0][1]):
             matrix, uses = len(shape_of(nodes[0][1])) == 2, self.by_value[nodes[0][1], 0]
             return self._products(uses[0]) if matrix and len(uses) == 1 else []
-        out: list[Reader] = []
+        out = []
         for (i, node), (_, slot) in zip(nodes, use.consumers, strict=False):
             product = product_of(node)
             if product is None or self.ops[node].slots[slot] is not product.x or product.weight is product.x:
@@ -142,7 +142,7 @@ class Savings:
         return len(before) > 0 and len(after) > 1 and before[-1] == after[-1]
 
     def _maker(self, value: ValueId) -> Reader | None:
-        """The product that makes a value, through a view of its rows; None where another operator does."""
+        """Find the product that makes a value, through a view of its rows; None where another operator does."""
         node: fx.Node = value[0]  # type: ignore[index]
         if node in self.ops and self._flattens(node) and len(self.by_value[self._value(node)]) == 1:
             node = self._value(node)[0]
@@ -152,19 +152,16 @@ class Savings:
         return self.makers[node, 0][0], self._sized(node, product.x, product.weight)
 
     def _value(self, node: fx.Node) -> tuple[fx.Node, int]:
-        """The class of the value that a view is of."""
+        """Find the class of the value that a view is of."""
         item = self.problem.items[self.makers[node, 0][0]]
         return next(iter(item.ins[0]))  # type: ignore[return-value]
 
     def _sized(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> Product:
-        operand_bytes, result_bytes, weight_bytes = (
-            self.prices.bytes(tensor_at(resolve(n))) for n in (x, node, weight)
-        )
-        dtype = dtype_name(tensors(node)[0].dtype)
-        return Product(operand_bytes, result_bytes, weight_bytes, self.prices.flops(node), dtype)
+        nbytes = (self.prices.bytes(tensor_at(resolve(n))) for n in (x, node, weight))
+        return Product(*nbytes, self.prices.flops(node), dtype_name(tensors(node)[0].dtype))
 
     def _whole(self, i: int, split: bool = False) -> list[ChoiceKey]:
-        """Choices of a product that read the value whole, as g and f leave it; of them those that split the product."""
+        """List choices of a product that read the value whole, as g and f leave it; with `split` those that split."""
         item, product = self.problem.items[i], product_of(self.heads[i])
         assert product is not None
         slot = self.ops[self.heads[i]].slots.index(product.x)
@@ -179,25 +176,22 @@ class Savings:
         return list(dict.fromkeys([*outputs, *inputs]))
 
     def _in_chunks(self, value: ValueId, layout: Layout) -> bool:
-        """Return whether a layout deals out one run of rows, so that they can go in chunks."""
+        """Return whether a layout shards by one run of rows, so that they can go in chunks."""
         if not isinstance(layout, Shard) or layout.sharded_dim is None:
             return False
         return layout.dim < tensor_at(value).ndim - 1 and layout.plain(self.prices.tp)
-
-    def _graded(self, value: ValueId) -> bool:
-        return self.prices.objective.training and value[0] in self.prices.grads  # type: ignore[index]
 
     def _size(self, value: ValueId) -> float:
         return self.prices.bytes(tensor_at(value))
 
     def _rows(self, value: ValueId) -> int:
-        """Rows of a rank's slice of a value, all dimensions but the last together."""
+        """Count the rows of a rank's slice of a value, all dimensions but the last together."""
         return math.prod(map(self.prices.hint, shape_of(value[0])[:-1])) // self.prices.tp  # type: ignore[index]
 
     # ---- all-reduces that are sent as one --------------------------------------------------------------------------
 
     def _bucketed(self) -> Iterator[Saving]:
-        """The gradients of a block's small parameters that are read whole."""
+        """Yield the savings of the gradients of a block's small parameters that are read whole."""
         ranks, cluster = self.prices.tp, self.prices.cluster
         groups: dict[tuple, list[int]] = defaultdict(list)
         for k, use in enumerate(self.problem.uses):

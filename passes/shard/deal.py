@@ -1,8 +1,8 @@
-"""The pass that deals a program out over an axis of the mesh, and leaves one rank's in its place.
+"""The pass that shards a program over an axis of the mesh, and leaves one rank's in its place.
 
 A captured program speaks of whole inputs. Planned over the ranks of an axis by the rules and the solver that tp has, it
 becomes a program of parts, with the conversions that the ranks need, such as the reduction of a mean loss. That is an
-ordinary program again, which the next axis deals out as any other: dp, then cp, then tp, whose plan is the product of
+ordinary program again, which the next axis shards as any other: dp, then cp, then tp, whose plan is the product of
 all and whose rank is filled in last. What dp and cp have of their own are their policies: `batch_axis.py` and
 `sequence_axis.py`. What a gradient of a weight lacks, the sum over both, is no operator of the program: it comes with
 the backward (`autotp.runtime.data_parallel`).
@@ -44,7 +44,7 @@ class Dealt:
     """Layouts over an axis of what a call passes and gives, with the sizes of the whole.
 
     Attributes:
-        axis: its name. ranks: on it. symbol: of the size that is dealt.
+        axis: its name. ranks: on it. symbol: of the size that is sharded.
         inputs, weights: those that come in parts. outputs: all tensors, in order. notes: of it, in words.
     """
 
@@ -59,14 +59,15 @@ class Dealt:
 
 @dataclass(frozen=True)
 class DealAxis(Pass[Capture]):
-    """The program of one rank of an axis in place of that of whole inputs; the symbol of what is dealt then means a
-    rank's.
+    """Puts the program of one rank of an axis in place of that of whole inputs; the symbol of the sharded size then
+    means a rank's.
 
     Attributes:
         policy: of the axis. ranks: on it.
         inner: ranks of tp that each of them has, where these split heads first.
         cluster: the machines that it is priced on; None for h100.
-        ep: ranks of it, or groups of ranks, to which experts are dealt, whose rows travel; 1 for experts whole on each.
+        ep: ranks of it, or groups of ranks, over which experts are sharded, whose rows travel; 1 for experts whole on
+            each.
     """
 
     name = "deal-axis"
@@ -77,20 +78,20 @@ class DealAxis(Pass[Capture]):
     ep: int = 1
 
     def idle(self, program: Capture) -> str:
-        """One rank has everything."""
+        """Run only where there are several ranks."""
         return f"{self.policy.axis}=1" if self.ranks == 1 else ""
 
     def run(self, program: Capture) -> Changes:
         """Plan the program over the ranks, and write one rank's.
 
         Raises:
-            CaptureError: it cannot be dealt; the policy says why.
+            CaptureError: it cannot be sharded; the policy gives the reason.
         """
         program.notes += self.deal(program).notes
         return Changes(len(self.policy.conversions(program)), f"conversions over {self.policy.axis}")
 
     def deal(self, program: Capture) -> Dealt:
-        """Do so, and return how inputs and outputs lie over the axis; see `run`."""
+        """Do so, and return the layouts of inputs and outputs over the axis; see `run`."""
         symbol = self.policy.symbol(program)
         take_sums_apart(program)
         if self.policy.by_examples:
@@ -118,7 +119,7 @@ class DealAxis(Pass[Capture]):
 
 
 def own_copy(program: Capture) -> Capture:
-    """A record of the program that may be changed while the other stays."""
+    """Copy the record of a program, to be changed while the other stays."""
     copied = replace(
         program, notes=[*program.notes], guards=[*program.guards], hints=dict(program.hints),
         symbols=dict(program.symbols), ranges=dict(program.ranges),
@@ -128,7 +129,7 @@ def own_copy(program: Capture) -> Capture:
 
 
 def _strided(val: Tensor, shape: list[Any]) -> Tensor:
-    """A fake tensor of this shape that lies in memory as `val` does: so it is known what copies it, and keeps that.
+    """Make a fake tensor of this shape with the order in memory of `val`, which says what operators copy.
 
     Args:
         val: expanded dimensions have stride 0. shape: of as many dimensions.
@@ -146,7 +147,7 @@ class Localised:
     """Gives the nodes of a rank's graph their local values, and puts it in the place of that of whole inputs.
 
     Args:
-        program: of whole inputs. graph: of one rank, as it was written. dealt: the axis. symbol: of what is dealt.
+        program: of whole inputs. graph: of one rank, as it was written. dealt: the axis. symbol: of the sharded size.
     """
 
     def __init__(self, program: Capture, graph: fx.Graph, dealt: DealAxis, symbol: sympy.Symbol) -> None:
@@ -169,37 +170,33 @@ class Localised:
         program.guards = [substitute(g, self.whole) for g in program.guards]
 
     def _value(self, node: fx.Node) -> None:
-        """The mark and the local value of one node, in the place of those of the whole."""
-        own = mark(node)
-        layout = own.layout
-        batch, axis = own.batch, own.axis
+        """Write the mark and the local value of one node, in the place of those of the whole."""
+        old = mark(node)
+        batch, axis = old.batch, old.axis
         # The layouts over the axis are done with: what is left is that a call converts over it, an operator for others.
-        if own.conversion is not None:
-            batch = BatchConversion(*own.conversion, self.dealt.ranks, self.dealt.policy.axis, self.dealt.inner)
+        if old.conversion is not None:
+            batch = BatchConversion(*old.conversion, self.dealt.ranks, self.dealt.policy.axis, self.dealt.inner)
         if axis == "tp":  # as planner and rewriter say for every axis
             axis = self.dealt.policy.axis
         # A new mark, without layout, flops and saved bytes: the next plan would take those of the whole for its own.
-        node.meta[KEY] = Mark(no_grad=own.no_grad, batch=batch, axis=axis, scope=own.scope)
+        node.meta[KEY] = Mark(no_grad=old.no_grad, batch=batch, axis=axis, scope=old.scope)
         if node.op in ("placeholder", "output"):
             return
         val = node.meta.get("val")
         # A size that the rewrite counts, such as 2 * batch, has no value yet; of the others the shape is the whole
         # batch's.
-        if layout is not None and isinstance(val, Tensor):
-            node.meta["val"] = self.tensor(val, layout)
+        if old.layout is not None and isinstance(val, Tensor):
+            node.meta["val"] = self.tensor(val, old.layout)
         elif val is None:
             node.meta["val"] = computed(node)
         elif isinstance(val, torch.SymInt):
             node.meta["val"] = self._size(expression(val), True)
         elif isinstance(val, list | tuple):
-            node.meta["val"] = self._results(node, list(val))
-
-    def _results(self, node: fx.Node, values: list[Any]) -> list[Any]:
-        """The results of a node with several; those that something reads have their layouts."""
-        for item in (u for u in node.users if u.target is operator.getitem):
-            self._value(item)
-            values[int(item.args[1])] = item.meta["val"]  # type: ignore[arg-type]
-        return values
+            # Of several results those that something reads have their layouts.
+            node.meta["val"] = values = list(val)
+            for item in (u for u in node.users if u.target is operator.getitem):
+                self._value(item)
+                values[int(item.args[1])] = item.meta["val"]  # type: ignore[arg-type]
 
     def _tensor(self, val: Tensor, layout: Layout) -> Tensor:
         shape = list(sizes(val))
@@ -212,7 +209,7 @@ class Localised:
         return val if same else _strided(val, local)
 
     def _size(self, size: Size, whole: bool) -> Any:
-        """The (symbolic) int of an expression; with `whole` of one that speaks of the whole batch."""
+        """Give the (symbolic) int of an expression; with `whole` of one that is in terms of the whole batch."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
         size = substitute(size, self.whole) if whole else size

@@ -18,11 +18,11 @@ from autotp.passes.analysis.axes import PortDims, summed
 
 from .axis import TENSOR
 from .planner import Builder, Built
-from .states import decided, lying_as_read
+from .states import decided, placed_as_read
 
 
 def problem_of(builder: Builder) -> Built:
-    """The decision problem with Megatron's plans, and the node of each item."""
+    """Build the decision problem with Megatron's plans, and the node of each item."""
     problem, heads = builder.build()
     problem.rivals = rivals(builder, problem, heads)
     return problem, heads
@@ -41,7 +41,7 @@ def decide(builder: Builder, problem_and_nodes: Built | None = None) -> Planned:
     layouts: dict[ValueId, Layout] = {
         value: readers[node].ins[slot] for value, (node, slot) in builder.cache_readers.items()
     }
-    states = lying_as_read(builder.carried_items, problem, solution.choices, layouts)
+    states = placed_as_read(builder.carried_items, problem, solution.choices, layouts)
     solution = replace(solution, choices=states)
     solution = _priced(builder, problem, solution)
     if solution.rival is not None:
@@ -76,19 +76,19 @@ def take(builder: Builder, decided: Decided) -> Planned:
 
 
 def _decisions(decided: Decided, builder: Builder) -> dict[fx.Node, Decision]:
-    """The decisions by node; refused where they are not those that the graph needs."""
+    """Give the decisions by node; refused where they are not those that the graph needs."""
     nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
     output = builder.program.graph.output_node()  # decided where it is pinned
-    odd = (set(decided.decisions) ^ set(nodes)) - {output.name}
+    faults = (set(decided.decisions) ^ set(nodes)) - {output.name}
     for name in set(decided.decisions) & set(nodes):
         decision, op = decided.decisions[name], builder.ops.get(nodes[name])
         if (len(decision.ins), len(decision.outs)) != ((len(op.slots), len(op.outs)) if op is not None else (0, 1)):
-            odd.add(name)
+            faults.add(name)
     nodes[output.name] = output
-    if odd:
+    if faults:
         raise PlanError(
-            f"the plan's decisions are not those that its graph needs, such as for {min(odd)}: it was changed after it "
-            "was made. Plan again."
+            f"the plan's decisions are not those that its graph needs, such as for {min(faults)}: it was changed after "
+            "it was made. Plan again."
         )
     return {nodes[name]: decision for name, decision in decided.decisions.items()}
 
@@ -105,13 +105,13 @@ def _check_rules(planned: Planned) -> None:
 
 
 def _priced(builder: Builder, problem: Problem, solution: Solution) -> Solution:
-    """A solution with its terms, and the seconds that they come to."""
+    """Complete a solution with its terms, and the seconds that they come to."""
     terms = cost_of(problem, solution.choices, builder.prices.conversion)
     return replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
 
 
 def _solved(builder: Builder, problem: Problem) -> Solution:
-    """The solution; where there is none, one that gathers what is otherwise never moved."""
+    """Solve the problem; where it has no solution, allow gathering what is otherwise never moved."""
     # With weights and states where a plan has them the fastest is near the plainest, which is long to find: of a
     # falcon_mamba's 12 tokens the band took 4 s, the least time 0.2.
     band = None if builder.pinned else builder.band
@@ -145,12 +145,12 @@ def _relaxations(builder: Builder) -> Iterator[None]:
 # Megatron's plans for a model, as the choices of the decision problem that they rule out.
 #
 # Shoeybi et al. 2019: attention by heads, feed-forward blocks by columns and then rows, embedding and head by the
-# vocabulary. Experts lie on ranks by expert, or each is split by columns and then rows: two plans. What a plan leaves
+# vocabulary. Experts are sharded by expert, or each by columns and then rows: two plans. What a plan leaves
 # open, such as sequence parallelism, is the solver's choice.
 
 AXES = ("heads", "mlp", "vocab")  # what it splits
 FEED_FORWARD = ("mlp", "experts")
-COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks
+COVERED = 0.9  # of the weights in matrices must be in attention and feed-forward blocks
 STACKED = 3  # dimensions of a weight that holds all experts: experts, what is summed over, columns
 
 RuledOut = frozenset[tuple[int, int]]
@@ -163,7 +163,7 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
         builder: made the problem. problem: its items. heads: the node of each item, of the first ones.
 
     Returns:
-        None of them where Megatron has no plan: see `splits`; where equal blocks were told apart by a user's pins; or
+        None of them where Megatron has no plan: see `splits`; where a user's pins distinguish equal blocks; or
         where the plan is that of another program.
     """
     if builder.tp == 1 or builder.band is None or builder.pinned or builder.axis is not TENSOR:
@@ -174,10 +174,10 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     index = {n: i for i, n in enumerate(heads)}
     # Heads of keys that are fewer than the ranks it has on groups of these; a single one is whole on all.
     heads_of = [part.heads for part in builder.parts if part.heads is not None]
-    few = [each.kv_at for each in heads_of if isinstance(each.kv, int) and 1 < each.kv < builder.tp]
+    few = [x.kv_at for x in heads_of if isinstance(x.kv, int) and 1 < x.kv < builder.tp]
     copied = [PortDims(node, "in", slot, dims) for node, slot, dims in few]
     ways = []
-    for ports in _experts(builder, builder.parts):
+    for ports in _experts(builder):
         ruled_out = _ruled_out(builder, problem, index, [*always, *copied, *ports], copied)
         if ruled_out is not None:
             ways.append(ruled_out)
@@ -198,24 +198,23 @@ def splits(builder: Builder, parts: Sequence[GraphPart]) -> bool:
 
 
 def covered(builder: Builder, parts: Sequence[GraphPart]) -> float:
-    """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
+    """Compute the share of attention and feed-forward blocks in the weights in matrices, embeddings and heads aside."""
     leaves = [x.node for x in builder.program.leaves if x.kind.trained]
     sizes = {n: torch.Size(n.meta["val"].shape).numel() for n in leaves if n.meta["val"].ndim > 1}
 
     def elements(kinds: Sequence[str]) -> int:
-        """Elements of the matrices that parts of these kinds read, each once."""
+        """Count the elements of the matrices that parts of these kinds read, each once."""
         weights = {n for part in parts if part.kind in kinds for n in part.parameters}
         return sum(sizes.get(n, 0) for n in weights)
 
     return elements(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - elements(("embedding", "head")), 1)
 
 
-def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[PortDims]]:
+def _experts(builder: Builder) -> list[list[PortDims]]:
     """List what the plans split of experts: their number, or within each the columns first and last what is summed
     over."""
-    by_expert: list[PortDims] = []
-    within: list[PortDims] = []
-    for part in parts:
+    by_expert, within = [], []
+    for part in builder.parts:
         nodes = part.nodes if part.kind == "experts" else ()
         stacked = [port for n in nodes for port in _stacked(builder, n)]
         by_expert += [port._replace(dims=(0,)) for port in stacked]
@@ -224,7 +223,7 @@ def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[PortDims
 
 
 def _stacked(builder: Builder, node: fx.Node) -> list[PortDims]:
-    """The weight of all experts that an operator multiplies by, with the dimension that it sums over."""
+    """Find the weight of all experts that an operator multiplies by, with the dimension that it sums over."""
     if node not in builder.ops:
         return []
     op, ports = builder.ops[node], []
@@ -240,8 +239,8 @@ def _ruled_out(
     builder: Builder, problem: Problem, index: Mapping[fx.Node, int], ports: Iterable[PortDims],
     copied: Sequence[PortDims],
 ) -> RuledOut | None:  # fmt: skip
-    """The choices that do not split all these dimensions, fewer heads than ranks on groups; None where an item has no
-    other."""
+    """List the choices that do not split all these dimensions, fewer heads than ranks on groups; None where an item
+    has no other."""
     out: dict[int, set[int]] = {}
     for port in ports:
         i = index[builder.same[port.node]]

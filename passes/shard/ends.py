@@ -1,8 +1,8 @@
-"""The ends of groups by which rows are dealt: a number in a layout, a value in the graph."""
+"""The ends of groups by which rows are sharded: a number in a layout, a value in the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -18,7 +18,7 @@ def ends_table(
     rules: Mapping[fx.Node, Rule | None],
     same: Alike,
 ) -> EndsTable:
-    """The values that say where groups end, by number: in the order in which the program's operators read them.
+    """Number the values that say where groups end, in the order in which the program's operators read them.
 
     Args:
         calls: the operators, in graph order; `ops`, `rules`: of each.
@@ -33,7 +33,7 @@ def ends_table(
 
 
 def ends_slots(rule: Rule | None, factor: int | None = None) -> list[int]:
-    """Operand slots that say where groups end, by any factor of the rule or by this one."""
+    """List the operand slots that say where groups end, by any factor of the rule or by this one."""
     if rule is None:
         return []
     factors = rule.factors if factor is None else (rule.factors[factor],)
@@ -41,29 +41,21 @@ def ends_slots(rule: Rule | None, factor: int | None = None) -> list[int]:
     return list(dict.fromkeys(c.groups for c in carries if c.groups is not None))
 
 
-class Ends:
-    """The ends of each block, of those that share a number."""
+def ends_of(planned: Planned, number: int, node: fx.Node) -> Value:
+    """Find the value with this number in the block of a node, of those that share the number.
 
-    def __init__(self, planned: Planned) -> None:
-        self.table = planned.ends
-        self.same = planned.same
-        self.members: dict[fx.Node, list[fx.Node]] = {}
-        for node in planned.program.graph.nodes:
-            if node in self.same:
-                self.members.setdefault(self.same[node], []).append(node)
+    Args:
+        planned: the graph with its decisions. number: as a layout names the ends. node: an operator on rows by group.
 
-    def of(self, number: int, node: fx.Node) -> Value:
-        """The value with this number in the block of `node`.
-
-        Raises:
-            PlanError: the program has no such value, or not one for each node that is decided as `node` is.
-        """
-        row: Sequence[Value] = self.table[number] if 0 <= number < len(self.table) else ()
-        # Equal blocks stand in the graph in one order, so the third of equal nodes belongs to the third of the ends.
-        peers = self.members[self.same[node]]
-        if len(row) != len(peers):
-            raise PlanError(
-                f"it is not known where the groups end by which the rows of {node.name} are dealt: the program has "
-                f"{len(row)} values for {len(peers)} operators that are decided alike. Plan again."
-            )
-        return row[peers.index(node)]
+    Raises:
+        PlanError: the program has no such value, or not one for each node that is decided as `node` is.
+    """
+    row = planned.ends[number] if 0 <= number < len(planned.ends) else ()
+    # Equal blocks stand in the graph in one order, so the third of equal nodes belongs to the third of the ends.
+    peers = [n for n in planned.program.graph.nodes if planned.same.get(n) is planned.same[node]]
+    if len(row) != len(peers):
+        raise PlanError(
+            f"it is not known where the groups end by which the rows of {node.name} are sharded: the program "
+            f"has {len(row)} values for {len(peers)} operators that are decided alike. Plan again."
+        )
+    return row[peers.index(node)]

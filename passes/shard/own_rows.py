@@ -3,7 +3,7 @@
 A mixture sorts the rows of all examples by expert, computes row by row and by expert, and puts the rows back in their
 places. Where the sort stands says nothing of the result, so each rank may sort its own rows: then nothing is gathered
 over the axis. What is between the sort and the places, a *region*, is found by typing every value in it (`Kind`), and
-stands in the program as one operator whose loop are the tokens while the axis is dealt; then the region itself, which
+stands in the program as one operator with a loop over tokens while it is sharded; then the region itself, which
 is the same for the examples of one rank, is put back (`passes/shard/travel.py` sends its rows to their experts).
 
 A lookup by the number of the example, `x[arange(batch), last]` as a model reads its last token or a mask, is such a
@@ -13,7 +13,7 @@ region too: `arange` counts the examples of one rank once it is put back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -73,9 +73,9 @@ class Region:
 
     @property
     def outside(self) -> list[fx.Node]:
-        """Tensors from outside that its operators read."""
-        read = {i: None for n in self.kinds for i in n.all_input_nodes if i not in self.kinds and is_tensor(i)}
-        return list(read)
+        """List the tensors from outside that its operators read."""
+        read = (i for n in self.kinds for i in n.all_input_nodes if i not in self.kinds and is_tensor(i))
+        return list(dict.fromkeys(read))
 
     def has(self, x: Any, *kinds: Kind) -> bool:
         """Say whether an argument is a value of one of these kinds."""
@@ -104,7 +104,7 @@ def lookups(program: Capture, batch: Size) -> Iterator[Region]:
 
 
 def _by_example(node: fx.Node, batch: Size) -> Region | None:
-    """A lookup in each example's own row of a table; None where it reads others' rows, or may."""
+    """Read a lookup in each example's own row of a table; None where it reads others' rows, or may."""
     table, (numbers, *others), *values = cast(Any, node.args)
     counting = _counting(numbers, batch)
     if not counting or shape_of(table)[0] != batch or shape_of(node)[0] != batch:
@@ -129,8 +129,8 @@ def _by_example(node: fx.Node, batch: Size) -> Region | None:
 
 
 def _counting(x: Any, batch: Size) -> list[fx.Node]:
-    """The nodes that make a tensor whose elements are the numbers of their rows, in order; none of any other."""
-    nodes: list[fx.Node] = []
+    """List the nodes that make a tensor whose elements are the numbers of their rows, in order; none of any other."""
+    nodes = []
     while isinstance(x, fx.Node) and is_tensor(x) and shape_of(x)[:1] == (batch,):
         nodes.append(x)
         args: Any = x.args
@@ -143,13 +143,13 @@ def _counting(x: Any, batch: Size) -> list[fx.Node]:
 
 
 def experts_of(program: Capture) -> int:
-    """The largest number of ranks that have as many experts each, of every mixture; 1 where there is none."""
+    """Find the largest number of ranks that have as many experts each, of every mixture; 1 where there is none."""
     numbers = [shape_of(weight)[0] for region in regions(program) for _, weight in region.products.values()]
     return gcd(*filter(lambda n: isinstance(n, int), numbers)) or 1  # type: ignore[arg-type]
 
 
 def _region(sort: fx.Node) -> Region | None:
-    """The region that a sort begins; None where a value that is read outside depends on how rows are sorted."""
+    """Find the region that a sort begins; None where a value that is read outside depends on how rows are sorted."""
     shape, args = shape_of(sort), Op.of(sort).args
     if len(shape) != 1 or args["descending"] or sort.meta["val"][0].is_floating_point():
         return None
@@ -171,7 +171,7 @@ def _region(sort: fx.Node) -> Region | None:
 
 
 def _kind(region: Region, node: fx.Node, args: Any) -> Kind | None:
-    """The kind of what an operator makes of values of the region; None where it has none."""
+    """Find the kind of what an operator makes of values of the region; None where it has none."""
     has, target = region.has, node.target
     first: Any = args[0] if args else None
     # A sort gives two values, and an operator on rows may: of a chunk for gate and up each is rows.
@@ -213,7 +213,7 @@ def _inverts(region: Region, at: Any, numbers: fx.Node) -> bool:
 
 
 def _lookup(region: Region, table: fx.Node, at: fx.Node) -> Kind | None:
-    """Rows from their places, rows of a table by expert, or rows back in their places."""
+    """Read a lookup: of rows from their places, of a table by expert, or of rows back in their places."""
     if region.has(table, *SORTED):
         return Kind.BACK if region.has(at, Kind.INVERSE) else None
     by_expert = table not in region.kinds and region.has(at, *SORTED) and isinstance(shape_of(table)[0], int)
@@ -221,7 +221,7 @@ def _lookup(region: Region, table: fx.Node, at: fx.Node) -> Kind | None:
 
 
 def _by_rule(region: Region, node: fx.Node) -> Kind | None:
-    """Rows, where the operator's rule says that it works row by row, or by expert."""
+    """Find rows by the operator's rule: where it says that it works row by row, or by expert."""
     op = Op.of(node)
     rows = [x for x in op.slots if region.has(x, *SORTED)]
     others = [x for x in op.slots if x in region.kinds and x not in rows]
@@ -245,7 +245,7 @@ def _by_rule(region: Region, node: fx.Node) -> Kind | None:
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """A region as one operator: the target of its call, while an axis is dealt; equal for equal regions.
+    """A region as one operator: the target of its call, while an axis is sharded; equal for equal regions.
 
     Attributes:
         region: it. key: what it computes. tokens: how many there are, each with so many rows.
@@ -264,11 +264,11 @@ class OwnRows:
         return hash(self.key)
 
     def __call__(self, *args: Any) -> Any:
-        """Refuse: it stands for its region only while that is dealt."""
+        """Refuse: it stands for its region only while that is sharded."""
         raise NotImplementedError(f"{self.__name__} is no operator that runs")
 
     def rule(self, op: Op) -> Rule:
-        """Each token is for itself."""
+        """Give its rule: one loop, over tokens."""
         ins = []
         for x, shape in zip(self.region.outside, op.ins, strict=True):
             ins.append(self._carry(shape) if x in self.region.units else None)
@@ -290,17 +290,17 @@ def fold(program: Capture, symbol: Size) -> None:
         back, outside = region.back, region.outside
         assert back is not None
         tokens = divide(region.rows, max(region.units.values()))
-        dealt = [*filter(region.units.__contains__, outside), back]
-        if tokens is None or any(divide(shape_of(x)[0], tokens) is None for x in dealt):
+        by_token = [*filter(region.units.__contains__, outside), back]
+        if tokens is None or any(divide(shape_of(x)[0], tokens) is None for x in by_token):
             continue
         # Of what is no row the size is that of the whole batch, and would be taken for a rank's.
         shapes = [shape_of(x)[x in region.units :] for x in outside]
         shapes += [sizes(x)[1:] for n, kind in region.kinds.items() if kind in SORTED for x in tensors(n)]
         if any(symbol in symbols_of(n) for shape in shapes for n in shape):
             continue
-        apart = _apart(region)
+        copy = _in_own_graph(region)
         with program.graph.inserting_before(back):
-            target = OwnRows(apart, _key(apart), tokens)
+            target = OwnRows(copy, _key(copy), tokens)
             new = program.graph.create_node("call_function", target, tuple(outside), name=target.__name__)
         inherit(new, back)
         back.replace_all_uses_with(new)
@@ -309,8 +309,8 @@ def fold(program: Capture, symbol: Size) -> None:
                 program.graph.erase_node(node)
 
 
-def _apart(region: Region) -> Region:
-    """The region in a graph of its own, with placeholders for all that it reads."""
+def _in_own_graph(region: Region) -> Region:
+    """Copy the region into a graph of its own, with placeholders for all that it reads."""
     graph, env = fx.Graph(), {}
     for x in dict.fromkeys(i for n in region.kinds for i in n.all_input_nodes if i not in region.kinds):
         env[x] = graph.placeholder(x.name)
@@ -325,8 +325,8 @@ def _apart(region: Region) -> Region:
 
 
 def _key(region: Region) -> tuple[Any, ...]:
-    """Text of what a region computes, of which of its operands."""
-    place: Mapping[fx.Node, str] = {n: f"#{i}" for i, n in enumerate([*region.outside, *region.kinds])}
+    """Give in text what a region computes, of which of its operands."""
+    place = {n: f"#{i}" for i, n in enumerate([*region.outside, *region.kinds])}
     rows = []
     for node in region.kinds:
         read = fx.map_arg((node.args, node.kwargs), lambda n: place.get(n, str(n.meta["val"])))  # type: ignore
@@ -336,8 +336,8 @@ def _key(region: Region) -> tuple[Any, ...]:
 
 def calls(program: Capture, mixtures: bool = True) -> Iterator[fx.Node]:
     """List the regions that stand in a program as one operator; with `mixtures` those with products by expert alone."""
-    own = (n for n in program.graph.nodes if isinstance(n.target, OwnRows))
-    return (n for n in own if n.target.region.products or not mixtures)
+    folded = (n for n in program.graph.nodes if isinstance(n.target, OwnRows))
+    return (n for n in folded if n.target.region.products or not mixtures)
 
 
 @dataclass
@@ -355,31 +355,31 @@ class Read:
         return self.env[n] if n in self.env else self.sizes.of(expression(n.meta["val"]))
 
 
-Writer = Callable[[fx.Node, Read, fx.Graph], fx.Node]
+Writer = Callable[[fx.Node, Read], fx.Node]
 
 
 def unfold(program: Capture, writer: Callable[[Region], Writer]) -> None:
     """Put the regions back, of the rows of one rank.
 
     Args:
-        program: dealt, so that the symbol of the batch is that of a rank's: of its rows the same is said by the same
-            sizes. writer: gives what writes the nodes of a region.
+        program: of one rank, whose batch the symbol of the batch now means, so that sizes of rows stay as they are.
+        writer: gives what writes the nodes of a region.
     """
     for call in [*calls(program, mixtures=False)]:
         region = call.target.region  # type: ignore[union-attr]
-        each = (writer if region.products else copied)(region)
+        write_node = (writer if region.products else copied)(region)
         with program.graph.inserting_before(call):
             last = call.prev
             read = Read(Sizes(program.graph, program.symbols), dict(zip(region.outside, call.args, strict=True)))
             for node in region.kinds:
-                read.env[node] = each(node, read, program.graph)
+                read.env[node] = write_node(node, read)
             _size_values(last, call)
         replace_node(call, read.env[region.back])
 
 
 def copied(region: Region) -> Writer:
     """Write the nodes of a region as they are."""
-    return lambda node, read, graph: copy_node(node, graph, read)
+    return lambda node, read: copy_node(node, read.sizes.graph, read)
 
 
 def _size_values(first: fx.Node, last: fx.Node) -> None:

@@ -33,7 +33,7 @@ Numbers = dict[Hashable, int]  # equal computations within equal blocks have one
 
 
 def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> dict[Value, Parts] | None:
-    """The values of a program that the model keeps in a cache, of one for each token; None where some are not found.
+    """Find the values of a program that the model keeps in a cache, one for each token; None where some are not found.
 
     A value is known again by what its repeated block computes it from: outside of the blocks, as in masks, calls with
     a cache and without one differ.
@@ -47,23 +47,22 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
     values: dict[Hashable, list[Value]] = defaultdict(list)
     for (maker, index), number in _numbered(program, numbers, like):
         values[number].append((maker, index))
-    own = dict(_numbered(begun, numbers, {}))
+    begun_numbers = dict(_numbered(begun, numbers, {}))
     symbols, hint, theirs = lengths(program), sizer(program.hints), sizer(begun.hints)
-    parts_of: dict[Value, Parts] = {}
+    parts_of = {}
     for node in (n for position, n in placed_outputs(begun) if begun.becomes(position) is not None):
         state = resolve(node)
-        source, length = _source(state, own, values), sizes(tensor_at(state))
+        source, length = _source(state, begun_numbers, values), sizes(tensor_at(state))
         # A state that grows with the tokens and is not found would be priced as if nothing were kept; one of a fixed
         # size (a convolution's, a recurrence's) costs the same in every step, and is passed over.
         if source is None and any(symbols_of(s) & lengths(begun) for s in length):
             return None
         state_sizes = [theirs(s) for s in length]
-        for value in values[own[source]] if source is not None else ():
+        for value in values[begun_numbers[source]] if source is not None else ():
             shape = sizes(tensor_at(value))
             grown = [d for d, s in enumerate(shape) if symbols_of(s) & symbols]
-            alike = len(state_sizes) == len(shape)  # what is kept of a window is less than what is there
             parts = dict.fromkeys(grown, 1.0)
-            if alike:
+            if len(state_sizes) == len(shape):  # what is kept of a window is less than what is there
                 parts = {d: state_sizes[d] / max(hint(shape[d]), 1) for d in grown}
             if parts:
                 parts_of[value] = parts
@@ -78,10 +77,10 @@ def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Has
 
 
 def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> Iterator[tuple[Value, Hashable]]:
-    """The values that repeated blocks compute, each with its block and the number of its computation within it."""
+    """Yield the values that repeated blocks compute, each with its block and the number of its computation in it."""
     names = program.names
     hint = sizer(program.hints)
-    blocks = {n: _block(n) for n in program.graph.nodes}
+    blocks = {n: block_of(module_name(n)) for n in program.graph.nodes}  # the outermost repeated ones
     number_of: dict[fx.Node, int] = {}
 
     def shape(value: Any) -> list[int]:
@@ -95,24 +94,19 @@ def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> It
         # Of what comes from outside of the block, as masks do, the shape counts alone: it differs where a cache begins.
         if x in number_of and blocks[x] == block:
             return f"%{number_of[x]}"
-        own = name.removeprefix(block) if block and name.startswith(f"{block}.") else ""
-        return f"{own} {[(shape(v), v.dtype) for v in tensors(x)]}"
+        in_block = name.removeprefix(block) if block and name.startswith(f"{block}.") else ""
+        return f"{in_block} {[(shape(v), v.dtype) for v in tensors(x)]}"
 
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         block = blocks[node]
-        # Equal computations have one number whatever block they are in, and values are told apart by their blocks.
+        # Equal computations have one number whatever block they are in, and values are distinguished by their blocks.
         arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda x, at=block: operand(x, at))
         key = short_name(node.target), repr(arguments)
         number_of[node] = numbers.setdefault(key, len(numbers))
         if block:
             yield from (((node, i), (like.get(block, block), number_of[node], i)) for i in range(len(tensors(node))))
-
-
-def _block(node: fx.Node) -> str:
-    """The outermost repeated block that an operator is in."""
-    return block_of(module_name(node))
 
 
 # ---- what follows from them ------------------------------------------------------------------------------------------
@@ -158,7 +152,7 @@ class _Reader:
     def read(self, op: Op, rule: Rule | None) -> None:
         """Note what an operator reads, and what its results are then."""
         operands = [resolve(x) for x in op.slots]
-        sides: list[dict[int, float]] = [dict(self.past.values.get(v, {})) for v in operands]
+        sides = [dict(self.past.values.get(v, {})) for v in operands]
         if not any(sides):
             return
         sides += [{} for _ in op.outs]
@@ -170,7 +164,7 @@ class _Reader:
         self._repeats(op, sides)
 
     def _loops(self, op: Op, rule: Rule | None, sides: list[dict[int, float]]) -> float:
-        """Have every operand and result of a loop over what is kept be as long; the part of all loops that is run.
+        """Make operands and results of a loop over what is kept as long; gives the part of all loops that is run.
 
         Loops that no rule splits are read off dimensions: of a causal attention those over queries and over keys.
         """
@@ -195,15 +189,15 @@ class _Reader:
         return steps * max(whole, default=1.0) * math.prod(map(self._one_of, alone))
 
     def _one_of(self, size: Size) -> float:
-        """The part of a loop over all tokens that one token's is."""
+        """Compute the part of a loop over all tokens that one token's is."""
         return self.one(size) / max(self.whole(size), 1)
 
     def _long(self, size: Size) -> bool:
         return bool(symbols_of(size) & self.symbols)
 
     def _entering(self, op: Op, operands: list[Value]) -> list[Value]:
-        """Keys and values of an attention: of a fused one, and second operands of products whose shapes have the length
-        twice."""
+        """Find keys and values of an attention: of a fused one, and second operands of products whose shapes have the
+        length twice."""
         if packet_of(op.target) is aten.scaled_dot_product_attention:
             return operands[1:3]
         often = [sum(map(self._long, shape)) for shape in (*op.ins, *op.outs)]

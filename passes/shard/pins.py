@@ -10,7 +10,7 @@ import fnmatch
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp import compat
-from autotp.cost.solver.problem import Choice, Problem, ValueId
+from autotp.cost.solver.problem import Choice, Problem
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Alike, Capture, Leaf, floating, outputs_of, read, resolve, tensor_at, tensors, where
 from autotp.ir.layouts import I, Layout, Layouts, R
@@ -41,7 +41,7 @@ class Ask:
 
     Attributes:
         key: the pin's key; `what`: the value in words.
-        dims: of which one is to be dealt (`split`), or none. Of an axis, `axis`, the other dimensions stay free.
+        dims: of which one is to be sharded (`split`), or none. Of an axis, `axis`, the other dimensions stay free.
     """
 
     key: str
@@ -52,14 +52,14 @@ class Ask:
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        """The part of it that equal blocks must have in common."""
+        """Give the part of it that equal blocks must have in common."""
         return self.key, self.dims, self.split
 
     def fits(self, layout: Layout) -> bool:
-        dealt = layout.sharded_dim in self.dims
+        sharded = layout.sharded_dim in self.dims
         if self.split:
-            return dealt
-        return not dealt if self.axis else layout in (I, R)
+            return sharded
+        return not sharded if self.axis else layout in (I, R)
 
     def __str__(self) -> str:
         if not self.split:
@@ -83,8 +83,8 @@ class Pinned:
     sequence: bool | None = None
 
     def marks(self, leaves: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
-        """Mark pinned nodes, to tell them from their equals in other blocks."""
-        marks: dict[fx.Node, str] = {}
+        """Mark pinned nodes, to distinguish them from their equals in other blocks."""
+        marks = {}
         for n, ports in self.ports.items():
             pairs = []
             for at, asks in ports.items():
@@ -93,15 +93,14 @@ class Pinned:
         return marks | {n: str(self.parameters[x.name].mark) for n, x in leaves.items() if x.name in self.parameters}
 
     def keep(self, op: Op, choices: list[Choice]) -> list[Choice]:
-        """The choices of an operator that keep the pins.
+        """Select the choices of an operator that keep the pins.
 
         Raises:
             PlanError: there are none.
         """
         for (side, index), asks in self.ports.get(op.node, {}).items():
             for ask in asks:
-                end = 0 if side == "in" else 1
-                layouts = [(c.ins, c.outs)[end][index] for c in choices]
+                layouts = [(c.ins, c.outs)[side == "out"][index] for c in choices]
                 choices = [c for c, x in zip(choices, layouts, strict=True) if ask.fits(x)]
                 if not choices:
                     verb = "read" if side == "in" else "make"
@@ -113,10 +112,10 @@ class Pinned:
 
 
 def read_pins(pins: Any) -> dict[str, int | None]:
-    """Pins as the user gives them, checked: key -> dimension, None for whole."""
+    """Check pins as the user gives them, and read them: key -> dimension, None for whole."""
     if pins is not None and not isinstance(pins, Mapping):
         raise InputError(f"pins is {type(pins).__name__}; give a mapping, such as {{'*.up_proj.weight': Shard(0)}}.")
-    dims: dict[str, int | None] = {}
+    dims = {}
     for key, placement in (pins or {}).items():
         if not isinstance(placement, Split | Whole):
             raise InputError(f"the pin {key!r} is {placement!r}; give torch's Shard(dim) or Replicate().")
@@ -177,14 +176,14 @@ class _Finder:
             axis_names = [name for name, ports in axes.items() if ports]
             raise InputError(f"this model has no axis {key!r} that the patterns find; it has {', '.join(axis_names)}.")
         for node, side, index, dims in axes[key]:
-            self._ask((node, (side, index)), Ask(key, f"the axis {key} (dim {_dims(dims)})", dims, split, axis=True))
+            what = f"the axis {key} (dim {', '.join(map(str, dims))})"
+            self._ask((node, (side, index)), Ask(key, what, dims, split, axis=True))
 
     def input(self, key: str, dim: int | None) -> None:
-        names = [x.name for x in self.program.inputs if tensors(x.node)]
-        nodes = [x.node for x in self.program.inputs if f"{INPUT}.{x.name}" == key and tensors(x.node)]
-        if not nodes:
-            raise InputError(f"the pin {key!r} fits no input. The keys are {listed(f'{INPUT}.{n}' for n in names)}.")
-        self._readers(key, dim, nodes, lambda n: False)
+        nodes = {f"{INPUT}.{x.name}": x.node for x in self.program.inputs if tensors(x.node)}
+        if key not in nodes:
+            raise InputError(f"the pin {key!r} fits no input. The keys are {listed(nodes)}.")
+        self._readers(key, dim, [nodes[key]], ())
 
     def output(self, key: str, dim: int | None) -> None:
         names = self._outputs()
@@ -206,17 +205,17 @@ class _Finder:
         paths = [path for path in inside if fnmatch.fnmatchcase(path, pattern)]
         if not paths:
             raise InputError(f"the pin {key!r} fits no module that runs. Modules are like {near(pattern, inside)}.")
-        count = sum(self._readers(key, dim, inside[p], set(inside[p]).__contains__) for p in paths)
+        count = sum(self._readers(key, dim, inside[p], {*inside[p]}) for p in paths)
         if not count:
             raise InputError(f"the pin {key!r}: nothing outside of {paths[0]} reads a floating-point value of it.")
 
-    def _readers(self, key: str, dim: int | None, makers: Iterable[fx.Node], own: Callable[[fx.Node], bool]) -> int:
-        """Ask all readers of these values, but those that are `own`."""
+    def _readers(self, key: str, dim: int | None, makers: Iterable[fx.Node], inside: Collection[fx.Node]) -> int:
+        """Ask all readers of these values, but those that are `inside`."""
         count, values = 0, {resolve(x): i for i, x in enumerate(outputs_of(self.program))}
         for maker in makers:
             what = where(maker) if maker in self.ops else f"the input {maker.name}"
             for user, slot, value in read(maker, self.ops):
-                if not own(user) and (floating(value) or key.startswith(INPUT)):
+                if user not in inside and (floating(value) or key.startswith(INPUT)):
                     self._ask((user, ("in", slot)), ask(key, f"what {what} gives", dim, value.ndim))
                     count += 1
             for i, value in enumerate(tensors(maker)):
@@ -232,7 +231,7 @@ class _Finder:
             asks.append(ask)
 
     def _outputs(self) -> dict[int, str]:
-        """Number among the graph's tensor outputs -> name, such as `logits`; a number where the model gives none."""
+        """Map numbers of the graph's tensor outputs -> names, such as `logits`; numbers where the model gives none."""
         spec = self.program.out_spec
         leaf_names = compat.named_leaves(compat.tree_unflatten([str(i) for i in range(spec.num_leaves)], spec))
         by_place = {place: re.sub(r"^\['(.*)'\]$", r"\1", name) for name, place in leaf_names.items()}
@@ -243,14 +242,14 @@ class _Finder:
 
 
 def placed_apart(leaves: Mapping[fx.Node, Leaf], placed: Layouts, alike: Alike) -> dict[fx.Node, str]:
-    """Marks of equal blocks that a plan placed differently, such as one that its own program did not read."""
+    """Mark equal blocks that a plan placed differently, such as one that its own program did not read."""
     marks = {n: repr(placed[x.name]) for n, x in leaves.items() if x.name in placed}
     differ = any(marks.get(alike[n]) != layout for n, layout in marks.items())
     return marks if differ else {}
 
 
 def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
-    """The demand of a pin on a value of `ndim` dimensions."""
+    """Make the demand of a pin on a value of `ndim` dimensions."""
     if dim is None:
         return Ask(key, what, (), False)
     if not -ndim <= dim < ndim:
@@ -258,10 +257,6 @@ def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
             f"the pin {key!r} asks for Shard({dim}) of {what}, which has {ndim} dimensions. Change the pin."
         )
     return Ask(key, what, (dim % ndim,), True)
-
-
-def _dims(dims: Iterable[int]) -> str:
-    return ", ".join(map(str, dims))
 
 
 def check_neighbours(problem: Problem, nodes: list[fx.Node], asks: Mapping[int, Ask]) -> None:
@@ -282,8 +277,9 @@ def check_neighbours(problem: Problem, nodes: list[fx.Node], asks: Mapping[int, 
         for j, slot in use.consumers:
             pin = asks.get(i) or asks.get(j)
             read_layouts = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
+            pairs = itertools.product(produced, read_layouts)
             # Where neither end is pinned the rules are at odds, which is no fault of the user's.
-            if pin is None or _meet(problem, use.value, produced, read_layouts):
+            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in pairs):
                 continue
             # The other end is what forbids it: a pinned weight by its reader, a pinned operator by what feeds it.
             forbids, can, how = (j, read_layouts, "reads") if i in asks else (i, produced, "gives")
@@ -291,9 +287,3 @@ def check_neighbours(problem: Problem, nodes: list[fx.Node], asks: Mapping[int, 
             raise PlanError(
                 f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
             )
-
-
-def _meet(problem: Problem, value: ValueId, produced: Iterable[Layout], targets: Iterable[Layout]) -> bool:
-    """Say whether some layout in which a value is produced is, or converts to, one that is wanted."""
-    pairs = itertools.product(produced, targets)
-    return any(a == b or problem.convert(value, a, b) is not None for a, b in pairs)

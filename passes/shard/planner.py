@@ -62,7 +62,7 @@ OUTPUT_SLOT = "output"
 
 
 class Reading:
-    """Facts that planning reads off a program, whatever the degree: once where one is planned for several.
+    """Facts that planning reads off a program, whatever the degree: read once where it is planned for several.
 
     Attributes:
         program: it must not change. axis: whose rules are asked.
@@ -97,12 +97,12 @@ class Reading:
 
     @cached_property
     def parts(self) -> list[GraphPart]:
-        """The named parts of the graph."""
+        """Give the named parts of the graph."""
         return find_blocks(self.flow, self.same)
 
     @cached_property
     def axes(self) -> dict[str, list[PortDims]]:
-        """The logical axes of the graph."""
+        """Give the logical axes of the graph."""
         return find_axes(self.flow, self.parts)
 
 
@@ -134,7 +134,9 @@ class Builder:
         self.grads, self.ops, self.rules, self.leaves = reading.grads, reading.ops, reading.rules, reading.leaves
         self.user = find_pins(self.program, self.pins, self.ops, lambda: reading.axes)
         marks = self.user.marks(self.leaves)
-        marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
+        # States that another program of the plan placed unlike their equals in other blocks.
+        states = {n: x.name for n, x in self.leaves.items() if x.kind.carried}
+        marks |= {n: repr(self.carried[name]) for n, name in states.items() if name in self.carried}
         marks |= placed_apart(self.leaves, self.pinned, reading.same)
         of_cache = (self.cache_parts or {}).items()
         marks |= {node: repr(parts) for (node, _), parts in of_cache}  # of a window fewer are read
@@ -156,7 +158,7 @@ class Builder:
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, cached, past=self.past,
             imbalance=self.imbalance,
         )  # fmt: skip
-        # As the first operand to read it lies, so is kept what is kept of earlier tokens.
+        # What is kept of earlier tokens has the layout of the first operand that reads it.
         self.cache_readers: dict[Value, tuple[fx.Node, int]] = {}
         self.cache_bytes: dict[fx.Node, dict[int, float]] = defaultdict(dict)
         unread = set(self.past.stored)
@@ -164,20 +166,16 @@ class Builder:
             for slot, operand in enumerate(self.ops[n].slots):
                 if (value := resolve(operand)) in unread:
                     unread.remove(value)
-                    self.cache_readers[self.value(operand)] = self.same[n], slot
+                    self.cache_readers[self.states.value(operand)] = self.same[n], slot
                     self.cache_bytes[self.same[n]][slot] = self.prices.cache_bytes(value)
 
     @cached_property
     def parts(self) -> list[GraphPart]:
-        """The named parts of the graph."""
+        """Give the named parts of the graph."""
         return self.reading.parts if self.same is self.reading.same else find_blocks(self.reading.flow, self.same)
 
-    def value(self, node: fx.Node) -> Value:
-        producer, index = resolve(node)
-        return self.same[producer], index
-
     def build(self) -> Built:
-        """The problem, and the representative node of each item."""
+        """Build the problem, and list the representative node of each item."""
         members = Counter(self.same[n] for n in [*self.leaves, *self.calls])
         # The same operand of equal operators may be several values: the first block reads the embedding, the others
         # the block before.
@@ -185,11 +183,10 @@ class Builder:
         for n in self.calls:
             sets = slots.setdefault(self.same[n], [set() for _ in self.ops[n].slots])
             for values, operand in zip(sets, self.ops[n].slots, strict=True):
-                values.add(self.value(operand))
+                values.add(self.states.value(operand))
         self._grow(slots)
         # Leaves first: the layouts of parameters are what the plan is about, and errors name items by position.
-        heads = [n for n in members if n in self.leaves]
-        heads += [n for n in members if n not in self.leaves]
+        heads = [*members]
         self.carried_items = carried = list(self.states.items(self.candidates, self.prices))
         carried_items = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
         items = [
@@ -199,9 +196,8 @@ class Builder:
         ]
         goals = {i: goal for (i, _), goal in zip(placed_outputs(self.program), self.goals(), strict=True)}
         layouts = tuple(goals[i] for i, _ in self.states.outgoing)
-        items.append(
-            Item(OUTPUT_SLOT, [Choice(layouts, ())], [frozenset([self.value(n)]) for _, n in self.states.outgoing])
-        )
+        outgoing = [frozenset([self.states.value(n)]) for _, n in self.states.outgoing]
+        items.append(Item(OUTPUT_SLOT, [Choice(layouts, ())], outgoing))
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
         problem = Problem(items, uses, self.prices.convert, self.memory, traffic=self.prices.traffic)
@@ -214,23 +210,22 @@ class Builder:
         return problem, heads
 
     def goals(self) -> SlotLayouts:
-        """Layouts in which the graph's outputs leave it: as the axis wants; otherwise whole, but where the user
-        pinned them."""
+        """Give the layouts in which the graph's outputs leave it: as the axis wants; otherwise whole, but where the
+        user pinned them."""
         settled = self.axis.outputs(self.program, self.grads, self.tp, self._partitions)
         if settled is not None:
             return settled
-        out: list[Layout] = []
+        out = []
         for i, x in enumerate(outputs_of(self.program)):
             value = resolve(x)
             ask, shape = self.user.outputs.get(i), sizes(tensor_at(value))
-            split = ask is not None and ask.split
             whole = I if value[0] in self.grads else R
-            out.append(Shard(d := ask.dims[0], Partition.plain(shape[d], self.tp)) if ask and split else whole)
+            out.append(Shard(d := ask.dims[0], Partition.plain(shape[d], self.tp)) if ask and ask.split else whole)
         return tuple(out)
 
     def _partitions(self, node: fx.Node, dim: int) -> list[Distribution]:
         """List the partitions that a dimension of a value may have."""
-        return self.candidates.of.get((self.value(node), dim), [])
+        return self.candidates.of.get((self.states.value(node), dim), [])
 
     def _grow(self, slots: dict[fx.Node, Slots]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
@@ -244,7 +239,7 @@ class Builder:
                     self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
 
     def _seed(self, work: list[fx.Node], slots: Mapping[fx.Node, Slots]) -> None:
-        """The partitions that dimensions may have by themselves; those of others follow from them."""
+        """Seed the partitions that dimensions may have by themselves; those of others follow from them."""
         seeds = self.axis.seeds(self.leaves.values(), self.tp)
         if seeds is not None:
             for node, dim, partition in seeds:
@@ -259,10 +254,10 @@ class Builder:
             self._seed_shared(n, slots[n])
 
     def _seed_view(self, node: fx.Node) -> None:
-        """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size, and
-        one that a weight has several times over (the units of a cell, for each of its gates).
+        """Seed a dimension that a view splits off (heads off a hidden size), whatever its size, and one that a weight
+        has several times over (the units of a cell, for each of its gates).
 
-        The innermost part (the head size) is not seeded: dealing it out would cut every head.
+        The innermost part (the head size) is not seeded: sharding it would cut every head.
         """
         for factor in factors_of(self.rules[node]):
             split, new = factor.ins[0] if factor.ins else None, factor.outs[0]
@@ -275,7 +270,7 @@ class Builder:
                 self.candidates.add_plain(((node, 0), new.dim), factor.size)
 
     def _seed_shared(self, node: fx.Node, slots: Slots) -> None:
-        """Heads of keys and values that are fewer than the ranks may be each on several of these."""
+        """Seed copies of heads of keys and values that are fewer than the ranks, each on several of these."""
         for factor in factors_of(self.rules[node]):
             if self.shares or self.units or not several_read(self.ops[node], factor):
                 continue  # a group of unlike ranks would have no part for each
@@ -296,10 +291,9 @@ class Builder:
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
         if leaf.kind.weight:
-            dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            storable = [(d, p) for d, p in dealt if not p.by_data and not p.shared]
-            fits = [(d, p) for d, p in storable if leaf.kind.trained or p.is_plain(self.tp)]
-            layouts += [dealt_by(d, p) for d, p in fits]
+            sharded = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
+            storable = [(d, p) for d, p in sharded if not p.by_data and not p.shared]
+            layouts += [dealt_by(d, p) for d, p in storable if leaf.kind.trained or p.is_plain(self.tp)]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
@@ -308,7 +302,7 @@ class Builder:
         return Item(leaf.name, choices, [], [(node, 0)], count, kind=kind)
 
     def _choice(self, ins: SlotLayouts, outs: SlotLayouts, cost: Cost) -> Choice:
-        """A choice with what it weighs."""
+        """Make a choice with its price."""
         return Choice.of(ins, outs, cost, self.prices.seconds(cost), penalty([*ins, *outs], self.tp))
 
     def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
@@ -333,37 +327,33 @@ class Builder:
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
-        cached = self.cache_bytes.get(node, {})
+        rule, cached = self.rules[node], self.cache_bytes.get(node, {})
         # An operator of a library without a rule is opaque: unlike one of torch's, nothing is known of its backward.
         foreign = getattr(node.target, "namespace", "aten") not in TORCHS
-        read_rule = OPAQUE if self.rules[node] is None and foreign else self.rules[node]
-        for signature in signatures(read_rule, ins, outs, operands, results, self.candidates):
+        read_rule = OPAQUE if rule is None and foreign else rule
+        for read_as, made_as, index, loop in signatures(read_rule, ins, outs, operands, results, self.candidates):
             # Two loops may have the same layouts, which are one choice: the first stands for both.
-            if signature[:2] not in choices and self._knows_ends(node, *signature[:2]):
-                rule = self.rules[node]
-                split = rule.factors[signature[2]] if rule is not None and signature[2] is not None else None
-                cost = self.prices.operator(op, *signature[:2], split)
+            if (read_as, made_as) not in choices and self._knows_ends(node, read_as, made_as):
+                split = rule.factors[index] if rule is not None and index is not None else None
+                cost = self.prices.operator(op, read_as, made_as, split)
                 # What is kept for less of a dimension that is summed over, as a latent, is lean at the price of a sum
                 # of all earlier tokens in every step: that is not asked for.
-                summed = any(x.partial for x in signature[1])
+                summed = any(x.partial for x in made_as)
                 for slot, size in cached.items():
-                    cost += Cost(
-                        parameter_bytes=size * (1.0 if summed else self.prices.parameter_share(signature[0][slot]))
-                    )
-                one = self._choice(*signature[:2], cost)
-                choices[signature[:2]] = replace(one, factor=signature[2], loop=signature[3])
+                    share = 1.0 if summed else self.prices.parameter_share(read_as[slot])
+                    cost += Cost(parameter_bytes=size * share)
+                choices[read_as, made_as] = replace(self._choice(read_as, made_as, cost), factor=index, loop=loop)
         pinned_choices = self.user.keep(op, list(choices.values()))
         label, kind = f"activations of {where(node)}", CACHE if cached else Item.kind
         return Item(node.name, pinned_choices, operands, results, count, label, kind)
 
     def _knows_ends(self, node: fx.Node, *layouts: SlotLayouts) -> bool:
-        """Say whether rows dealt by group are so where it is known already where the groups end."""
+        """Say whether the ends of all groups by which rows are sharded are known before this node."""
         numbers = {x.groups.ends for side in layouts for x in side if x.groups is not None}
-        firsts = [self.ends[k][0][0] for k in numbers]
-        return all(first < node for first in firsts)
+        return all(self.ends[k][0][0] < node for k in numbers)
 
     def conflict(self) -> PlanError | None:
-        """The error that names the fewest pins which together leave no plan; None where it is not the pins' doing."""
+        """Make the error that names the fewest pins which together leave no plan; None where other reasons do."""
         pins = dict(self.pins)
         for key in self.pins:
             fewer = {k: v for k, v in pins.items() if k != key}
@@ -384,7 +374,7 @@ class Builder:
         return True
 
     def _uses(self, index: dict[fx.Node, int], items: list[Item], carried: list[CarriedItem]) -> list[Use]:
-        """Instances of a value grouped by who consumes them."""
+        """Group instances of a value by their consumers."""
         # Consumers are (item, operand slot); an item stands for the nodes of all equal blocks.
         consumers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
         reads = [_read_alike(item) for item in items]
@@ -392,9 +382,9 @@ class Builder:
             i, firsts = index[self.same[n]], dict[Any, tuple[Value, int]]()
             for slot, operand in enumerate(self.ops[n].slots):
                 # Operands of one call that are equal values of equal steps, and are read alike, are one use.
-                own = resolve(operand)
-                value, first = firsts.setdefault((self.value(operand), reads[i][slot]), (own, slot))
-                consumers[own].add((i, slot if value == own else first))
+                here = resolve(operand)
+                value, first = firsts.setdefault((self.states.value(operand), reads[i][slot]), (here, slot))
+                consumers[here].add((i, slot if value == here else first))
         # The program's output is the item after these; what becomes a state again is an item of `carried`.
         for slot, (_, n) in enumerate(self.states.outgoing):
             consumers[resolve(n)].add((len(index), slot))
@@ -403,14 +393,14 @@ class Builder:
             for value in self.states.consumers(names):
                 consumers[value].add((place[id(item)], 0))
         # Values of equal blocks with equal consumers are converted alike: one use, which is paid so many times.
-        groups: Counter[tuple[Value, tuple[tuple[int, int], ...]]] = Counter()
+        groups = Counter()
         for (node, i), users in consumers.items():
             groups[(self.same[node], i), tuple(sorted(users))] += 1
         return [Use(value, users, count) for (value, users), count in groups.items()]
 
 
 def _read_alike(item: Item) -> list[int]:
-    """For each operand of an item the first one that may be the same values and is read alike by every choice."""
+    """Find for each operand of an item the first one with the same values that every choice reads alike."""
     ways: list[Any] = []
     for slot, values in enumerate(item.ins):
         ways.append((values, [choice.ins[slot] for choice in item.choices]))
@@ -418,5 +408,5 @@ def _read_alike(item: Item) -> list[int]:
 
 
 def _planned(node: fx.Node) -> bool:
-    """Operators with tensor results, and those that read one: a size or an item read off a shard would be wrong."""
+    """Say whether an operator has tensor results, or reads one: a size or an item read off a shard would be wrong."""
     return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)

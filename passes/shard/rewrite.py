@@ -1,4 +1,4 @@
-"""Rewrite: the captured graph becomes the program of one rank, with the conversions inserted.
+"""Rewriter from the captured graph to the program of one rank, with the conversions inserted.
 
 The result is one template for all ranks: calls that depend on the rank are marked, and `specialise` fills it in.
 """
@@ -30,7 +30,7 @@ from autotp.passes.schema import converts, verify
 from autotp.rules.local import ShardCall
 
 from .axis import AxisWriter, Result, TensorWriter
-from .ends import Ends, ends_slots
+from .ends import ends_of, ends_slots
 
 
 class Rewriter:
@@ -46,7 +46,6 @@ class Rewriter:
         self.results = axis.results(planned)
         self.routes = self._routes()
         self.sizes = axis.sizes(self.new)
-        self.block_ends = Ends(planned)
         self.ends: fx.Node | None = None  # of the operator that is being written
 
     def run(self) -> Sharded:
@@ -78,7 +77,7 @@ class Rewriter:
                 self.sizes.symbols[symbol] = (new, dim)
 
     def _other(self, node: fx.Node) -> None:
-        """Arithmetic on sizes, which is the same on every rank."""
+        """Copy arithmetic on sizes, which is the same on every rank."""
         if self.axis.rereads and node.target is compat.sym_size:
             self.env[node] = self.sizes.of(expression(node.meta["val"]))
             return
@@ -88,7 +87,8 @@ class Rewriter:
     def _call(self, node: fx.Node) -> None:
         op, decision = self.planned.ops[node], self.planned.decisions[node]
         self.ends = self._ends(op, decision)
-        operands = [self.value(x, layout, node) for x, layout in zip(op.slots, decision.ins, strict=True)]
+        reads = zip(map(resolve, op.slots), decision.ins, strict=True)
+        operands = [self.converted(value, layout, node) for value, layout in reads]
         target, args, kwargs = self._local(op, decision, operands)
         new = target if isinstance(target, fx.Node) else self.new.call_function(target, args, kwargs)
         inherit(new, node, axis=mark(new).axis or mark(node).axis)
@@ -127,21 +127,17 @@ class Rewriter:
         if layout.groups is not None and self.ends is not None:
             self.out.ends[new] = self.ends
 
-    def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
-        """The value in this layout, converted before its first consumer and shared by all."""
-        return self.converted(resolve(operand), layout, consumer)
-
     def converted(self, value: Value, layout: Layout, consumer: fx.Node) -> fx.Node:
-        """Convert a value that is no node of its own."""
+        """Give the value in this layout, converted before its first consumer and shared by all."""
         if (value, layout) not in self.node_of:
             source = next(a for a, b in self.routes[value] if b == layout)
             before = self.converted(value, source, consumer)
-            self._convert(value, source, layout, before, consumer)
+            self._convert(value, source, layout, before)
         return self.node_of[value, layout]
 
-    def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node, consumer: fx.Node) -> None:
+    def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node) -> None:
         wire = sent_as(value[0].target, convert.primitive(source, layout))
-        narrow: dict[str, Any] = {} if wire is None else {"wire": wire}
+        narrow = {} if wire is None else {"wire": wire}
         node = self.sizes.convert(before, source, layout, self.out.ends.get(before, self.ends), **narrow)
         scope = innermost([scope_path(n) for n, slot in self.consumers[value] if slot == layout])
         no_grad = mark(before).no_grad or False  # a leaf says nothing
@@ -149,7 +145,7 @@ class Rewriter:
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
-        """Find the ends of the groups by which this operator's operands or results are dealt: of its own block, in a
+        """Find the ends of the groups by which this operator's operands or results are sharded: of its own block, in a
         fold."""
         ends: dict[fx.Node, None] = {}
         if not self.planned.ends:
@@ -157,18 +153,18 @@ class Rewriter:
         # An operator over groups reads their ends itself.
         if decision.factor is not None:
             for slot in ends_slots(self.planned.rules[op.node], decision.factor):
-                ends[self.value(op.slots[slot], decision.ins[slot], op.node)] = None
+                ends[self.converted(resolve(op.slots[slot]), decision.ins[slot], op.node)] = None
         # One that works row by row goes on with its operands' groups.
         for operand, layout in zip(op.slots, decision.ins, strict=True):
             rows = self.node_of.get((resolve(operand), layout))
             if rows in self.out.ends:
                 ends[self.out.ends[rows]] = None
-        # Where no operand lies so yet, as with a row of biases for every token, the layouts' number says which.
+        # Where no operand is sharded so yet, as with a row of biases for every token, the layouts' number says which.
         numbers = {x.groups.ends for x in (*decision.ins, *decision.outs) if x.groups is not None}
         for number in numbers if not ends else ():
-            ends[self.converted(self.block_ends.of(number, op.node), R, op.node)] = None
+            ends[self.converted(ends_of(self.planned, number, op.node), R, op.node)] = None
         if len(ends) > 1:
-            raise PlanError(f"{op.node.name} joins rows dealt by the groups of two blocks. Please report the model.")
+            raise PlanError(f"{op.node.name} joins rows sharded by the groups of two blocks. Please report the model.")
         return next(iter(ends), None)
 
     def _output(self, result: Result, output: fx.Node) -> Any:
@@ -177,7 +173,7 @@ class Rewriter:
         return self.env[result.x] if isinstance(result.x, fx.Node) else result.x
 
     def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
-        """For every value the conversions that serve all its consumers at least cost."""
+        """Find for every value the conversions that serve all its consumers at least cost."""
         self.consumers: dict[Value, list[tuple[fx.Node, Layout]]] = defaultdict(list)
         # A conversion is paid once for a value and a layout, so all that read the value are asked for together.
         for node, decision in self.planned.decisions.items():
@@ -203,13 +199,13 @@ class Rewriter:
 
 
 def _after(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of a graph that come after this one."""
+    """Yield the nodes of a graph that come after this one."""
     while (node := node.next).op != "root":
         yield node
 
 
 def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
-    """The per-rank program of a planned graph.
+    """Write the per-rank program of a planned graph.
 
     Args:
         planned: the graph with its decisions.
@@ -222,7 +218,7 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
 
 
 def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
-    """The program of one rank, which has this place on each mesh axis, "tp" and where there is one "dp"."""
+    """Write the program of the rank that has this place on each mesh axis, "tp" and where there is one "dp"."""
     graph, env = copy_graph(sharded.graph.nodes)
     for node, new in env.items():
         if axis := mark(node).axis:
@@ -259,7 +255,7 @@ class ShardedProgram:
 
 @dataclass(frozen=True)
 class ShardOperators(Pass[ShardedProgram]):
-    """Every operator on a rank's part of its operands, with the conversions between layouts.
+    """Writes every operator on a rank's part of its operands, with the conversions between layouts.
 
     Attributes:
         outputs: "sharded" leaves outputs as they are made, where that is a plain shard or a summand.
@@ -274,7 +270,7 @@ class ShardOperators(Pass[ShardedProgram]):
 
 
 class Specialise(Pass[RankProgram]):
-    """The calls that depend on the rank get its place on each mesh axis."""
+    """Fills in the rank's place on each mesh axis in the calls that depend on it."""
 
     name = "specialise"
 

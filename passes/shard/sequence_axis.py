@@ -1,6 +1,6 @@
-"""The sequence axis of a mesh, for planner and rewriter: what is dealt there, and attention whose queries are.
+"""The sequence axis of a mesh, for planner and rewriter: its rules, and attention with sharded queries.
 
-Weights are replicated over it and the sequence is dealt, so the solver's choice is at operators that mix tokens:
+Weights are replicated over it and the sequence is sharded, so the solver's choice is at operators that mix tokens:
 convert what they read to slices of another dimension (of heads: Ulysses, Jacobs et al. 2023) and back, or gather what
 all queries read (keys and values: Llama 3, Grattafiori et al. 2024, section 3.3.2). A rank's slice is two chunks, the
 r-th from the front and the r-th from the back, so that causal attention is as much work on each.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import sympy
@@ -41,7 +42,8 @@ VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int, aten._unsa
 
 @dataclass(frozen=True)
 class Tokenwise(Apart):
-    """Keeps work on tokens with their slices: what carries gradients costs more than anything else on all tokens."""
+    """Surcharge that keeps work on tokens with their slices: of values that carry gradients all tokens cost more than
+    anything else."""
 
     grads: frozenset[fx.Node]
 
@@ -70,23 +72,55 @@ class SequenceRules(BatchRules):
 
     axis: ClassVar[Axis] = "cp"
     by_examples: ClassVar[bool] = False
-    surcharges: Tokenwise | None = None
-    heads: tuple[Seed, ...] = ()
-    weights: frozenset[fx.Node] = frozenset()
+    surcharges: Tokenwise
+    heads: tuple[Seed, ...]
+    weights: frozenset[fx.Node]
 
     @classmethod
     def symbol(cls, program: Capture) -> sympy.Symbol:
-        return _one_sequence(program)
+        """Find the symbol of the sequence: the first input's second dimension. Equal sizes become one symbol."""
+        if any(leaf.kind.carried for leaf in program.leaves):
+            raise CaptureError(
+                "with cp sequences are sharded, and what this call carries to the next, such as a cache, is not. Call "
+                "it with use_cache=False, or decode by generate(), or with a cache that you pass: each rank of cp then "
+                "computes all of it."
+            )
+        if program.conditions is not None:
+            raise CaptureError(
+                "this forward decides by the values of its inputs, which differ between parts of a sequence: the cp "
+                "ranks would run different programs. Use cp=1, or rewrite the branch with torch.where."
+            )
+        seconds = [leaf for leaf in program.inputs if len(shape_of(leaf.node)) > 1]
+        sequence = shape_of(seconds[0].node)[1] if seconds else None
+        if not isinstance(sequence, sympy.Symbol):
+            raise CaptureError(
+                "with cp the second dimension of the first input is the sequence, of any length, and this model was "
+                f"captured for one length of it ({sequence}; the plan's notes say why). Use cp=1."
+            )
+        sequence = one_symbol(program, seconds, 1)
+        if program.hints[sequence] % 2:
+            raise CaptureError(
+                f"with cp a rank's part of a sequence is two chunks of one length, and the example's has "
+                f"{program.hints[sequence]} tokens. Pad sequences to a multiple of 2 x cp."
+            )
+        # A rank's part of such an input would be neither rows nor columns of it.
+        for leaf in program.inputs:
+            if sum(size == sequence for size in shape_of(leaf.node)) > 1:
+                raise CaptureError(
+                    f"with cp the input {leaf.name!r} has the sequence in two dimensions, as a mask of pairs has, and "
+                    "a rank's part of it is not known. Leave it out: a model makes its mask from what is padding."
+                )
+        return sequence
 
     @classmethod
     def of(cls, program: Capture, symbol: sympy.Symbol, ranks: int, inner: int) -> SequenceRules:
         _causal_by_index(program)
         grads = frozenset(differentiable(program))
         heads = tuple(_heads(program, symbol, ranks, inner))
-        return cls(symbol, True, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
+        return cls(symbol, Tokenwise(symbol, grads), heads, frozenset(_weights(program)))
 
     def settle(self, program: Capture, planned: Planned, inputs: Layouts) -> list[str]:
-        """Refuse random numbers for what is not dealt, and say in words what changes hands.
+        """Refuse random numbers for values that are not sharded, and say in words what changes hands.
 
         Args:
             program, planned, inputs: see `BatchRules.settle`.
@@ -103,9 +137,9 @@ class SequenceRules(BatchRules):
 
     def _notes(self, program: Capture) -> list[str]:
         """List the values that change hands, for the plan's notes."""
-        dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in self.conversions(program)]
-        gathered = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is None]
-        turned = [n.all_input_nodes[0] for n, a, b in dealt if a is not None and b is not None]
+        moved = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in self.conversions(program)]
+        gathered = [n.all_input_nodes[0] for n, a, b in moved if a is not None and b is None]
+        turned = [n.all_input_nodes[0] for n, a, b in moved if a is not None and b is not None]
         lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
         # With its module, the same for all repeated blocks.
         notes = []
@@ -116,10 +150,10 @@ class SequenceRules(BatchRules):
 
     @property
     def surcharge(self) -> Apart:
-        return self.surcharges or super().surcharge
+        return self.surcharges
 
     def rule(self, op: Op) -> Rule | None:
-        """The operator's own; causal attention splits by queries too. Weights are used whole, as they are held."""
+        """Read the rule; causal attention splits by queries too. Weights are used whole, as they are held."""
         rule = super().rule(op)
         if rule is None:
             return None
@@ -142,16 +176,16 @@ class SequenceRules(BatchRules):
         return leaf.kind.passed and self.batch in shape_of(leaf.node)
 
     def at(self, leaf: Leaf) -> int:
-        """The dimension of an input that is the sequence."""
+        """Give the dimension of an input that is the sequence."""
         return shape_of(leaf.node).index(self.batch)
 
     def partition(self, ranks: int) -> Partition:
-        """Two halves, of which a rank owns the r-th chunk of the first and, from the end, of the second."""
+        """Make two halves, of which a rank owns the r-th chunk of the first and, from the end, of the second."""
         half = self.batch / 2
         return Partition.of([Segment(half), Segment(half, deal=True)], 1, ranks)
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
-        """A slice along the first dimension that is dealt as the sequence is."""
+        """Shard the first dimension that may be sharded as the sequence is."""
         for d in range(tensor_at(resolve(x)).ndim):
             for p in partitions(x, d):
                 if has([p.length], self.batch):
@@ -160,7 +194,7 @@ class SequenceRules(BatchRules):
 
 
 def _weights(program: Capture) -> Iterator[fx.Node]:
-    """Values that are made of trained weights and of nothing that a call passes."""
+    """Yield the values that are made of trained weights and of nothing that a call passes."""
     values = {leaf.node for leaf in program.leaves if leaf.kind.trained}
     yield from values
     for node in program.graph.nodes:
@@ -171,7 +205,7 @@ def _weights(program: Capture) -> Iterator[fx.Node]:
 
 
 def _heads(program: Capture, sequence: sympy.Symbol, ranks: int, inner: int) -> Iterator[Seed]:
-    """Dimensions that views split off values of tokens, heads off a hidden size: each of `inner` parts is dealt."""
+    """Yield dimensions that views split off values of tokens, heads off a hidden size, in `inner` sharded parts."""
     for node in program.graph.nodes:
         if node.target not in VIEWS or not has(shape_of(node), sequence):
             continue
@@ -184,7 +218,7 @@ def _heads(program: Capture, sequence: sympy.Symbol, ranks: int, inner: int) -> 
 
 
 def _by_queries(op: Op, rule: Rule) -> Rule:
-    """The rule of causal attention with a loop over queries, which read keys and values whole."""
+    """Extend the rule of causal attention by a loop over queries, which read keys and values whole."""
     length, at = op.ins[0][-2], len(op.ins[0]) - 2
     if op.args["dropout_p"] > 0 or len(op.slots) > 3 or len(op.ins[0]) != 4 or length != op.ins[1][-2]:
         return rule
@@ -193,59 +227,21 @@ def _by_queries(op: Op, rule: Rule) -> Rule:
 
 
 def _local_attention(op: Op, local: ShardCall) -> Any:
-    """Attention of a rank's queries, each up to its own place."""
+    """Write attention of a rank's queries, each up to its own place."""
     if local.factor is None or local.factor.label != "q" or local.loop is None:
         return local.unchanged(op)
     return local.ranked(dealt_attention, *local.operands, local.runs(local.loop), op.args["scale"])
 
 
-def _one_sequence(program: Capture) -> sympy.Symbol:
-    """The symbol of the sequence: the first input's second dimension. Sizes that are the same become one symbol."""
-    if any(leaf.kind.carried for leaf in program.leaves):
-        raise CaptureError(
-            "with cp sequences are dealt, and what this call carries to the next, such as a cache, is not. Call it "
-            "with use_cache=False, or decode by generate(), or with a cache that you pass: each rank of cp then "
-            "computes all of it."
-        )
-    if program.conditions is not None:
-        raise CaptureError(
-            "this forward decides by the values of its inputs, which differ between parts of a sequence: the cp ranks "
-            "would run different programs. Use cp=1, or rewrite the branch with torch.where."
-        )
-    seconds = [leaf for leaf in program.inputs if len(shape_of(leaf.node)) > 1]
-    sequence = shape_of(seconds[0].node)[1] if seconds else None
-    if not isinstance(sequence, sympy.Symbol):
-        raise CaptureError(
-            "with cp the second dimension of the first input is the sequence, of any length, and this model was "
-            f"captured for one length of it ({sequence}; the plan's notes say why). Use cp=1."
-        )
-    sequence = one_symbol(program, seconds, 1)
-    if program.hints[sequence] % 2:
-        raise CaptureError(
-            f"with cp a rank's part of a sequence is two chunks of one length, and the example's has "
-            f"{program.hints[sequence]} tokens. Pad sequences to a multiple of 2 x cp."
-        )
-    for leaf in program.inputs:
-        if sum(size == sequence for size in shape_of(leaf.node)) > 1:
-            raise CaptureError(
-                f"with cp the input {leaf.name!r} has the sequence in two dimensions, as a mask of pairs has, and a "
-                "rank's part of it is not known. Leave it out: a model makes its mask from what is padding."
-            )
-    return sequence
-
-
 def _causal_by_index(program: Capture) -> None:
-    """Attention says that it is causal where its mask says no more: then no rank makes a mask of its queries."""
-    masks: dict[fx.Node, bool] = {}
+    """Mark attention as causal where its mask says no more: then no rank makes a mask of its queries."""
+    is_causal = cache(lambda mask: mask.op != "placeholder" and causal(mask))
     for node in [n for n in program.graph.nodes if n.target is SDPA]:
         args = Op.of(node).args
         mask = args["attn_mask"]
         if mask is None or shape_of(args["query"])[-2] != shape_of(args["key"])[-2]:
             continue
-        if mask not in masks:
-            masks[mask] = mask.op != "placeholder" and causal(mask)
-        if masks[mask]:
-            kwargs = {k: v for k, v in args.items() if k in ("scale", "enable_gqa")}
+        if is_causal(mask):
             node.args = args["query"], args["key"], args["value"], None, args["dropout_p"], True
-            node.kwargs = kwargs
+            node.kwargs = {k: args[k] for k in ("scale", "enable_gqa") if k in args}
     program.graph.eliminate_dead_code()

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -56,8 +57,7 @@ class States:
 
     def __post_init__(self) -> None:
         leaves = [] if self.ignored else self.program.leaves
-        carried = [x for x in leaves if x.kind.carried and tensors(x.node)]
-        self.leaves = {x.name: x.node for x in carried}
+        self.leaves = {x.name: x.node for x in leaves if x.kind.carried and tensors(x.node)}
         self.results: dict[str, fx.Node] = {}  # state -> what the program leaves of it
         self.outgoing: list[tuple[int, fx.Node]] = []  # outputs that become no state, with their positions
         for position, node in placed_outputs(self.program):
@@ -66,19 +66,16 @@ class States:
                 self.outgoing.append((position, node))
             else:
                 self.results[name] = node
-        self.members: dict[fx.Node, list[str]] = defaultdict(list)
-        for name, node in self.leaves.items():
-            self.members[self.same.get(node, node)].append(name)
 
     def value(self, node: fx.Node) -> Value:
-        """The class of a value."""
+        """Find the class of a value."""
         maker, index = resolve(node)
-        return self.same.get(maker, maker), index
+        return self.same[maker], index
 
     # ---- what may be split -----------------------------------------------------------------------------------------
 
     def dims(self, name: str, lengths: set) -> tuple[int, ...]:
-        """Dimensions of a state that may be split: of one size for ever, and not the first one, the batch.
+        """List the dimensions of a state that may be split: of one size for ever, and not the first one, the batch.
 
         Args:
             name: of the state. lengths: sizes that inputs have along their sequence.
@@ -86,16 +83,16 @@ class States:
         shapes = [shape_of(n) for n in (self.leaves.get(name), self.results.get(name)) if n is not None]
         if len({len(shape) for shape in shapes}) != 1:
             return ()
-        free = name not in self.leaves
         fits = []
-        for d, each in enumerate(zip(*shapes, strict=True)):
-            one = isinstance(each[0], int) and each[0] > 1 and len(set(each)) == 1
-            if d > 0 and one and not (free and each[0] in lengths):
+        for d, lengths_of_d in enumerate(zip(*shapes, strict=True)):
+            n = lengths_of_d[0]
+            one = isinstance(n, int) and n > 1 and len(set(lengths_of_d)) == 1
+            if d > 0 and one and (name in self.leaves or n not in lengths):
                 fits.append(d)
         return tuple(fits)
 
     def seed(self, candidates: Candidates, lengths: set) -> None:
-        """The partitions that states suggest by themselves."""
+        """Seed the partitions that states suggest by themselves."""
         for name, node in (*self.leaves.items(), *self.results.items()):
             layout = self.fixed.get(name, R)
             if layout.sharded_dim is not None and layout.distribution is not None:
@@ -107,44 +104,35 @@ class States:
     # ---- the problem -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def groups(self) -> dict[tuple[str, ...], Value | None]:
-        """States that share one decision -> what they begin with; None for those that only begin here."""
-        groups: dict[tuple[str, ...], Value | None] = {tuple(names): (n, 0) for n, names in self.members.items()}
-        begun: dict[tuple[Value, Layout | None], list[str]] = defaultdict(list)
+    def groups(self) -> list[list[str]]:
+        """List the states that share one decision: equal ones that the program begins with, and equal ones of one
+        layout that it only leaves."""
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for name, node in self.leaves.items():
+            groups[self.value(node)].append(name)
         for name, node in self.results.items():
             if name not in self.leaves:
-                begun[self.value(node), self.fixed.get(name)].append(name)
-        return groups | {tuple(names): None for names in begun.values()}
+                groups[self.value(node), self.fixed.get(name)].append(name)
+        return list(groups.values())
 
     def items(self, candidates: Candidates, prices: Prices) -> Iterator[CarriedItem]:
-        """The items, each with the names of its states."""
-        for names, leaf in self.groups.items():
+        """Make the items, each with the names of its states."""
+        for names in self.groups:
+            leaves = [self.value(self.leaves[names[0]])] if names[0] in self.leaves else []
             results = frozenset(self.value(self.results[n]) for n in names if n in self.results)
-            yield self._item(names, leaf, results, candidates, prices), names
+            values = [*leaves, *sorted(results, key=str)]
+            size, choices = prices.bytes(tensor_at(values[0])), []
+            for layout in self._layouts(names, values, candidates, prices.second_sizes):
+                ins = tuple(as_read(layout, v in self.grads) for v, _ in values[len(leaves) :][:1])
+                outs = tuple(as_read(layout, v in self.grads) for v, _ in leaves)
+                part, ties = size * prices.share(layout), penalty([layout], self.tp)
+                cost = Cost(activation_bytes=part, budget_bytes=part)
+                choices.append(Choice.of(ins, outs, cost, prices.seconds(cost), ties))
+            item = Item(names[0], choices, [results] if results else [], [*leaves], len(names), f"the state {names[0]}")  # type: ignore[arg-type]
+            yield item, tuple(names)
 
-    def _item(
-        self,
-        names: tuple[str, ...],
-        leaf: Value | None,
-        results: frozenset[Value],
-        candidates: Candidates,
-        prices: Prices,
-    ) -> Item:
-        begun: list[Value] = [leaf] if leaf is not None else []
-        values = [*begun, *sorted(results, key=str)]
-        size, choices = prices.bytes(tensor_at(values[0])), []
-        for layout in self._layouts(names, values, candidates, prices.second_sizes):
-            ins = tuple(as_read(layout, v in self.grads) for v, _ in values[len(begun) :][:1])
-            outs = tuple(as_read(layout, v in self.grads) for v, _ in begun)
-            part, ties = size * prices.share(layout), penalty([layout], self.tp)
-            cost = Cost(activation_bytes=part, budget_bytes=part)
-            choices.append(Choice.of(ins, outs, cost, prices.seconds(cost), ties))
-        return Item(names[0], choices, [results] if results else [], [*begun], len(names), f"the state {names[0]}")  # type: ignore[arg-type]
-
-    def _layouts(
-        self, names: tuple[str, ...], values: list[Value], candidates: Candidates, lengths: set
-    ) -> list[Layout]:
-        """All of it, or a slice of a dimension as some operator may have it."""
+    def _layouts(self, names: Sequence[str], values: list[Value], candidates: Candidates, lengths: set) -> list[Layout]:
+        """List the layouts of a state: all of it, or a slice of a dimension as some operator may have it."""
         fixed = self.fixed.get(names[0])
         allowed = set.intersection(*(set(self.dims(n, lengths)) for n in names))
         if fixed is not None:
@@ -162,12 +150,12 @@ class States:
         return list(layouts)
 
     def consumers(self, names: tuple[str, ...]) -> list[Value]:
-        """The program's values, not their classes, that these states are left as."""
+        """List the program's values, not their classes, that these states are left as."""
         return [resolve(self.results[n]) for n in names if n in self.results]
 
     def cached(self, past: Past) -> set[fx.Node]:
-        """Nodes whose values hold what a call began with: what only moves a state, and what is left of it; in a program
-        that is priced for decoding, what only moves what is kept."""
+        """Find nodes whose values hold what a call began with: what only moves a state, and what is left of it; in a
+        program that is priced for decoding, what only moves what is kept."""
         nodes, stored = set(self.leaves.values()), {node for node, _ in past.stored}
         for node in self.program.graph.nodes:
             if moves(node) and any(i in nodes or resolve(i)[0] in stored for i in node.all_input_nodes):
@@ -175,24 +163,20 @@ class States:
         return nodes | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
 
     def begun_parts(self) -> dict[Value, dict[int, float]] | None:
-        """The values that are kept of a call which begins all its states, with the dimensions along which they are as
-        long as what was said; None where nothing is."""
-        parts: dict[Value, dict[int, float]] = {}
+        """Find the values that are kept of a call which begins all its states, with the dimensions along which they
+        are as long as its input; None where nothing is."""
+        parts = {}
         for node in self.results.values() if not self.leaves else ():
             value = resolve(node)
             long = [d for d, s in enumerate(sizes(tensor_at(value))) if symbols_of(s) & lengths(self.program)]
             parts[value] = dict.fromkeys(long, 1.0)
         return {value: part for value, part in parts.items() if part} or None
 
-    def marks(self) -> dict[fx.Node, str]:
-        """Mark states that lie differently from their equals in other blocks."""
-        return {node: repr(self.fixed[name]) for name, node in self.leaves.items() if name in self.fixed}
-
 
 def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[int]) -> dict[str, Layout]:
     """Give the layout of each state by the solver's choices: Replicate, or Shard."""
     place = {id(item): i for i, item in enumerate(problem.items)}
-    layouts: dict[str, Layout] = {}
+    layouts = {}
     for item, names in items:
         choice = item.choices[choices[place[id(item)]]]
         layout = (*choice.ins, *choice.outs)[0]
@@ -200,10 +184,10 @@ def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[in
     return layouts
 
 
-def lying_as_read(
+def placed_as_read(
     items: Sequence[CarriedItem], problem: Problem, choices: Sequence[int], layouts: Mapping[ValueId, Layout]
 ) -> tuple[int, ...]:
-    """The solver's choices, with each state that a program begins as what reads it has it: that is there already.
+    """Change the solver's choices so that each state that a program begins has the layout of its reader, made already.
 
     Args:
         items, problem, choices: see `decided`. layouts: of each value where it is read as what is kept.
@@ -224,7 +208,7 @@ def moves(node: fx.Node) -> bool:
 
 
 def as_read(layout: Layout, graded: bool) -> Layout:
-    """A state's layout as that of a value that carries a gradient, or of one that does not."""
+    """Give a state's layout as that of a value that carries a gradient, or of one that does not."""
     if layout.sharded_dim is not None:
         return layout
     return I if graded else R

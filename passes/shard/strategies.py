@@ -27,7 +27,7 @@ class Candidates:
     Args:
         tp: number of ranks.
         fills: whether every rank certainly owns something of a loop; None for `Distribution.full`.
-        shares: of the ranks, in which dimensions are dealt; () for equal ones. units: of some lengths exactly.
+        shares: of the ranks, by which dimensions are sharded; () for equal ones. units: of some lengths exactly.
         ends: number of each value that says where groups end, as in `Groups`.
     """
 
@@ -44,7 +44,7 @@ class Candidates:
         self.grew = False
 
     def seed(self, value: ValueId, shape: Shape, skip: Iterable[int] = ()) -> None:
-        """A plain split of every dimension that is long enough."""
+        """Add a plain split of every dimension that is long enough."""
         for d, n in enumerate(shape):
             if d not in skip and (not isinstance(n, int) or n > 1):
                 for partition in (p for kind in kinds() for p in kind.seeds(n, self.tp)):
@@ -61,22 +61,21 @@ class Candidates:
         partitions = self.of[dim]
         if partition not in partitions:
             # Those that several ranks own alike push none of the others out, and none of these them.
-            apart = [p for p in partitions if p.shared != partition.shared]
+            others = [p for p in partitions if p.shared != partition.shared]
             alike = [p for p in (*partitions, partition) if p.shared == partition.shared]
             ranked = sorted(alike, key=self._order)[:MAX_PARTITIONS]
             self.grew |= partition in ranked
-            ranked = sorted([*ranked, *apart], key=self._order)
-            self.of[dim] = ranked
+            self.of[dim] = sorted([*ranked, *others], key=self._order)
 
     def _order(self, partition: Distribution) -> tuple[bool, tuple[bool, int, bool, str]]:
         return partition.shared, partition.simplicity(self.tp)
 
     def full(self, loop: Distribution) -> bool:
-        """Say whether every rank certainly owns something of a loop that is dealt so."""
+        """Say whether every rank certainly owns something of a loop that is sharded so."""
         return loop.full(self.tp) if self.fills is None else self.fills(loop, self.tp)
 
     def loops(self, factor: Factor, ins: Slots, outs: list[ValueId]) -> list[Distribution]:
-        """Partitions of a factor's loop that some slot suggests.
+        """List the partitions of a factor's loop that some slot suggests.
 
         Args:
             factor: the loop, and how each slot carries it.
@@ -96,8 +95,8 @@ class Candidates:
                     partitions[loop] = None
         # A loop that is cut up, as a concatenation of q, k and v, is known once each of its pieces is.
         if factor.pieces and set(pieces) == {i for i, n in enumerate(factor.pieces) if n != 0}:
-            each = [pieces[i] for i in sorted(pieces)]
-            for combination in itertools.islice(itertools.product(*each), MAX_COMBINATIONS):
+            in_order = [pieces[i] for i in sorted(pieces)]
+            for combination in itertools.islice(itertools.product(*in_order), MAX_COMBINATIONS):
                 joined = Partition.join(combination, self.tp)
                 if joined is not None:
                     whole[joined] = None
@@ -129,11 +128,11 @@ class Candidates:
     def place(
         self, carry: Carry, factor: Factor, loop: Distribution, ins: Sequence[frozenset[ValueId]]
     ) -> Distribution | None:
-        """The partition of a slot's dimension when its factor's loop has this one; None where there is none.
+        """Find the partition of a slot's dimension when its factor's loop has this one; None where there is none.
 
         Args:
             carry: of the slot. factor, ins: as for `loops`.
-            loop: how the factor's loop is dealt.
+            loop: the partition of the factor's loop.
         """
         if carry.piece is not None:
             pieces = loop.cut(factor.pieces, self.tp)
@@ -147,7 +146,7 @@ class Candidates:
 def _carried(
     factor: Factor, ins: Sequence[frozenset[ValueId]], outs: Iterable[ValueId]
 ) -> Iterator[tuple[Carry | None, frozenset[ValueId]]]:
-    """Each slot's place in a loop, and the values that are there; results come after operands."""
+    """Pair each slot's place in a loop with the values that are there; results come after operands."""
     return zip(factor.carries, (*ins, *(frozenset([o]) for o in outs)), strict=True)
 
 
@@ -169,7 +168,7 @@ def several_read(op: Op, factor: Factor) -> bool:
 
 
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
-    """Points that break ties between equal costs: one for each further segment, one for repetition, two for unevenness.
+    """Count points that break ties of equal costs: one for a further segment, one for repetition, two for unevenness.
 
     Which dimension is split does not count.
 
@@ -187,7 +186,7 @@ def signatures(
     rule: Rule | None, ins: list[bool], outs: list[bool], slots: Slots, results: list[ValueId],
     candidates: Candidates,
 ) -> Iterator[Signature]:  # fmt: skip
-    """Every legal (layouts of operands, layouts of results, split factor, its loop) of one operator.
+    """Yield every legal (layouts of operands, layouts of results, split factor, its loop) of one operator.
 
     Args:
         rule: None for an operator without one, which runs whole.
@@ -228,7 +227,7 @@ def signatures(
 
 
 def _whole(rule: Rule | None, ins: list[bool], outs: list[bool]) -> Iterator[Signature]:
-    """All ranks compute the whole: alike (I), or each for its own part, whose gradients are summands (R)."""
+    """Yield signatures where all ranks compute the whole: alike (I), or for their parts, with summed gradients (R)."""
     # The backward that somebody wrote may clip, and then summands are not what it may be given.
     alike = (I,) if rule is not None and not rule.summed else (I, R)
     graded = any(ins)
@@ -242,8 +241,8 @@ def _split(
     rule: Rule, factor: Factor, loop: Distribution, slots: Slots, results: list[ValueId],
     candidates: Candidates,
 ) -> tuple[SlotLayouts, SlotLayouts] | None:  # fmt: skip
-    """The layouts of operands and results where this loop is split; None where some slot cannot be."""
-    layouts: list[Layout] = []
+    """Give the layouts of operands and results where this loop is split; None where some slot cannot be."""
+    layouts = []
     for slot, (carry, values) in enumerate(_carried(factor, slots, results)):
         if carry is None:
             layouts.append(_uncarried(rule, factor, slot))
@@ -257,7 +256,7 @@ def _split(
 
 
 def _uncarried(rule: Rule, factor: Factor, slot: int) -> Layout:
-    """The layout of an operand or, numbered after them, a result that lacks the loop which is split."""
+    """Give the layout of an operand or, numbered after them, a result that lacks the loop which is split."""
     if slot >= len(factor.ins):
         return I if slot - len(factor.ins) in factor.alike else Partial(factor.reduction)
     if slot in factor.maxima:

@@ -3,8 +3,8 @@
 Between the first and the last product by expert a region (`own_rows.py`) is rewritten: what enters is sent by an uneven
 all-to-all, the products read a rank's own experts, and what leaves is sent back. Counts go around first, so that all
 ranks know how many rows go where, and refuse together what cannot be. Backward is by the table of conversions: the
-exchange the other way. An expert's gradient then has the rows of all ranks in it, and lies in zeros for those of the
-others: one summand over the axis as that of every weight, of which data parallelism takes the mean.
+exchange the other way. An expert's gradient then has the rows of all ranks in it, and zeros for experts of other
+ranks: one summand over the axis as that of every weight, of which data parallelism takes the mean.
 
 With experts over fewer than all ranks, ranks that follow each other have the same ones: each holds its part of them,
 which they gather for their products, and rows go to the one that has the sender's place among such ranks.
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture, Env, copy_node, shape_of, tensors, where
-from autotp.ir.layouts import Copied, Copies, Groups, Layout, Partition, R, Shard, Travelled
+from autotp.ir.layouts import Copies, Groups, Layout, Partition, R, Shard, Travelled, dealt_by
 from autotp.ir.marks import Axis, BatchConversion, inherit
 from autotp.ir.op import EXPERTS, Carry, Op, Rule, aten, factors_of, sizes
 from autotp.ir.specs import TravelledSpec
@@ -36,13 +36,13 @@ MEASURED: list[list[Tensor]] = []  # counts of each exchange, for those who meas
 
 
 def counts_of(ends: Tensor, rows: int) -> Tensor:
-    """Rows of each expert on this rank, and all, [1, experts + 1], of the row after each expert's last, [experts]."""
+    """Count rows of each expert on this rank, and all, [1, experts + 1], by the row after each's last, [experts]."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
     return torch.cat([counts, counts.new_full((1,), rows)]).unsqueeze(0)
 
 
 def agreed_counts(counts: Tensor) -> Tensor:
-    """The counts of all ranks where each has an expert for each of its rows; every rank sees the same ones.
+    """Check that each rank has an expert for each of its rows, and give all ranks' counts, the same on every rank.
 
     Args:
         counts: rows of each expert on each rank, and all rows of each, [ranks, experts + 1].
@@ -56,27 +56,27 @@ def agreed_counts(counts: Tensor) -> Tensor:
     if counts.is_meta:
         return counts
     counts, rows = counts.cpu(), rows.cpu()
-    odd = (counts.sum(1) != rows) | (counts < 0).any(1)
-    if bool(odd.any()):
-        ranks = odd.nonzero().flatten().tolist()
+    faulty = (counts.sum(1) != rows) | (counts < 0).any(1)
+    if bool(faulty.any()):
+        ranks = faulty.nonzero().flatten().tolist()
         raise InputError(
-            f"with ep rows travel to their experts, and of {rows[odd].tolist()} rows dp ranks {ranks} have an expert "
-            f"for {counts.sum(1)[odd].tolist()}: a router has named an expert that is not there, or counted rows "
-            f"twice. Names of experts go from 0 to {counts.shape[1] - 1}."
+            f"with ep rows travel to their experts, and of {rows[faulty].tolist()} rows dp ranks {ranks} have an "
+            f"expert for {counts.sum(1)[faulty].tolist()}: a router has named an expert that is not there, or counted "
+            f"rows twice. Names of experts go from 0 to {counts.shape[1] - 1}."
         )
-    for each in MEASURED:
-        each.append(counts)
+    for record in MEASURED:
+        record.append(counts)
     return counts
 
 
-def own_ends(there: TravelledSpec, dtype: torch.dtype, like: Tensor, *, rank: int, tp: int) -> Tensor:
-    """The row after the last of each of this rank's experts, among the rows that it gets.
+def own_ends(travelled: TravelledSpec, dtype: torch.dtype, like: Tensor, *, rank: int, tp: int) -> Tensor:
+    """Give the row after the last of each of this rank's experts, among the rows that it gets.
 
     Args:
-        there: how rows lie with the ranks of their experts. dtype: of the ends. like: on what device.
+        travelled: how rows are divided over the ranks of their experts. dtype: of the ends. like: on what device.
         rank, tp: this rank, of how many.
     """
-    return there.of_owner(rank, tp).sum(0).cumsum(0).to(like.device, dtype)
+    return travelled.of_owner(rank, tp).sum(0).cumsum(0).to(like.device, dtype)
 
 
 for _function in (counts_of, agreed_counts, own_ends):
@@ -112,9 +112,9 @@ def own_experts(program: Capture, ranks: int) -> dict[fx.Node, Layout]:
     Args:
         program: whose regions stand as one operator each; is changed. ranks: of the axis.
 
-    Returns: the nodes that are a part now, from the weight to its products: how they lie over the axis.
+    Returns: the nodes that are a part now, from the weight to its products, with their layouts over the axis.
     """
-    owned: dict[fx.Node, Layout] = {}
+    owned = {}
     for leaf in (x for x in program.leaves if x.kind.trained and x.is_tensor):
         for node in _way([leaf.node]):
             val = node.meta["val"]
@@ -126,7 +126,7 @@ def own_experts(program: Capture, ranks: int) -> dict[fx.Node, Layout]:
 
 
 def _way(way: list[fx.Node]) -> list[fx.Node]:
-    """A weight, and what is made of it expert by expert for products by expert alone; nothing where others read it."""
+    """List a weight, and what is made of it by expert for products by expert alone; nothing where others read it."""
     for node in way:
         for user in node.users:
             if isinstance(user.target, OwnRows):
@@ -149,7 +149,7 @@ def _by_row(node: fx.Node) -> bool:
 
 
 def travelling(regions: Iterable[fx.Node], ranks: int, ep: int) -> str:
-    """Say which experts are dealt out, in a note of the plan."""
+    """Say which experts are sharded, in a note of the plan."""
     names = listed(list(dict.fromkeys(map(where, regions))))
     those = f"{ranks} ranks" if ep == ranks else f"{ep} groups of {ranks // ep} ranks"
     return f"over dp rows travel to their experts, of which each of {those} computes its own: {names}"
@@ -167,18 +167,18 @@ class Journey:
     """Writes the nodes of a region so that rows travel; called with each in order.
 
     Attributes:
-        region: of a program. ranks: of the axis. ep: ranks or groups of them to which experts are dealt.
+        region: of a program. ranks: of the axis. ep: ranks or groups of them over which experts are sharded.
         owned: nodes of the program of which a rank has its own part.
-        there: of each node whose rows travel, what a rank has of it.
-        own: of each weight, the rank's experts. ends: of its own experts; `counts`: of all ranks.
+        travelled: of each node whose rows travel, what a rank has of it.
+        parts: of each weight, the rank's experts. ends: of its own experts; `counts`: of all ranks.
     """
 
     region: Region
     ranks: int
     ep: int
     owned: Collection[fx.Node] = ()
-    there: Env = field(default_factory=dict)
-    own: Env = field(default_factory=dict)
+    travelled: Env = field(default_factory=dict)
+    parts: Env = field(default_factory=dict)
     ends: fx.Node | None = None
     counts: fx.Node | None = None
 
@@ -196,37 +196,37 @@ class Journey:
                 f"ep={self.ep} does not deal out the {number} experts of {self.name}: each rank has as many. "
                 f"Choose an ep that divides {number}, or ep=1."
             )
-        of, copies = Partition.plain(number, self.ep), self.ranks // self.ep
-        there = of if copies == 1 else Copies(of, copies)
-        self.of: Layout = Shard(0, of) if copies == 1 else Copied(0, Copies(of, copies))
+        plain, copies = Partition.plain(number, self.ep), self.ranks // self.ep
+        partition = plain if copies == 1 else Copies(plain, copies)
+        self.of = dealt_by(0, partition)
         self.layouts = (
             Shard(0, Partition.plain(self.ranks * region.rows, self.ranks)),
-            Travelled(0, Groups(0, there)),
+            Travelled(0, Groups(0, partition)),
         )
         self.inside = _between(region)
 
-    def __call__(self, node: fx.Node, read: Read, graph: fx.Graph) -> fx.Node:
+    def __call__(self, node: fx.Node, read: Read) -> fx.Node:
         """Write a node; gives what the rest of the region reads."""
+        graph = read.sizes.graph
         if node not in self.inside:
             return copy_node(node, graph, read)
-        new = copy_node(node, graph, lambda x: self._operand(node, x, read, graph))
-        self.there[node] = new
+        new = copy_node(node, graph, lambda x: self._operand(node, x, read))
+        self.travelled[node] = new
         if _many(node) or all(u in self.inside for u in node.users):
             return new
-        own, there = self.layouts
-        return self._convert(new, there, own, read, new.meta["val"])
+        return self._convert(new, *self.layouts[::-1], read, new.meta["val"])
 
-    def _operand(self, node: fx.Node, x: fx.Node, read: Read, graph: fx.Graph) -> Any:
-        """Operand of a node whose rows travel, in place of the one on the rank that sorted them."""
+    def _operand(self, node: fx.Node, x: fx.Node, read: Read) -> Any:
+        """Give the operand of a node whose rows travel, in place of the one on the rank that sorted them."""
         if x not in self.region.kinds:
-            return self._own(x, read) if node in self.weights and x is self.weights[node] else read(x)
-        self._count(read, graph)
+            return self._experts(x, read) if x is self.weights.get(node) else read(x)
+        self._count(read)
         if self.region.has(x, Kind.ENDS):
             return self.ends
-        if x not in self.there:
+        if x not in self.travelled:
             local = read(x)
-            self.there[x] = self._convert(local, *self.layouts, read, local.meta["val"])
-        return self.there[x]
+            self.travelled[x] = self._convert(local, *self.layouts, read, local.meta["val"])
+        return self.travelled[x]
 
     def _convert(self, x: fx.Node, a: Layout, b: Layout, read: Read, val: Tensor) -> fx.Node:
         """Write a conversion over the axis, in the module of the products."""
@@ -235,43 +235,41 @@ class Journey:
         inherit(new, next(iter(self.region.products)), val, batch=over, axis=AXIS, flops=None, saved=None)
         return new
 
-    def _own(self, weight: fx.Node, read: Read) -> fx.Node:
-        """The rank's own experts of a weight."""
+    def _experts(self, weight: fx.Node, read: Read) -> fx.Node:
+        """Give the rank's own experts of a weight."""
         x = read(weight)
         before = Shard(0, Partition.plain(self.experts, self.ranks)) if x in self.owned else R
         if before == self.of:
             return x
-        if weight not in self.own:
+        if weight not in self.parts:
             val = x.meta["val"].new_empty((self.experts // self.ep, *x.meta["val"].shape[1:]))
-            self.own[weight] = self._convert(x, before, self.of, read, val)
-        return self.own[weight]
+            self.parts[weight] = self._convert(x, before, self.of, read, val)
+        return self.parts[weight]
 
-    def _count(self, read: Read, graph: fx.Graph) -> None:
+    def _count(self, read: Read) -> None:
         """Have all ranks know the rows of each expert on each."""
         if self.counts is not None:
             return
         ends = read(next(iter(self.region.products.values()))[0])
         val, rows = ends.meta["val"], read.sizes.of(self.region.rows)
         one, everyone = (val.new_empty((n, self.experts + 1), dtype=torch.int64) for n in (1, self.ranks))
-        mine = _call(graph, ends, counts_of, (ends, rows), one)
-        each = Shard(0, Partition.plain(self.ranks, self.ranks))
-        gathered = self._convert(mine, each, R, read, everyone)
-        self.counts = _call(graph, ends, agreed_counts, (gathered,), everyone[:, :-1])
-        there = self.layouts[1].to_runtime(lambda n: self.counts if isinstance(n, Groups) else n)
-        own = val.new_empty((self.experts // self.ep,))
-        self.ends = _call(graph, ends, own_ends, (there, val.dtype, ends), own, AXIS)
+        local = _call(ends, counts_of, (ends, rows), one)
+        row_of_each = Shard(0, Partition.plain(self.ranks, self.ranks))
+        gathered = self._convert(local, row_of_each, R, read, everyone)
+        self.counts = _call(ends, agreed_counts, (gathered,), everyone[:, :-1])
+        travelled = self.layouts[1].to_runtime(lambda n: self.counts if isinstance(n, Groups) else n)
+        val_of_ends = val.new_empty((self.experts // self.ep,))
+        self.ends = _call(ends, own_ends, (travelled, val.dtype, ends), val_of_ends, AXIS)
 
 
-def _call(
-    graph: fx.Graph, like: fx.Node, function: Any, args: tuple[Any, ...], val: Tensor, axis: Axis | None = None
-) -> fx.Node:
+def _call(like: fx.Node, function: Any, args: tuple[Any, ...], val: Tensor, axis: Axis | None = None) -> fx.Node:
     """Write a call in the module of a node.
 
     Args:
-        graph: that is written. like: the node. function, args: of the call. val: what it gives.
+        like: the node. function, args: of the call. val: what it gives.
         axis: whose rank it takes.
     """
-    new = graph.call_function(function, args)
+    new = like.graph.call_function(function, args)
     inherit(new, like, val, axis=axis, batch=None, flops=None, saved=None)
     return new
 
@@ -281,7 +279,7 @@ def _many(node: fx.Node) -> bool:
 
 
 def _between(region: Region) -> dict[fx.Node, None]:
-    """The nodes whose rows travel: products by expert, what is between them, and what is cheaper made there."""
+    """List the nodes whose rows travel: products by expert, what is between them, and what is cheaper made there."""
     rows, products = [n for n in region.kinds if region.has(n, *SORTED)], region.products
     after, before = {*products}, {*products}
     for node in rows:
@@ -303,6 +301,6 @@ def _between(region: Region) -> dict[fx.Node, None]:
 
 
 def _width(node: fx.Node) -> int:
-    """Bytes of a row."""
+    """Count the bytes of a row."""
     val = node.meta["val"]
     return prod(int(n) for n in sizes(val)[1:]) * val.element_size()

@@ -21,7 +21,7 @@ COMMON_SHARE = 0.5  # the least part of their operators that neighbours have in 
 
 
 def units_of(planned: Planned, sharded: Sharded) -> list[Unit]:
-    """The units of a program: of the outermost lists of modules in which neighbours have much the same operators.
+    """Find the units of a program: of the outermost lists of modules whose neighbours have much the same operators.
 
     Args:
         planned: the decisions. sharded: the program that is cut.
@@ -43,9 +43,8 @@ def _alike(a: Counter[str], b: Counter[str]) -> bool:
 
 
 def _blocks(graph: fx.Graph, blocks: Container[str], level: int) -> tuple[dict[str, int], dict[str, Counter[str]]]:
-    """Path of a block at this depth -> position of its first node, and the operators that it calls."""
-    starts: dict[str, int] = {}
-    operators: dict[str, Counter[str]] = defaultdict(Counter)
+    """Map paths of blocks at this depth -> position of their first node, and the operators that they call."""
+    starts, operators = {}, defaultdict(Counter)
     for i, node in enumerate(graph.nodes):
         around = [p for p in scope_path(node) if p in blocks]
         if node.op == "call_function" and len(around) > level:
@@ -56,7 +55,7 @@ def _blocks(graph: fx.Graph, blocks: Container[str], level: int) -> tuple[dict[s
 
 
 def stage_starts(units: list[Unit], sizes: Iterable[int]) -> list[int]:
-    """The position in the graph at which each stage begins.
+    """List the position in the graph at which each stage begins.
 
     Args:
         units: of the program. sizes: how many of them each stage has, in order.
@@ -114,7 +113,7 @@ class Staging:
 def in_flight(stage: int, ranks: int, chunks: int) -> int:
     """Return how many micro-batches a stage holds activations of at most in a 1F1B schedule.
 
-    With `chunks` stages a rank it is the interleaved one, where a rank's are dealt out evenly (Narayanan et al. 2021).
+    With `chunks` stages a rank it is the interleaved one, where a rank's are spread evenly (Narayanan et al. 2021).
     """
     ahead = ranks - stage % ranks
     if chunks == 1:
@@ -125,7 +124,7 @@ def in_flight(stage: int, ranks: int, chunks: int) -> int:
 def divide(
     weights: Sequence[Weight], ranks: int, chunks: int = 1, limits: Sequence[float] = (), rates: Sequence[float] = ()
 ) -> Division | None:
-    """The division with the least seconds of the slowest stage, and of equal ones the least memory of the fullest.
+    """Find the division with the least seconds of the slowest stage, and of equal ones the least memory of the fullest.
 
     Args:
         weights: of the units, in order. ranks: of the pipeline. chunks: stages of each rank.

@@ -35,7 +35,7 @@ class Wire:
 
     Attributes:
         name: of the value in the program. value: its fake whole.
-        layout: how it lies over the tp ranks. graded: whether a gradient comes back.
+        layout: its placement over the tp ranks. graded: whether a gradient comes back.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Wire:
 
     @cached_property
     def shape(self) -> tuple[Any, ...]:
-        """Its sizes in the program's symbols."""
+        """Give its sizes in the program's symbols."""
         return tuple(map(expression, self.value.shape))
 
 
@@ -74,7 +74,7 @@ class Piece:
 
 
 def cut(planned: Planned, sharded: Sharded, starts: Sequence[int]) -> list[Piece]:
-    """The programs of the stages.
+    """Cut a program into those of the stages.
 
     Args:
         planned: the decisions; `sharded`: the program that was made by them, which stays as it is.
@@ -87,7 +87,7 @@ def cut(planned: Planned, sharded: Sharded, starts: Sequence[int]) -> list[Piece
 
 
 def joined(planned: Planned, sharded: Sharded, pieces: Sequence[Piece]) -> Sharded:
-    """One program that runs the stages one after another, for proofs: what flows from one into the next is one value.
+    """Write one program that runs the stages in turn, for proofs: what flows from one to the next is one value.
 
     Args:
         planned, sharded: the program that was cut, for its inputs. pieces: of it, in order.
@@ -135,7 +135,7 @@ class _Cutter:
         self.read: dict[fx.Node, set[int]] = {}  # value -> later stages that receive it
 
     def run(self) -> list[Piece]:
-        self._refuse_odd()
+        self._refuse_writes()
         for stage in range(self.stages):
             for node in [n for n, at in self.at.items() if at == stage and n not in self.free]:
                 self._take(node, stage)
@@ -145,7 +145,7 @@ class _Cutter:
         boundaries = [self._boundary(k) for k in range(self.stages - 1)]
         return [self._piece(stage, boundaries) for stage in range(self.stages)]
 
-    def _refuse_odd(self) -> None:
+    def _refuse_writes(self) -> None:
         tensors = self.program.tensor_inputs
         if any(isinstance(x, int) and not tensors[x].kind.carried for x in self.program.mutations.values()):
             raise PlanError("the model writes to its inputs, which stages receive as copies: it cannot be cut.")
@@ -160,7 +160,7 @@ class _Cutter:
 
     def _free(self) -> set[fx.Node]:
         """Return what needs no weights and does not draw: each stage makes what it reads of it."""
-        free: set[fx.Node] = set()
+        free = set()
         for node in self.order:
             if node.op == "placeholder":
                 leaf, value = self.leaf[node], node.meta.get("val")
@@ -168,8 +168,8 @@ class _Cutter:
                 counter = leaf.kind.carried and isinstance(value, Tensor) and not value.is_floating_point()
                 if counter or (leaf.kind in MADE_AGAIN and leaf.name not in self.mutated):
                     free.add(node)
-            elif node.op == "call_function" and (free.issuperset(node.all_input_nodes) or _is_size(node)):
-                free |= set() if draws(node) else {node}
+            elif node.op == "call_function" and not draws(node):
+                free |= {node} if free.issuperset(node.all_input_nodes) or _is_size(node) else set()
         return free
 
     def _sink(self) -> None:
@@ -190,20 +190,20 @@ class _Cutter:
                 self.at[node] = min((self.at[n] for n in node.users if n in self.at), default=self.at[node])
 
     def _settle(self) -> None:
-        """Sums are taken in the stage that makes the summands, though their first reader is in a later one."""
+        """Take sums in the stage that makes the summands, though their first reader is in a later one."""
         for node in self.order:
             conversion = mark(node).conversion
             source: Any = node.args[0] if conversion is not None else None
             if (
                 conversion is not None
                 and conversion[0].mark == "P"
-                and self.at.get(source, self.at.get(node)) != self.at[node]
+                and self.at.get(source, self.at[node]) != self.at[node]
             ):
                 self.at[node] = self.at[source]
                 self.early.add(node)
 
     def _giver(self, position: int) -> int:
-        """The stage that gives a result: the last one, but of what one rank keeps its maker."""
+        """Find the stage that gives a result: the last one, but of what one rank keeps its maker."""
         value = self.result[position]
         return self.stages - 1 if self._shared(position) or not isinstance(value, fx.Node) else self._home(value)
 
@@ -214,7 +214,7 @@ class _Cutter:
         return not stays or (not isinstance(taker, str) and self.result[position] in self.free)
 
     def _home(self, node: fx.Node) -> int:
-        """The stage that makes a value which a buffer or state becomes: the one that reads what it is made of."""
+        """Find the stage that makes a value which a buffer or state becomes: the one that reads what it is made of."""
         if node in self.at and node not in self.free:
             return self.at[node]
         return max((self._home(n) for n in node.all_input_nodes), default=0)
@@ -225,7 +225,7 @@ class _Cutter:
     def _layout(self, node: fx.Node) -> Layout:
         layout = self.sharded.layouts.get(node)
         if layout is None:
-            raise PlanError(f"{node.name} flows between stages, and nothing says how it lies. Please report the model.")
+            raise PlanError(f"{node.name} flows between stages, and its layout is not known. Please report the model.")
         return layout
 
     # ---- what each stage needs -------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class _Cutter:
                 work += [n for n in at.all_input_nodes if self._need(n, stage, deep=False)]
 
     def _need(self, node: fx.Node, stage: int, deep: bool = True) -> bool:
-        """Let a stage have a value; whether it is made there, and its operands are still to be had."""
+        """Let a stage have a value; gives whether it is made there, so that its operands are needed too."""
         here = node.op == "placeholder" or node in self.free or self.at[node] == stage or self._moves(node)
         if not here:
             tensor_of(node)
@@ -254,19 +254,20 @@ class _Cutter:
         if mark(node).conversion is None or may_flow(self._layout(node), self._graded(node)):
             return False
         source: Any = node.args[0]
-        there = source in self.free or source.op == "placeholder"
-        return there or may_flow(self._layout(source), self._graded(source))
+        present = source in self.free or source.op == "placeholder"
+        return present or may_flow(self._layout(source), self._graded(source))
 
     def _boundary(self, k: int) -> list[fx.Node]:
         """Return what flows from stage k to the next, in the order of the program."""
-        crossing = [n for n, stages in self.read.items() if self.at[n] <= k < max(stages)]
-        return sorted(crossing)
+        return sorted(n for n, stages in self.read.items() if self.at[n] <= k < max(stages))
 
     def _wires(self, nodes: Sequence[fx.Node], stage: int) -> tuple[Wire, ...]:
         wires = []
         for node in nodes:
             layout, graded = self._layout(node), self._graded(node)
-            crosses = layout if may_flow(layout, graded) or not _convertible(layout) else I
+            # Invariant stands for a value that is whole, or a sum, where that may not flow.
+            convertible = layout.mark in ("R", "P") and layout.to_runtime().reduction == "sum"
+            crosses = layout if may_flow(layout, graded) or not convertible else I
             wires.append(Wire(node.name, tensor_of(node), crosses, graded))
         check_wires(wires, stage)
         return tuple(wires)
@@ -299,31 +300,26 @@ class _Cutter:
         return Piece(capture, writer.out, wires_in, wires_out, names, inputs, positions, shared)
 
     def _mutations(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> Mutations:
-        """Takers of a stage's outputs, by place: a tensor among the inputs by its place among the stage's own."""
-        whole, own = _tensors(self.program.leaves), _tensors(leaves)
-        out: Mutations = {}
+        """Map a stage's outputs, by place, to their takers: a tensor of the inputs by its place among the stage's."""
+        whole, here = _tensors(self.program.leaves), _tensors(leaves)
+        out = {}
         for k, position in enumerate(positions):
             taker = self.program.mutations.get(position)
             if isinstance(taker, int):  # a state that the stage only writes is no input of it: whoever called writes it
-                taker = own.index(whole[taker]) if whole[taker] in own else None
+                taker = here.index(whole[taker]) if whole[taker] in here else None
             if taker is not None:
                 out[k] = taker
         return out
 
 
 def _tensors(leaves: Sequence[Leaf]) -> list[str]:
-    """The names of the tensors that a call passes."""
+    """List the names of the tensors that a call passes."""
     return [x.name for x in leaves if x.kind.passed and x.is_tensor]
 
 
 def _is_size(node: fx.Node) -> bool:
     """Return whether it is a size of what a call passes: states that another stage holds are passed as their shapes."""
     return node.target is compat.sym_size and all(n.op == "placeholder" for n in node.all_input_nodes)
-
-
-def _convertible(layout: Layout) -> bool:
-    """Return whether an Invariant value can stand for it at a boundary."""
-    return layout.mark in ("R", "P") and layout.to_runtime().reduction == "sum"
 
 
 class _Writer:
@@ -336,7 +332,7 @@ class _Writer:
         self.env: Env = {}
 
     def begin(self, pairs: Any) -> list[Leaf]:
-        """All but the output; the leaves that it takes, in order."""
+        """Write all but the output; gives the leaves that it takes, in order."""
         cutter, leaves, arrived = self.cutter, [], []
         for node, wire in pairs:
             new = self.graph.placeholder(f"from_{node.name}")
@@ -377,7 +373,7 @@ class _Writer:
         if node in cutter.sharded.ends:
             pattern = re.sub(r"\b\d+\b", "*", ".".join([*map(module_of, scope_path(node)[-1:]), "*"]))
             raise PlanError(
-                f"{node.name} is rows that are dealt out by experts, which cannot be cut into stages yet. Pin the "
+                f"{node.name} is rows that are sharded by expert, which cannot be cut into stages yet. Pin the "
                 f"experts whole: pins={{'{pattern}': Replicate()}}."
             )
         if node in cutter.early:
@@ -423,13 +419,13 @@ def check_wires(wires: Iterable[Wire], stage: int) -> None:
         if not may_flow(wire.layout, wire.graded):
             what = "is a summand" if wire.layout.mark == "P" else "has a gradient that is a summand"
             raise PlanError(
-                f"between stages {stage} and {stage + 1} the value {wire.name} lies {wire.layout}: what a rank holds "
+                f"between stages {stage} and {stage + 1} the value {wire.name} is {wire.layout}: what a rank holds "
                 f"{what}, and sums must be taken before a value leaves its stage. Please report the model."
             )
 
 
 def tensor_of(node: fx.Node) -> Tensor:
-    """The tensor that a node makes.
+    """Give the tensor that a node makes.
 
     Raises:
         PlanError: it makes none.

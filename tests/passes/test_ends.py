@@ -19,7 +19,7 @@ from autotp.inputs import Inputs
 from autotp.ir.decisions import plain, read_layout
 from autotp.ir.layouts import Grouped, Groups, Partition
 from autotp.ir.program import Planned
-from autotp.passes.shard.ends import Ends
+from autotp.passes.shard.ends import ends_of
 from autotp.passes.shard.planner import Builder
 from autotp.passes.stages.balance import stage_starts, units_of
 from autotp.passes.stages.cut import cut
@@ -67,7 +67,7 @@ def test_equal_blocks_have_one_number_and_ends_of_their_own(planned: tuple[Plann
     sums, products, relus = (of_kind(planned[0], name) for name in ("cumsum", "grouped_mm", "relu"))
     assert table == (tuple((n, 0) for n in sums),) and len(sums) == 2
     for nodes in (products, relus):
-        assert [Ends(planned[0]).of(0, n) for n in nodes] == [(n, 0) for n in sums]
+        assert [ends_of(planned[0], 0, n) for n in nodes] == [(n, 0) for n in sums]
 
 
 def test_candidates_name_no_node(planned: tuple[Planned, Builder]):
@@ -83,10 +83,10 @@ def test_candidates_name_no_node(planned: tuple[Planned, Builder]):
 def test_a_number_without_its_values_is_an_error(planned: tuple[Planned, Builder]):
     relu = of_kind(planned[0], "relu")[0]
     with pytest.raises(PlanError, match="0 values for 2 operators"):
-        Ends(planned[0]).of(1, relu)
+        ends_of(planned[0], 1, relu)
     one = dataclasses.replace(planned[0], ends=(planned[0].ends[0][:1],))
     with pytest.raises(PlanError, match="1 values for 2 operators"):
-        Ends(one).of(0, relu)
+        ends_of(one, 0, relu)
 
 
 def test_a_name_in_a_file_is_no_number():
@@ -106,6 +106,6 @@ def test_rows_by_expert_are_refused_with_a_pin_that_cuts_them() -> None:
         made = plan_stages(captured, notes, Options.read(2, Steering(pins=pins)), "Blocks")
         return len(cut(made.planned, made.sharded, stage_starts(units_of(made.planned, made.sharded), (1, 1))))
 
-    with pytest.raises(PlanError, match=r"dealt out by experts.* pins={'layers\.\*\.\*': Replicate\(\)}"):
+    with pytest.raises(PlanError, match=r"sharded by expert.* pins={'layers\.\*\.\*': Replicate\(\)}"):
         pieces(None)
     assert pieces({"layers.*.*": Replicate()}) == 2

@@ -91,7 +91,7 @@ class Measures:
         if key not in self.lines:
             self.lines[key] = self._line(key, alternative)
         line = self.lines[key]
-        log.info("%s on %s: %s", alternative.name, self.device, line.verdict.why)
+        log.info("%s on %s: %s", alternative.name, self.device, line.verdict.reason)
         if (see := watcher.get()) is not None:
             see(alternative, line, self.device)
         return line.verdict

@@ -29,7 +29,7 @@ def wire(layout: Layout, graded: bool) -> Wire:
 @pytest.mark.parametrize(("layout", "graded"), [(P, True), (P, False), (R, True)])
 def test_a_pending_sum_does_not_leave_its_stage(layout: Layout, graded: bool) -> None:
     check_wires([wire(I, True), wire(R, False)], 0)
-    with pytest.raises(PlanError, match=r"between stages 0 and 1 the value x lies .* summand"):
+    with pytest.raises(PlanError, match=r"between stages 0 and 1 the value x is .* summand"):
         check_wires([wire(I, True), wire(layout, graded)], 0)
 
 
