@@ -193,7 +193,6 @@ class Keepers:
 
     def _readers(self, value: Value) -> list[tuple[fx.Node, int]]:
         node, index = value
-        users = [u for u in node.users if u in self.ops]
-        users += [u for item in node.users if item not in self.ops and resolve(item) == value for u in item.users]
-        users = [u for u in dict.fromkeys(users) if u in self.ops]
-        return [(u, i) for u in users for i, s in enumerate(self.ops[u].slots) if resolve(s) == value]
+        items = [n for n in node.users if n not in self.ops and resolve(n) == value]
+        users = dict.fromkeys([*node.users, *(user for item in items for user in item.users)])
+        return [(u, i) for u in users if u in self.ops for i, s in enumerate(self.ops[u].slots) if resolve(s) == value]

@@ -200,14 +200,16 @@ def within(sizes: list[list[float]], knapsack: Terms, picks: Picks, limit: float
         picks: the columns of each item's choices.
         limit: bytes.
     """
-    sized = [(i, size) for i, size in enumerate(sizes) if any(size)]
-    least = sum(min(size) for _, size in sized)
-    rows = [Row(knapsack, 0.0, limit)]
-    for i, size in sized:
-        room = limit - (least - min(size))
-        rows += [Row({column: 1.0}, 0, 0) for column, n in zip(picks[i], size, strict=True) if n > room]
-    excess = {c: n - min(size) for i, size in sized for c, n in zip(picks[i], size, strict=True)}
-    return [*rows, *covers(excess, {c: i for i, _ in sized for c in picks[i]}, limit - least)]
+    least = sum(map(min, sizes))
+    rows, excess, items = [Row(knapsack, 0.0, limit)], {}, {}
+    for i, (columns, size) in enumerate(zip(picks, sizes, strict=True)):
+        if any(size):
+            room = limit - (least - min(size))
+            for column, n in zip(columns, size, strict=True):
+                excess[column], items[column] = n - min(size), i
+                if n > room:
+                    rows.append(Row({column: 1.0}, 0, 0))
+    return [*rows, *covers(excess, items, limit - least)]
 
 
 def covers(excess: Terms, item: dict[int, int], room: float) -> list[Row]:
