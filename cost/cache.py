@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ class Cache:
 
 
 def cache_of(
-    planned: Planned, hints: Hints, times: Mapping[int, int] | None = None, plain: Collection[int] = ()
+    planned: Planned, hints: Hints, times: Mapping[int, int] = MappingProxyType({}), plain: Collection[int] = ()
 ) -> Cache | None:
     """Return what a planned program leaves for the next call; None where it carries nothing.
 
@@ -51,22 +52,22 @@ def cache_of(
     for name, layout in planned.states.items():
         position, node = after.get(name, (-1, None))
         ends = [tensor_at(resolve(n)) for n in (before.get(name), node) if n is not None]
-        share = layout.share(planned.tp, sizer(hints)) * (times or {}).get(position, 1)
+        share = layout.share(planned.tp, sizer(hints)) * times.get(position, 1)
         cache += _state(ends, share, spoken, hints)
     for position, node in placed_outputs(program):
         if position in plain:
-            cache += _state([tensor_at(resolve(node))], (times or {}).get(position, 1), spoken, hints)
+            cache += _state([tensor_at(resolve(node))], times.get(position, 1), spoken, hints)
     return cache
 
 
 def _state(ends: list[Tensor], share: float, spoken: set[Any], hints: Hints) -> Cache:
     """A part of a state, of which there are the values before the call and after it, or one of these."""
     hint = sizer(hints)
-    part, shape = nbytes(ends[-1], hint) * share, sizes(ends[-1])
-    each, rows = (part / max(hint(shape[0]), 1) if len(shape) > 1 else part), _rows(ends, spoken, hints)
+    part, shape, rows = nbytes(ends[-1], hint) * share, sizes(ends[-1]), _rows(ends, spoken, hints)
     if not shape:
         return Cache(part)
-    return Cache(part, 0.0, each) if rows is None else Cache(part, each * rows, 0.0)
+    sequence = part / max(hint(shape[0]), 1) if len(shape) > 1 else part
+    return Cache(part, 0.0, sequence) if rows is None else Cache(part, sequence * rows)
 
 
 def guessed(parts: Iterable[GraphPart], planned: Planned, hints: Hints) -> Cache:
@@ -113,11 +114,11 @@ def _rows(ends: list[Tensor], spoken: set[Any], hints: Hints) -> float | None:
     """The part of a state by which it grows with a token: along a dimension that a call makes longer, or where it
     begins one with the length of what is said; not the first, the batch's. None where it does not."""
     hint = sizer(hints)
-    for each in list(zip(*(sizes(v) for v in ends), strict=True))[1:]:
-        own = symbols_of(each[-1]) if len(ends) > 1 else symbols_of(each[-1]) & spoken
-        if own:
-            more = sizer({**hints, **{s: 2 * hints[s] for s in own}})(each[-1]) - hint(each[-1])
-            return more / sum(hints[s] for s in own) / max(hint(each[-1]), 1)
-        if len(set(each)) > 1:
-            return 1 / max(hint(each[-1]), 1)
+    for before, after in list(zip(sizes(ends[0]), sizes(ends[-1]), strict=True))[1:]:
+        symbols = symbols_of(after) if len(ends) > 1 else symbols_of(after) & spoken
+        if symbols:
+            growth = sizer({**hints, **{s: 2 * hints[s] for s in symbols}})(after) - hint(after)
+            return growth / sum(hints[s] for s in symbols) / max(hint(after), 1)
+        if before != after:
+            return 1 / max(hint(after), 1)
     return None

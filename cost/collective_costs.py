@@ -66,7 +66,7 @@ class RankGroup(NamedTuple):
     def of(cls, n: int, cluster: Cluster, stride: int = 1) -> RankGroup:
         """The group of ranks 0, stride, 2 stride, ... of a cluster.
 
-        Where a node has no switch, the `stride` groups that lie between each other share its ring's links.
+        Where a node has no switch, the `stride` groups whose ranks alternate share its ring's links.
         """
         per_node = cluster.per_node(n, stride)
         shared = 1 if cluster.switch else min(stride, cluster.devices_per_node)
@@ -106,8 +106,8 @@ def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, 
         nbytes: bytes of the whole tensor; for `local` those that one rank reads and writes.
         n: ranks of the group.
         cluster: gives latencies and bandwidths, and how many ranks a node holds.
-        stride: how far apart the group's ranks are: 1 for neighbours; on a mesh of (a, b) ranks the groups of the
-            first axis are b apart. Their sibling groups run at the same time.
+        stride: distance between the group's ranks: 1 for neighbours, on a mesh of (a, b) ranks b for the groups of
+            the first axis. Their sibling groups run at the same time.
 
     Raises:
         InputError: an unknown primitive, negative or infinite bytes, fewer than one rank, or a stride below one.

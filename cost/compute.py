@@ -70,13 +70,13 @@ def node_flops(node: fx.Node) -> int:
     Raises:
         InputError: an input of a counted operator has no `meta["val"]`.
     """
-    own, registered = _FORMULAS.get(operator_name(node.target)), flop_registry.get(packet_of(node.target))
-    if own is None and registered is None:
+    formula, packet = _FORMULAS.get(operator_name(node.target)), packet_of(node.target)
+    if formula is None and packet not in flop_registry:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)  # type: ignore[arg-type]
-    if own is not None:
-        return int(own(_value(node), *args, **kwargs))
-    return int(registered(*args, **kwargs, out_val=_value(node))) if registered else 0
+    if formula is not None:
+        return int(formula(_value(node), *args, **kwargs))
+    return int(flop_registry[packet](*args, **kwargs, out_val=_value(node)))
 
 
 def peak_share(target: Any, cluster: Cluster) -> float:
@@ -139,7 +139,7 @@ def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], 
     """Products of pairs from left to right; a pair that shares no summed index is an elementwise product, 0."""
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     terms = [_indices(t, x.dim()) for t, x in zip(inputs.split(","), operands, strict=True)]
-    sizes: dict[str, int] = {}
+    sizes = {}
     for term, x in zip(terms, operands, strict=True):
         sizes |= {i: max(n, sizes.get(i, 1)) for i, n in zip(term, x.shape, strict=True)}
     every = [i for term in terms for i in term]

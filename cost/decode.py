@@ -6,7 +6,7 @@ from torch import fx
 
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, tensors
-from autotp.ir.layouts import Hint
+from autotp.ir.layouts import Hint, Layout
 from autotp.ir.op import EXPERTS, Op, factors_of, packet_of
 from autotp.ir.program import Planned
 
@@ -36,15 +36,8 @@ def weights_read(planned: Planned, hint: Hint) -> float:
     return sum(reads.of_leaf(leaf.node) for leaf in planned.program.leaves if leaf.kind.steady)
 
 
-def experts_read(op: Op, hint: Hint) -> dict[int, float]:
-    """Operand slots with weights of experts -> the largest part of them that this call's rows can need."""
-    if len(op.ins) < 2 or len(op.ins[1]) != 3 or not op.ins[0]:
-        return {}
-    return {1: min(1.0, hint(op.ins[0][0]) / max(hint(op.ins[1][0]), 1))}
-
-
 class _Reads:
-    """Shares of leaves that the operators read which use them, through views of it."""
+    """Parts of leaves that operators read, directly or through views."""
 
     def __init__(self, planned: Planned, hint: Hint) -> None:
         self.planned, self.hint = planned, hint
@@ -53,10 +46,10 @@ class _Reads:
         """Bytes of a leaf that a rank reads: those of the reader that needs most of it."""
         if not tensors(leaf):
             return 0.0
-        share_read = self._most(leaf)
-        layout = self.planned.decisions[leaf].outs[0]
-        own = nbytes(tensors(leaf)[0], self.hint) * layout.share(self.planned.tp, self.hint)
-        return own * share_read
+        return self._bytes(leaf, self.planned.decisions[leaf].outs[0]) * self._most(leaf)
+
+    def _bytes(self, node: fx.Node, layout: Layout) -> float:
+        return nbytes(tensors(node)[0], self.hint) * layout.share(self.planned.tp, self.hint)
 
     def _most(self, node: fx.Node) -> float:
         return max((self._by(user, node) for user in node.users), default=0.0)
@@ -71,13 +64,14 @@ class _Reads:
         slot = op.slots.index(node) if node in op.slots else 0
         if slot == 0 and packet_of(op.target) in LOOKUPS:
             return self._rows(op)
-        by_expert = any(f.label == EXPERTS for f in factors_of(self.planned.rules[user]))
-        return experts_read(op, self.hint).get(slot, 1.0) if by_expert else 1.0
+        # Weights [experts, in, out] are read for as many experts as there are rows, at most.
+        grouped = slot == 1 and len(op.ins[1]) == 3 and op.ins[0]
+        if not grouped or all(f.label != EXPERTS for f in factors_of(self.planned.rules[user])):
+            return 1.0
+        return min(1.0, self.hint(op.ins[0][0]) / max(self.hint(op.ins[1][0]), 1))
 
     def _rows(self, op: Op) -> float:
         """The part of a table that a lookup reads: its result, of which a rank may have all that it holds rows for."""
         decision = self.planned.decisions[op.node]
-        table, result = op.slots[0].meta["val"], tensors(op.node)[0]
-        own = nbytes(table, self.hint) * decision.ins[0].share(self.planned.tp, self.hint)
-        result_bytes = nbytes(result, self.hint) * decision.outs[0].share(self.planned.tp, self.hint)
-        return min(1.0, result_bytes / own) if own else 0.0
+        table_bytes = self._bytes(op.slots[0], decision.ins[0])
+        return min(1.0, self._bytes(op.node, decision.outs[0]) / table_bytes) if table_bytes else 0.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from torch import fx
@@ -27,7 +27,7 @@ from autotp.ir.scopes import module_path, moved_to
 from .cache import Cache
 from .objective import Objective
 from .prices import NO_PARTS, Hints, lengths, nbytes, sizer
-from .saved_tensors import Saved, saved_by
+from .saved_tensors import Keepers
 from .terms import Memory
 
 Moments = dict[fx.Node, int]
@@ -50,16 +50,15 @@ def measure(
     for leaf in planned.program.leaves:
         if not leaf.kind.steady or not tensors(leaf.node):
             continue
-        val = leaf.node.meta["val"]
-        own = line.size((leaf.node, 0), planned.decisions[leaf.node].outs[0])
+        size = line.size((leaf.node, 0), planned.decisions[leaf.node].outs[0])
         if not leaf.kind.trained:
-            buffers += own
+            buffers += size
             continue
-        parameters += own
+        parameters += size
         # A frozen parameter takes its own bytes alone; one of plain SGD its own and its gradient's, and no states.
-        budget = objective.budget_bytes(own, val)
-        gradients += own if budget > own else 0.0
-        states += max(budget - 2 * own, 0.0)
+        budget = objective.budget_bytes(size, leaf.node.meta["val"])
+        gradients += size if budget > size else 0.0
+        states += max(budget - 2 * size, 0.0)
     activations, most, node, phase = line.peak()
     return Memory(
         parameters=parameters,
@@ -124,14 +123,12 @@ def _place(node: fx.Node | None) -> str:
     if node is None:
         return ""
     path = moved_to(node) or module_path(node)
-    name = "output"
-    if node.op != "output":
-        name = node.name if node.op == "placeholder" else short_name(node.target)
-    return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
+    name = node.name if node.op == "placeholder" else short_name(node.target)  # of an output node "output"
+    return " ".join(filter(None, [*path[-1:], f"({name})"]))
 
 
 def _line(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints, rank: int | None = None) -> _Line:
-    """The lifetimes of a program, which are found once, with these sizes."""
+    """Lifetimes of a program, counted with these sizes; the program is read once."""
     if sharded.lifetimes is None or sharded.lifetimes.training != objective.training:
         sharded.lifetimes = _Line(planned, sharded, objective.training)
     return sharded.lifetimes.resized(hints, rank)
@@ -151,6 +148,7 @@ class _Line:
 
     def __init__(self, planned: Planned, sharded: Sharded, training: bool) -> None:
         self.planned, self.sharded, self.training = planned, sharded, training
+        self.saved = Keepers(planned.ops, planned.same, planned.grads).saved
         self.example = sizer(planned.program.hints)
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
@@ -168,23 +166,16 @@ class _Line:
 
     def resized(self, hints: Hints, rank: int | None = None) -> _Line:
         """Count the lifetimes with these sizes, on this rank; None for the fullest."""
-        self.rank = rank
         tokens = lengths(self.planned.program)
         self.hint = sizer(hints)
         self.whole = sizer({**hints, **{s: self.planned.program.hints[s] for s in tokens}})
-        self.sizes: dict[int, float] = {}
-        self.shares: dict[Layout, float] = {}
-        self.parts: dict[tuple[fx.Node, int | None], float] = {}
+        self.share = cache(lambda layout: layout.part(rank, self.planned.tp, self.hint))
+        self.size_of, self.extra_part = cache(self._size), cache(self._extra_part)
         return self
-
-    def share(self, layout: Layout) -> float:
-        if layout not in self.shares:
-            self.shares[layout] = layout.part(self.rank, self.planned.tp, self.hint)
-        return self.shares[layout]
 
     def size(self, value: Value, layout: Layout) -> float:
         """Bytes that a rank holds of a value; equal values of equal blocks are counted once."""
-        return self._size(self._number(value, layout))
+        return self.size_of(self._number(value, layout))
 
     def _number(self, value: Value, layout: Layout) -> int:
         """Number of the values of this size, whatever sizes are counted with."""
@@ -195,15 +186,9 @@ class _Line:
         return self.numbers[key]
 
     def _size(self, number: int) -> float:
-        if number not in self.sizes:
-            (value, layout), past = self.sized[number], self.planned.past
-            parts = NO_PARTS if value in past.stored else past.values.get(value, NO_PARTS)
-            whole = nbytes(tensor_at(value), self.hint, parts, self.whole)
-            self.sizes[number] = whole * self.share(layout)
-        return self.sizes[number]
-
-    def saved(self, node: fx.Node) -> Saved:
-        return saved_by(self.planned.ops[self.planned.same[node]], self.planned.grads)
+        (value, layout), past = self.sized[number], self.planned.past
+        parts = NO_PARTS if value in past.stored else past.values.get(value, NO_PARTS)
+        return nbytes(tensor_at(value), self.hint, parts, self.whole) * self.share(layout)
 
     def operand(self, node: fx.Node, slot: int) -> fx.Node | None:
         """The program's node that an operator reads in this slot."""
@@ -211,7 +196,7 @@ class _Line:
         return self.copies.get((resolve(self.planned.ops[node].slots[slot]), layout))
 
     def _memory(self, node: fx.Node) -> fx.Node:
-        """The node whose memory this one's value lies in."""
+        """The node whose memory this one's value is stored in."""
         old, index = self.sharded.origin[node]
         source: fx.Node | None = None
         if (conversion := mark(node).conversion) is not None:
@@ -242,10 +227,12 @@ class _Line:
         """Bytes at each moment of these values and of gradients."""
         n = len(self.nodes)
         changes = [0.0] * (2 * n + 1)
-        for life in lives:
-            _add(changes, life.start, life.end, life.size)
-        for start, end, number in self._gradients if self.training else ():
-            _add(changes, start, end, self._size(number))
+        spans = [life[:3] for life in lives]
+        if self.training:
+            spans += [(start, end, self.size_of(number)) for start, end, number in self._gradients]
+        for start, end, size in spans:
+            changes[start] += size
+            changes[end + 1] -= size
         return list(itertools.accumulate(changes))[: 2 * n if self.training else n]
 
     def lives(self) -> Iterator[_Life]:
@@ -253,20 +240,18 @@ class _Line:
         for start, size in self.extras():
             yield _Life(start, self._mirror(start), size, True)
         for start, end, number, saved in self._values:
-            yield _Life(start, end, self._size(number), saved)
+            yield _Life(start, end, self.size_of(number), saved)
 
     def extras(self) -> Iterator[tuple[int, float]]:
         """Moments and bytes of what operators keep of their own."""
         for moment, old, size, like in self.savers[1]:
-            key = self.planned.same.get(old, old), like
-            if key not in self.parts:
-                self.parts[key] = self._part(old, like)
-            yield moment, size * self.parts[key]
+            yield moment, size * self.extra_part(self.planned.same[old], like)
 
     @cached_property
     def _values(self) -> list[tuple[int, int, int, bool]]:
         """First and last moment of every value of the forward, number of its size, and whether it is kept."""
-        savers, last, out = self.savers[0], self._last_reads(), []
+        savers, out = self.savers[0], []
+        last = {self.base[x]: i for i, node in enumerate(self.nodes) for x in node.all_input_nodes if x in self.base}
         for node in dict.fromkeys(self.base.values()):
             if not self._steady(node):
                 number, start = self._number(self.sharded.origin[node], self.sharded.layouts[node]), self.order[node]
@@ -282,20 +267,12 @@ class _Line:
         origin = self.sharded.origin[node]
         return origin[0] in self.steady or origin in self.state_outputs  # what is left as a state counts as the cache
 
-    def _last_reads(self) -> Moments:
-        last: Moments = {}
-        for i, node in enumerate(self.nodes):
-            for operand in node.all_input_nodes:
-                if operand in self.base:
-                    last[self.base[operand]] = i
-        return last
-
     @cached_property
     def savers(self) -> tuple[Moments, list[tuple[int, fx.Node, float, int | None]]]:
-        """Memory -> moment of the first operator that saves it; of what operators add of their own the moment, the
-        operator, bytes of the example's sizes, and what it is dealt out with."""
-        moments: Moments = {}
-        extras: list[tuple[int, fx.Node, float, int | None]] = []
+        """Memory -> moment of the first operator that saves it; of what operators keep besides (masks, statistics)
+        the moment, the operator, bytes for the example's sizes, and the position of the value it is sharded with."""
+        moments = {}
+        extras = []
         for old in self.planned.ops if self.training else ():
             results = self._results(old)
             # Without results the rewrite dropped the call: nothing reads it, and its backward never runs.
@@ -312,11 +289,10 @@ class _Line:
 
     def _results(self, old: fx.Node) -> dict[int, fx.Node]:
         """The program's nodes of a call's results, by position."""
-        outs = self.planned.decisions[old].outs
-        nodes = {i: self.copies.get(((old, i), layout)) for i, layout in enumerate(outs)}
-        return {i: n for i, n in nodes.items() if n is not None}
+        outs = enumerate(self.planned.decisions[old].outs)
+        return {i: self.copies[(old, i), layout] for i, layout in outs if ((old, i), layout) in self.copies}
 
-    def _part(self, old: fx.Node, like: int | None) -> float:
+    def _extra_part(self, old: fx.Node, like: int | None) -> float:
         """A rank's part of an operator's own memory, for these sizes instead of the example's."""
         decision, op = self.planned.decisions[old], self.planned.ops[old]
         layouts, values = [*decision.ins, *decision.outs], [*(s.meta["val"] for s in op.slots), *tensors(old)]
@@ -328,7 +304,7 @@ class _Line:
     @cached_property
     def _gradients(self) -> list[tuple[int, int, int]]:
         """First and last moment of the gradients of everything but parameters, whose are steady, and the size."""
-        n, readers, out = len(self.nodes), {}, []
+        readers, out = {}, []
         graded = {x for x in self.base if self.sharded.origin[x][0] in self.planned.grads}
         for i, node in enumerate(self.nodes):
             if node in graded or node.op == "output":
@@ -336,10 +312,5 @@ class _Line:
         for node, reader in readers.items():
             if not self._steady(node):
                 number = self._number(self.sharded.origin[node], self.sharded.layouts[node])
-                out.append((2 * n - 1 - reader, 2 * n - 1 - self.order[node], number))
+                out.append((self._mirror(reader), self._mirror(self.order[node]), number))
         return out
-
-
-def _add(changes: list[float], start: int, end: int, size: float) -> None:
-    changes[start] += size
-    changes[end + 1] -= size

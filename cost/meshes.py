@@ -1,7 +1,8 @@
 """Many devices as pp x dp x cp x tp: which meshes there are, and what each axis sends.
 
-Ranks of an axis lie near each other in the order tp, cp, dp, pp: a tp group is of neighbours, cp groups are tp apart,
-dp groups tp x cp, and the places of a pipeline tp x cp x dp. Whether a group is inside a node follows from that.
+Axes are placed from the inside out in the order tp, cp, dp, pp: ranks of a tp group are neighbours, those of a cp group
+have the stride tp, of a dp group tp x cp, and the stages of a pipeline tp x cp x dp. That decides which groups stay
+inside a node.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Mesh:
         batch: examples of a micro-batch; `microbatches`: of one dp rank in a step.
         chunks: stages of each rank of the pipeline: 1 is the 1F1B schedule, more the interleaved one.
         fully_shard: weights, their gradients and optimizer states are split over dp and cp.
-        ep: ranks of dp, or groups of neighbours among them, to which experts are dealt.
+        ep: ranks of dp, or groups of neighbours among them, over which experts are distributed.
         keep: what a rank keeps for the backward: "all" that autograd does, "slices" of what is gathered over tp its
             own slice, "inputs" of each block its inputs, and the block is computed again.
     """
@@ -69,7 +70,7 @@ class Mesh:
         return self.dp // self.ep if self.ep > 1 else 1
 
     def stride(self, axis: str) -> int:
-        """Return how far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
+        """Return the distance between the ranks of a group of this axis; "weights": those of `replicas`."""
         inner = self.tp * self.cp
         outer = {"dp": inner, "ep": inner * self.copies, "pp": inner * self.dp}
         return {"tp": 1, "cp": self.tp, "weights": self.tp, **outer}[axis]
@@ -88,8 +89,8 @@ def factorisations(devices: int, inner: Iterable[tuple[int, int, int]], most: in
         most: stages that a pipeline can have.
     """
     for tp, cp, ep in inner:
-        rest, odd = divmod(devices, tp * cp * ep)
-        if not odd:
+        rest, remainder = divmod(devices, tp * cp * ep)
+        if not remainder:
             yield from (Mesh(pp, ep * (rest // pp), cp, tp, ep=ep) for pp in divisors(rest) if pp <= most)
 
 
@@ -145,7 +146,7 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster, graded: float | No
     gradients reduce-scattered.
 
     Args:
-        mesh: says how weights lie. nbytes: of the weights on a tp rank. cluster: the machines.
+        mesh: says where weights are split. nbytes: of the weights on a tp rank. cluster: the machines.
         graded: bytes of their gradients; by default as many. Without any the forward alone gathers weights.
     """
     grads = nbytes if graded is None else graded
@@ -169,8 +170,7 @@ def boundary_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
     """
     if mesh.pp == 1:
         return Sends()
-    near = not mesh.spans("pp", cluster)
-    latency = cluster.intra_latency if near else cluster.inter_latency
-    bandwidth = cluster.intra_bandwidth if near else cluster.inter_bandwidth
-    times = 2 * mesh.chunks
+    latency, bandwidth, times = cluster.intra_latency, cluster.intra_bandwidth, 2 * mesh.chunks
+    if mesh.spans("pp", cluster):
+        latency, bandwidth = cluster.inter_latency, cluster.inter_bandwidth
     return Sends(times * (latency + nbytes / bandwidth), times * nbytes)

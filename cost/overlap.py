@@ -1,7 +1,7 @@
 """Seconds of communication beside arithmetic: a pipeline of two stages, of which one hides part of the other.
 
-Of n equal chunks that pass two stages one after the other, the first chunk of the one stage and the last of the other
-stand alone, and between them the slower stage sets the pace. A chunk pays a whole collective's start and a whole
+Of n equal chunks that pass two stages one after the other, the first chunk of the first stage and the last of the other
+run alone, and between them the slower stage sets the pace. A chunk pays a whole collective's start and a whole
 kernel's launch, so small products lose. That a collective takes processors and memory bandwidth from a product beside
 it is not counted.
 """
@@ -36,9 +36,8 @@ def hidden_seconds(communication: float, arithmetic: float) -> float:
 
 
 TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
-LEAST_LAUNCHES = (
-    10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
-)
+# Kernel launches that must be saved: what a function in Python takes more than torch's own backward.
+LEAST_LAUNCHES = 10.0
 
 
 class Product(NamedTuple):
@@ -95,17 +94,17 @@ class OverlapModel:
             size: bytes of the product's result. rows: that a rank gets of it.
             product: the product. forced: a number of chunks; 0 chooses.
         """
-        operand_bytes, own = product.operand_bytes / self.tp, size / self.tp
+        operand_bytes = product.operand_bytes / self.tp
 
         def seconds(n: int) -> float:
             arithmetic = self.product(product, n)
-            there = pipeline_seconds(arithmetic, self.sends("reduce_scatter", size, n), n) + self.copies(
-                operand_bytes + own, n
+            forward = pipeline_seconds(arithmetic, self.sends("reduce_scatter", size, n), n) + self.copies(
+                operand_bytes + size / self.tp, n
             )
             if not self.training:
-                return there
-            back = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
-            return there + back + self.copies(size + operand_bytes, n)
+                return forward
+            backward = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
+            return forward + backward + self.copies(size + operand_bytes, n)
 
         return self._best(seconds, rows, forced)
 

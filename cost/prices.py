@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -23,8 +23,8 @@ from autotp.ir.program import ARITHMETIC, Parts, Past, argmax_share, sent_as
 
 from .collective_costs import call_seconds, collective_bytes
 from .compute import node_flops, op_cost, peak_share
-from .objective import TRAINING, Objective
-from .saved_tensors import Keepers, SavedPart
+from .objective import Objective
+from .saved_tensors import Keepers
 from .terms import NOTHING, TERMS, Cost
 
 Hints = Mapping[Any, int]  # a size for every symbol
@@ -39,10 +39,10 @@ LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
 
 class Surcharge(Protocol):
-    """Seconds that a mesh axis adds, to keep what it wants apart from what is merely dear."""
+    """Seconds that a mesh axis adds for layouts that it does not want; a term of their own, beside real times."""
 
     def operator(self, op: Op, outs: SlotLayouts, nbytes: Callable[[Tensor], float]) -> float:
-        """For an operator whose results lie so."""
+        """For an operator with results in these layouts."""
         ...
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
@@ -66,8 +66,8 @@ class Prices:
         imbalance: the most rows that a rank gets for its experts, over the mean.
         gathers_weights: a weight may be gathered, at `RESCUE` times the price: for a program of a plan that was made
             for another one, where no other way is left.
-        rank: whose part counts, and whose machine `cluster` is; None: the largest part. part: what a rank has of all
-            that is dealt, in place of what layouts say.
+        rank: whose part counts, and whose machine `cluster` is; None: the largest part. part: what a rank has of
+            every sharded dimension, in place of what layouts say.
     """
 
     program: Capture
@@ -75,20 +75,20 @@ class Prices:
     cluster: Cluster
     grads: set[fx.Node]
     leaves: Mapping[fx.Node, Leaf]
-    sequence: bool | None = None
-    objective: Objective = TRAINING
-    keepers: Keepers | None = None
-    surcharge: Surcharge | None = None
-    cached: set[fx.Node] = field(default_factory=set)
+    sequence: bool | None
+    objective: Objective
+    keepers: Keepers
+    surcharge: Surcharge | None
+    cached: set[fx.Node]
+    past: Past
+    imbalance: float
     gathers_weights: bool = False
-    past: Past = field(default_factory=Past)
-    imbalance: float = 1.0
     rank: int | None = None
     part: float | None = None
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
-        self._answers: dict[fx.Node, list[SavedPart]] = {}
+        self._saved = cache(self.keepers.of)
         self.tokens = lengths(self.program)
         # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
         self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
@@ -96,8 +96,9 @@ class Prices:
         model = self.program.origin[0] if self.program.origin is not None else None
         self.greedy = self.objective.name == "decode" and hasattr(model, "generate")
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
-        self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
-        self.hints = self._hints()
+        self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be split
+        # Decoding has one token a sequence.
+        self.hints = {**self.program.hints, **(dict.fromkeys(self.tokens, 1) if self.guesses else {})}
         self.hint, self.whole = sizer(self.hints), sizer(self.program.hints)
         self._read: dict[fx.Node, list[float]] = {}
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
@@ -111,11 +112,6 @@ class Prices:
             if over.target.mark == "T" if over is not None else not self.travelled.isdisjoint(n.all_input_nodes):
                 self.travelled.add(n)
 
-    def _hints(self) -> dict[Any, int]:
-        """Sizes to price with: the example inputs'; for decoding one token a sequence."""
-        one = dict.fromkeys(self.tokens, 1) if self.guesses else {}
-        return {**self.program.hints, **one}
-
     @cached_property
     def of_ranks(self) -> tuple[Prices, ...]:
         """Prices of what each rank does on its own machine; () where all are alike, and of an axis beside tp."""
@@ -124,24 +120,23 @@ class Prices:
         return tuple([self.on(rank) for rank in range(self.tp)])
 
     def on(self, rank: int, part: float | None = None) -> Prices:
-        """Prices of what a rank does on its own machine, with this part of all that is dealt."""
-        own = copy(self)
-        own.rank, own.part, own.cluster = rank, part, self.cluster.rank(rank)
-        own.__dict__["of_ranks"] = ()
-        return own
+        """Prices of what a rank does on its own machine, with this part of every sharded dimension."""
+        prices = copy(self)
+        prices.rank, prices.part, prices.cluster = rank, part, self.cluster.rank(rank)
+        prices.__dict__["of_ranks"] = ()
+        return prices
 
-    def _slowest(self, cost: Callable[[Prices], Cost]) -> Cost:
+    def _slowest(self, price: Callable[[Prices], Cost]) -> Cost:
         """A cost whose seconds are those of the rank that is done last, and whose bytes are those of the fullest."""
-        own = cost(self)
+        cost = price(self)
         if not self.of_ranks:
-            return own
-        slow = max(map(cost, self.of_ranks), key=self.seconds)
-        times = {name: slow[name] for name in own if TERMS[name].unit == "s"}
-        return Cost(**{**dict(own), **times})
+            return cost
+        slow = max(map(price, self.of_ranks), key=self.seconds)
+        return Cost(**{name: slow[name] if TERMS[name].unit == "s" else cost[name] for name in cost})
 
     def parameter_share(self, layout: Layout) -> float:
-        """Part of a parameter that counts where parameters are to be few: of unlike ranks that of one in the mean, for
-        what is whole on several is to be little, and not what the fast ones have."""
+        """Part of a parameter that counts towards the parameters of a rank; of unlike ranks the mean, for copies are to
+        be few, and not what the fast ranks have."""
         if not self.of_ranks:
             return self.share(layout)
         return sum(prices.share(layout) for prices in self.of_ranks) / self.tp
@@ -251,7 +246,7 @@ class Prices:
         return (1 + BACKWARD) * forward + Cost(activation_bytes=saved, budget_bytes=saved)
 
     def across(self, op: Op, over: BatchConversion, part: float) -> list[tuple[float, str, float, int]]:
-        """Price a conversion over a mesh axis beside tp, whose neighbours are tp ranks apart, forward and backward.
+        """Price a conversion over a mesh axis beside tp, whose ranks have the stride tp, forward and backward.
 
         Args:
             op: the conversion. over: it. part: of the value that a tp rank has.
@@ -277,11 +272,9 @@ class Prices:
 
     def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:
         """Bytes of what this call is the first to save for the backward."""
-        if node not in self._answers:
-            self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
         least = min(map(self.share, layouts), default=1.0)
         total = 0.0
-        for x, at in self._answers[node]:
+        for x, at in self._saved(node):
             size = self.bytes(x) if isinstance(x, Tensor) else x
             total += size * (least if at is None else self.share(layouts[at]))
         return total
@@ -292,10 +285,8 @@ class Prices:
         if out.sharded_dim != last or None not in split.ins:
             return 1.0
         columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
-        own = columns * self.share(out)
-        if not own:
-            return 1.0
-        return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
+        part = columns * self.share(out)
+        return math.ceil(part / tile) / part * columns / math.ceil(columns / tile) if part else 1.0
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         """Seconds of a conversion of a value (node, result), forward and backward; None where there is none.
@@ -309,12 +300,6 @@ class Prices:
 
     def conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
         """The terms of `convert`, whose arguments it takes."""
-        cost = self._conversion(value, a, b)
-        if cost is None or self.surcharge is None:
-            return cost
-        return cost + Cost(surcharge=self.surcharge.conversion(a, b, self.bytes(tensor_at(value))))
-
-    def _conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
         node = value[0]
         # Copies of a head for the few ranks that share it are not the gathering of a weight, which is forbidden.
         few = conversions.among_few(a, b)
@@ -332,11 +317,13 @@ class Prices:
         if None in seconds:
             return None
         # A slice of a replicated value is a copy on each rank, which is computing and not communication.
-        out: dict[str, float] = {}
+        out = {}
         for (x, y, _), spent in zip(ways, seconds[: 1 + self.objective.training], strict=False):
             kind = conversions.KINDS.get(conversions.key(x, y))
             name = "communication" if kind is not None and kind.primitive else "compute"
             out[name] = out.get(name, 0.0) + (RESCUE if moves else 1) * (spent or 0.0)
+        if self.surcharge is not None:
+            out["surcharge"] = self.surcharge.conversion(a, b, self.bytes(tensor_at(value)))
         return Cost(**out)
 
     def ways(self, value: Any, a: Layout, b: Layout) -> list[tuple[Layout, Layout, float]]:
@@ -391,7 +378,7 @@ class Prices:
 
         Args:
             a, b: from which layout to which. size: bytes of the whole value.
-            ranks: of the group, the tp ranks where it is 0. stride: how far apart they are.
+            ranks: of the group, the tp ranks where it is 0. stride: distance between them.
         """
         if a == b:
             return 0.0

@@ -22,25 +22,12 @@ from autotp.ir.graph import Alike, Value, draws, on_meta, resolve, tensor_at, te
 from autotp.ir.marks import Saved, mark, write
 from autotp.ir.op import Op, Ops, gives_views, operator_name, several
 
-from .compute import example, size_hint
+from .compute import example, size_hint, tensor_bytes
 
 STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
 
 
 Extra = tuple[float, int | None]
-
-
-def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
-    """The tensors that a call saves for the backward, and results that are views; sizes are the example inputs'.
-
-    Args:
-        op: the call, with whole shapes: what is kept does not depend on how it is split, only how much of it.
-        grads: nodes whose values carry gradients.
-    """
-    saved = mark(op.node).saved
-    if saved is None:
-        write(op.node, saved=(saved := _ask(op, grads)))
-    return saved
 
 
 def _ask(op: Op, grads: set[fx.Node]) -> Saved:
@@ -62,7 +49,7 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
 def _run(op: Op, grads: set[fx.Node]) -> Saved:
     """The tensors that torch saves when it runs the operator on meta tensors."""
     examples: dict[fx.Node, Any] = {n: example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
-    saved: list[Tensor] = []
+    saved = []
 
     def pack(x: Tensor) -> Tensor:
         saved.append(x)
@@ -74,14 +61,13 @@ def _run(op: Op, grads: set[fx.Node]) -> Saved:
         out = op.target(*args, **kwargs)
     results = [x for x in several(out) if isinstance(x, Tensor)]
     # Memory tells which tensor it is: autograd saves aliases, never the objects that went in. Of x * x the first slot
-    # answers, so the later ones are entered before it. A result that lies in an operand's memory is a view.
+    # answers, so the later ones are entered before it. A result in an operand's memory is a view.
     slots = {_memory(examples[s]): i for i, s in reversed(list(enumerate(op.slots)))}
-    own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
-    places = {**slots, **own}
-    others = {_memory(x): x for x in saved if _memory(x) not in places}.values()
+    outs = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
+    others = {_memory(x): x for x in saved if _memory(x) not in {**slots, **outs}}.values()
     return Saved(
         frozenset(slots[_memory(x)] for x in saved if _memory(x) in slots),
-        frozenset(own[_memory(x)] for x in saved if _memory(x) in own),
+        frozenset(outs[_memory(x)] for x in saved if _memory(x) in outs),
         tuple((float(x.untyped_storage().nbytes()), _alike(x, op, examples, results)) for x in others),
         tuple((i, slots[_memory(x)]) for i, x in enumerate(results) if _memory(x) in slots),
     )
@@ -124,8 +110,7 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
 def _dealt_attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     """Return what attention keeps, and results of its runs beside the whole one."""
     saved = _attention(op, grads)
-    result = tensors(op.node)[0]
-    runs: Extra = float(result.element_size()) * _count(result.shape), len(op.slots)
+    runs: Extra = float(tensor_bytes(tensors(op.node)[0])), len(op.slots)
     return saved and replace(saved, extra=(*saved.extra, runs))
 
 
@@ -157,7 +142,15 @@ class Keepers:
     grads: set[fx.Node]
 
     def saved(self, node: fx.Node) -> Saved:
-        return saved_by(self.ops[self.same[node]], self.grads)
+        """The tensors that a call saves for the backward, and results that are views; sizes are the example inputs'.
+
+        Shapes are whole: what is kept does not depend on how a call is split, only how much of it.
+        """
+        op = self.ops[self.same[node]]
+        saved = mark(op.node).saved
+        if saved is None:
+            write(op.node, saved=(saved := _ask(op, self.grads)))
+        return saved
 
     def of(self, node: fx.Node) -> list[SavedPart]:
         """The values and bytes that count as saved by this call.
@@ -166,7 +159,7 @@ class Keepers:
             node: a call of `ops`.
         """
         saved, op = self.saved(node), self.ops[node]
-        first: dict[Value, SavedPart] = {}
+        first = {}
         for slot in sorted(saved.slots):
             base = self._base(resolve(op.slots[slot]))
             if base[0] in self.ops and self._first(base) is node:
@@ -177,7 +170,7 @@ class Keepers:
         return [*first.values(), *saved.extra]
 
     def _base(self, value: Value) -> Value:
-        """The value whose memory this one lies in."""
+        """The value that this one is a view of, or the value itself."""
         node, index = value
         while node in self.ops and (slot := dict(self.saved(node).views).get(index)) is not None:
             node, index = resolve(self.ops[node].slots[slot])
@@ -200,7 +193,6 @@ class Keepers:
 
     def _readers(self, value: Value) -> list[tuple[fx.Node, int]]:
         node, index = value
-        users = [u for u in node.users if u in self.ops]
-        users += [u for item in node.users if item not in self.ops and resolve(item) == value for u in item.users]
-        users = [u for u in dict.fromkeys(users) if u in self.ops]
-        return [(u, i) for u in users for i, s in enumerate(self.ops[u].slots) if resolve(s) == value]
+        items = [n for n in node.users if n not in self.ops and resolve(n) == value]
+        users = dict.fromkeys([*node.users, *(user for item in items for user in item.users)])
+        return [(u, i) for u in users if u in self.ops for i, s in enumerate(self.ops[u].slots) if resolve(s) == value]

@@ -23,8 +23,8 @@ from .prices import Prices
 from .terms import Cost
 from .units import Works
 
-PARTS = 32  # that dimensions whose lengths are symbols are dealt in
-MOST = 128  # units of a family; of a dimension with more tiles several are a unit
+PARTS = 32  # units of a dimension whose length is a symbol
+MAX_UNITS = 128  # of a family; of a dimension with more tiles several are a unit
 
 
 class Padded(NamedTuple):
@@ -44,11 +44,11 @@ Stretch = tuple[tuple[Item, float], ...]  # what a rank does in a row, and the p
 
 
 class Family(NamedTuple):
-    """Values that are dealt alike.
+    """Values that are sharded alike.
 
     Attributes:
-        length: of the smallest loop that they are dealt by; `SYMBOL` where all are symbols. units: that it is dealt in.
-        nodes: of them. layout: one of theirs. least: units that each rank must have.
+        length: of the smallest loop that they are sharded by; `SYMBOL` where all are symbols. units: parts of that loop
+            that a rank has or has not. nodes: of them. layout: one of theirs. least: units that each rank must have.
     """
 
     length: int
@@ -67,14 +67,14 @@ class Family(NamedTuple):
 
 
 def units_of(length: int) -> int:
-    """Units in which a dimension is dealt: whole tiles, and of many of these several."""
+    """Units in which a dimension is distributed: whole tiles, and of many of these several."""
     count = length // tile_of(length) if length else PARTS
-    few = max(n for n in range(1, min(count, MOST) + 1) if count % n == 0)
+    few = max(n for n in range(1, min(count, MAX_UNITS) + 1) if count % n == 0)
     return few if few >= PARTS else count
 
 
 class Stretches:
-    """Work of each rank between collectives, as it is dealt and as it might be.
+    """Work of each rank between collectives, under the present shares and under others.
 
     Attributes:
         families: by name. problem: of their shares.
@@ -85,39 +85,39 @@ class Stretches:
         self.places: dict[Any, fx.Node] = {}  # (value, layout) -> a node that makes it, or reads it, so
         self.families = self._coupled()
         self.family_of: dict[fx.Node | None, str] = {
-            n: name for name, each in self.families.items() for n in each.nodes
+            n: name for name, family in self.families.items() for n in family.nodes
         }
-        self.now = {name: each.shares(prices) for name, each in self.families.items()}
+        self.now = {name: family.shares(prices) for name, family in self.families.items()}
 
     def _coupled(self) -> dict[str, Family]:
-        """Find what is dealt alike: operators that hand each other a slice as it is, and of equal lengths all."""
-        roots: dict[fx.Node, fx.Node] = {}
-        layouts: dict[fx.Node, Layout] = {}
+        """Find what must have equal shares: operators that pass a slice on as it is, and all of equal lengths."""
+        roots = {}
+        layouts = {}
         same, ops = self.planned.same, self.planned.ops
 
-        # Of two that are dealt alike one stands for both, and so on.
+        # A union-find: of two that are sharded alike one stands for both, and so on.
         def root(n: fx.Node) -> fx.Node:
             while roots.setdefault(n, n) is not n:
                 n = roots[n]
             return n
 
-        # Who reads a slice as another makes it, or reads it, is dealt as that one is: what is converted is not.
+        # All that make or read a slice in one layout have the same shares; past a conversion shares may differ.
         for node, how in self.planned.decisions.items():
             read = zip(map(resolve, ops[node].slots if node in ops else ()), how.ins, strict=False)
             results = [((node, i), layout) for i, layout in enumerate(how.outs)]
             for (maker, i), layout in (*read, *results):
-                # Heads that several ranks have alike are dealt to groups of equal ranks.
+                # Heads that several ranks have alike are distributed over groups of equal ranks.
                 if layout.distribution is not None and not layout.distribution.shared:
                     first = same.get(node, node)
                     layouts.setdefault(first, layout)
                     roots[root(first)] = root(self.places.setdefault((same[maker], i, layout), first))
-        lengths: dict[fx.Node, int] = {}
-        # The smallest loop of all that are dealt alike: a head of keys, which a column of its projection would cut.
+        lengths = {}
+        # The smallest loop of all that are sharded alike: a head of keys, which a column of its projection would cut.
         for node in layouts:
             factor = self.planned.split(node)
             if factor is not None and isinstance(factor.size, int):
                 lengths[root(node)] = min(factor.size, lengths.get(root(node), factor.size))
-        families: dict[str, Family] = {}
+        families = {}
         for node, layout in layouts.items():
             length = lengths.get(root(node), SYMBOL)
             family = families.setdefault(str(length), Family(length, units_of(length), set(), layout, int(not length)))
@@ -132,11 +132,11 @@ class Stretches:
         """The problem of the shares of these placements.
 
         Args:
-            memory: bytes that each rank holds as it is dealt now. cache_bytes: of a unit of a cache.
+            memory: bytes that each rank holds under the present shares. cache_bytes: of a unit of a cache.
             limits: of each rank.
         """
         stretches, tp = self._walk(), self.prices.tp
-        tables = {name: np.zeros((len(stretches), tp, each.units + 1)) for name, each in self.families.items()}
+        tables = {name: np.zeros((len(stretches), tp, family.units + 1)) for name, family in self.families.items()}
         whole = np.zeros((len(stretches), tp))
         for s, items in enumerate(stretches):
             for item, weight in items:
@@ -150,22 +150,21 @@ class Stretches:
                     tables[name][s] += weight * self.seconds(item, tuple(n / count for n in range(count + 1)))
         sizes = self._bytes(cache_bytes)
         base = np.array(memory) - sum(size * np.array(self.now[name]) for name, size in sizes.items())
-        least = {name: each.least for name, each in self.families.items()}
+        least = {name: family.least for name, family in self.families.items()}
         return ShareProblem(least, tables, whole, np.array([*stretches.values()]), base, np.array(limits, float), sizes)
 
     def _walk(self) -> dict[Stretch, int]:
-        """List the collectives of a step, and what is done between two of them, forward and backward, and how often a
-        step has it."""
+        """List the collectives of a step, what is done between two of them, forward and backward, and how often."""
         training = self.prices.objective.training
         counts, calls = Counter[Stretch](), list[tuple[Item, float]]()
         works = [*Works(self.planned, self.prices).walk(self.sharded)]
         for way in (0, 1) if training else (0,):
-            here: list[tuple[Item, float]] = []
+            here = []
             for node, origin, work in works:
                 seconds, call = work.directions[way]
                 if call is None and seconds:
-                    own = (None, seconds) if work.change else (self.planned.same[origin], seconds / work.seconds)
-                    here.append(own)
+                    part = seconds / work.seconds
+                    here.append((None, seconds) if work.change else (self.planned.same[origin], part))
                 elif call is not None and node is not None:
                     calls.append(self._send(node, way, seconds))
                     counts[tuple(here)] += 1
@@ -193,7 +192,7 @@ class Stretches:
         """Seconds of an operator, of the update of a weight, or of a collective, [ranks, parts].
 
         Args:
-            parts: that a rank may have of all that is dealt; None: as it is.
+            parts: that a rank may have of every sharded dimension; None: as it is.
         """
         tp, rows = self.prices.tp, []
         for rank in range(tp):

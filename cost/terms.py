@@ -83,7 +83,7 @@ class Cost(Mapping[str, float]):
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
         """The sum of costs, term by term."""
-        out: dict[str, float] = {}
+        out = {}
         for cost in costs:
             for name, x in cost._terms.items():
                 out[name] = out.get(name, 0.0) + x

@@ -1,7 +1,7 @@
 """Costs of a planned program by operator and by unit: one walk over the program of one rank.
 
-A unit is a stretch of the program that a pipeline never cuts, a repeated block with what follows it. Of each the block
-counts apart, for it may be computed again. All is of one micro-batch as large as the example inputs.
+A unit is a stretch of the program that a pipeline never cuts: a repeated block with what follows it. Its block is
+counted separately, for it may be computed again. All is of one micro-batch as large as the example inputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
     @property
     def primitive(self) -> str | None:
-        """Return the name of the collective."""
+        """The collective's name."""
         return self.call and self.call.primitive
 
 
@@ -50,25 +50,19 @@ class Work:
 
     Attributes:
         name: of the operator ("aten.linear"), or of the conversion ("f_star").
-        forward, backward: what it does in each direction. launches: the part of both in which kernels are started.
-        change: of a conversion, the layouts; `bytes`: the whole size of its value.
+        directions: what it does in the forward, and in the backward. launches: the part of both in which kernels are
+            started. change: of a conversion, the layouts; `bytes`: the whole size of its value.
     """
 
     name: str
-    forward: Way
-    backward: Way = Way()
+    directions: tuple[Way, Way]
     launches: float = 0.0
     change: str = ""
     bytes: float = 0.0
 
     @property
-    def directions(self) -> tuple[Way, Way]:
-        """The forward, and the backward."""
-        return self.forward, self.backward
-
-    @property
     def seconds(self) -> float:
-        return self.forward.seconds + self.backward.seconds
+        return self.directions[0].seconds + self.directions[1].seconds
 
 
 @dataclass
@@ -108,9 +102,10 @@ class Works:
             decision = self.planned.decisions[node]
             cost = self.prices.operator(self.planned.ops[node], decision.ins, decision.outs, self.planned.split(node))
             seconds = self.prices.seconds(cost)
-            forward = seconds / (1 + BACKWARD) if self._trained(node) else seconds
+            trained = node in self.planned.grads and self.prices.objective.training
+            forward = seconds / (1 + BACKWARD) if trained else seconds
             launches = cost["launches"] / seconds if seconds else 0.0
-            self._works[first] = Work(short_name(node.target), Way(forward), Way(seconds - forward), launches)
+            self._works[first] = Work(short_name(node.target), (Way(forward), Way(seconds - forward)), launches)
         return self._works[first]
 
     def across(self, node: fx.Node, over: BatchConversion) -> Work:
@@ -122,7 +117,7 @@ class Works:
         share = self.prices.share(self.planned.decisions[node].outs[0])
         ways = self.prices.across(self.planned.ops[node], over, share)
         forward, backward = (*(_way(*way, over.ranks) for way in ways), Way())[:2]
-        return Work(short_name(node.target), forward, backward)
+        return Work(short_name(node.target), (forward, backward))
 
     def conversion(self, node: fx.Node, origin: fx.Node, i: int) -> Work:
         """Price a conversion.
@@ -137,11 +132,9 @@ class Works:
             ways = self.prices.step_ways((origin, i), a, b)
             sides = [_way(self.prices.one_way(*way) or 0.0, *conversions.sending(*way, tp), tp) for way in ways]
             forward, backward = (*sides, Way())[:2]
-            self._works[key] = Work(conversions.kind_of(a, b).name, forward, backward, 0.0, f"{a} -> {b}", size)
+            name = conversions.kind_of(a, b).name
+            self._works[key] = Work(name, (forward, backward), 0.0, f"{a} -> {b}", size)
         return self._works[key]
-
-    def _trained(self, node: fx.Node) -> bool:
-        return node in self.planned.grads and self.prices.objective.training
 
 
 def _way(seconds: float, name: str, size: float, ranks: int, of: int) -> Way:
@@ -183,7 +176,7 @@ class Load:
     saved: float = 0.0
     gathers: Counter[Call] = field(default_factory=Counter)
 
-    def add(self, work: Work, across: bool = False) -> None:
+    def add(self, work: Work, across: bool) -> None:
         """Count an operator or a conversion.
 
         Args:
@@ -203,7 +196,7 @@ class UnitCost:
     """A unit: its block, and what is around it, such as an embedding or a head.
 
     Attributes:
-        weights, gradients, states: bytes on a tp rank. experts: of its weights, those dealt over ep.
+        weights, gradients, states: bytes on a tp rank. experts: of its weights, those distributed over ep.
         optimizer: seconds of its step.
         inputs: bytes that the block reads of what is before it, which flow between stages too.
         working: bytes of the fullest moment beside what is steady or kept.
@@ -276,14 +269,14 @@ class UnitCosts:
             if not leaf.kind.trained or not tensors(leaf.node):
                 continue
             cost = self.prices.weight(leaf.node.meta["val"], self.planned.decisions[leaf.node].outs[0], True)
-            own, budget = cost["parameter_bytes"], cost["budget_bytes"]
+            size, budget = cost["parameter_bytes"], cost["budget_bytes"]
             places = tuple(sorted({self._place[u] for u in node.users if u in self._place})) or (0,)
             unit = self.units[places[0]]
-            unit.weights += own
-            unit.gradients += own if budget > own else 0.0
-            unit.states += max(budget - 2 * own, 0.0)
+            unit.weights += size
+            unit.gradients += size if budget > size else 0.0
+            unit.states += max(budget - 2 * size, 0.0)
             unit.optimizer += cost["optimizer"]
-            unit.experts += own * (leaf.name in self.planned.program.owned)
+            unit.experts += size * (leaf.name in self.planned.program.owned)
             if len(places) > 1:
                 yield budget, places
 
@@ -296,5 +289,5 @@ class UnitCosts:
         for node, size in line.working:
             unit = self.units[self.home(node)]
             unit.working = max(unit.working, size)
-        for at, own in enumerate(line.inputs):
-            self.units[at].inputs = sum(size for node, size in own if self.home(node) <= at)
+        for at, inputs in enumerate(line.inputs):
+            self.units[at].inputs = sum(size for node, size in inputs if self.home(node) <= at)

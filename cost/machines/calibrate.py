@@ -53,7 +53,7 @@ UNITS = {
 }  # a field of `Cluster` -> its unit on the screen
 
 SPENT = {"launch_overhead", "product_launches"}  # fields of which the most is the worst
-Samples = dict[str, list[float]]  # a field of `Cluster`, or a dtype's name for its rate -> what was found for it
+Samples = dict[str, list[float]]  # a field of `Cluster`, or a dtype's name for its rate -> its samples
 
 
 @dataclass(frozen=True)
@@ -174,34 +174,34 @@ def calibrate(
     start = Cluster.resolve(base)
     start = replace(start, **described(name, start, ranks, device, devices_per_node))
     clock = Clock(ranks, device, SIZES[device.type].budget)
-    each = [(start, kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes])))]
-    links: Samples = {}
+    of_ranks = [(start, kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes])))]
+    links = {}
     if ranks.tp > 1:
         links = _links(clock, ranks, start)
-        each = from_all(ranks, each[0], "what each rank measured")
-    cluster, each = together(each, links)
+        of_ranks = from_all(ranks, of_ranks[0], "what each rank measured")
+    cluster, of_kinds = together(of_ranks, links)
     if show and ranks.rank == 0:
-        for machine, samples in each:
+        for machine, samples in of_kinds:
             print(f"{machine.name}: {machine.device}", *_lines(machine, samples), sep="\n")
         if cluster.ranks:
             print(f"{name}: what ranks do in the same time is {':'.join(map(str, cluster.ratio()))}")
     return cluster
 
 
-def together(each: list[tuple[Cluster, Samples]], links: Samples) -> tuple[Cluster, list[tuple[Cluster, Samples]]]:
+def together(of_ranks: list[tuple[Cluster, Samples]], links: Samples) -> tuple[Cluster, list[tuple[Cluster, Samples]]]:
     """Return the cluster of ranks that each measured itself, and what is to be shown of it: a rank of each kind.
 
     Args:
-        each: of a rank what it starts from, and its samples. links: samples of what they send over.
+        of_ranks: of each rank the cluster that it starts from, and its samples. links: samples of collectives.
     """
-    machines = [with_medians(samples | links, base) for base, samples in each]
-    kinds: list[int] = []  # of each rank the first that it is alike
-    worst: dict[int, tuple[Cluster, Samples]] = {}
-    for (base, samples), machine in zip(each, machines, strict=True):
+    machines = [with_medians(samples | links, base) for base, samples in of_ranks]
+    kinds = []  # of each rank the first that it is alike
+    worst = {}
+    for (base, samples), machine in zip(of_ranks, machines, strict=True):
         kinds.append(next(rank for rank, first in enumerate(machines) if _alike(first, machine)))
-        _, own = worst.setdefault(kinds[-1], (base, dict(samples)))
+        _, of_kind = worst.setdefault(kinds[-1], (base, dict(samples)))
         for field, values in samples.items():
-            own[field] = [*map(max if field in SPENT else min, values, own[field])]
+            of_kind[field] = [*map(max if field in SPENT else min, values, of_kind[field])]
     machines = [with_medians(worst[kind][1] | links, worst[kind][0]) for kind in kinds]
     cluster = Cluster(ranks=machines, name=machines[0].name, source=machines[0].source)
     return cluster, [(base, samples | links) for base, samples in worst.values()]
@@ -243,7 +243,7 @@ def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
     run = _layer if device.type == "cpu" else _products  # what eager execution starts besides a device's queue hides
     launch = clock.alone(partial(_launches, device)) / LAUNCHES
     product = clock.alone(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
-    times: list[Amount] = []
+    times = []
     for size in sizes.copies:
         seconds = clock.alone(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
         times.append((2.0 * size, own_seconds(seconds, launch, queued)))
@@ -268,9 +268,9 @@ def rates(times: Sequence[Amount]) -> list[float]:
     Args:
         times: amounts of work, and the seconds of each.
     """
-    each = [work / seconds for work, seconds in times]
+    alone = [work / seconds for work, seconds in times]
     work, seconds = map(sum, zip(*times, strict=True))
-    return [min(each), work / seconds, max(each)]
+    return [min(alone), work / seconds, max(alone)]
 
 
 def own_seconds(seconds: float, launch: float, queued: bool) -> float:
@@ -337,7 +337,7 @@ def _links(clock: Clock, ranks: Ranks, cluster: Cluster) -> Samples:
         "intra": [everyone[first : first + per_node] for first in range(0, ranks.tp, per_node)],
         "inter": [everyone[first::per_node] for first in range(per_node)],
     }
-    samples: Samples = {}
+    samples = {}
     for kind, parts in groups.items():
         n = len(next(part for part in parts if dist.get_rank() in part))
         if n == 1:
@@ -379,7 +379,7 @@ def _transfer(clock: Clock, primitive: str, size: int, n: int, group: dist.Proce
     """Time a call of the primitive, as plans run it, on a whole tensor of about so many bytes: bytes, and seconds."""
     rows, width = SIZES[clock.device.type].matmuls[1]
     x, w = torch.rand(rows, width, device=clock.device), torch.rand(width, width, device=clock.device)
-    count = max(size // (4 * n * n), 1) * n * n  # elements that every primitive can deal out
+    count = max(size // (4 * n * n), 1) * n * n  # elements that every primitive can split evenly
     shape = {"all_reduce": (count,), "all_gather": (count // n,), "reduce_scatter": (n, count // n)}
     message = torch.zeros(shape.get(primitive, (n, count // (n * n))), device=clock.device)
 

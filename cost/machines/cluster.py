@@ -153,7 +153,11 @@ class Cluster:
             InputError: the file cannot be read, or a field is missing, unknown or not what it must be; the message
                 names the file and the field.
         """
-        data = read_fields(path)
+        file, suffix = Path(path), _suffix(path)
+        text = read_text(file, MAX_FILE_BYTES, error=InputError)
+        data = (parse_json if suffix == ".json" else parse_toml)(text, str(file), error=InputError)
+        if not isinstance(data, dict):
+            raise InputError(f"{file} holds a {type(data).__name__}: it must hold the fields of one cluster.")
         try:
             return cls.from_dict(_filled(data, path))
         except InputError as error:
@@ -165,7 +169,12 @@ class Cluster:
         Raises:
             InputError: the path has another suffix, or cannot be written.
         """
-        write_fields(path, self.to_dict())
+        file, suffix, data = Path(path), _suffix(path), self.to_dict()
+        text = json.dumps(data, indent=1, ensure_ascii=False) + "\n" if suffix == ".json" else _toml(data)
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror or error}. Check the path.") from None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
@@ -175,10 +184,8 @@ class Cluster:
             InputError: a field is missing, unknown or not what it must be.
         """
         required = {f.name: f.default is GIVEN and not data.get("ranks") for f in fields(cls)}
-        missing_fields, unknown_fields = (
-            sorted({n for n in required if required[n]} - set(data)),
-            sorted(set(data) - set(required)),
-        )
+        missing_fields = sorted({n for n in required if required[n]} - set(data))
+        unknown_fields = sorted(set(data) - set(required))
         if missing_fields or unknown_fields:
             raise InputError(
                 f"a cluster description must have the fields of autotp.Cluster: missing {missing_fields}, "
@@ -188,16 +195,16 @@ class Cluster:
 
     @property
     def known(self) -> bool:
-        """Return whether its name says all: it is the preset of that name, or of those names, unchanged."""
+        """True where its name says all: it is the preset of that name, or of those names, unchanged."""
         return all(name in PRESETS for name in self.name.split(",")) and self == Cluster.resolve(self.name)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data that JSON can hold; `ranks` where they are unlike."""
-        own = asdict(self)
-        del own["ranks"]
+        data = asdict(self)
+        del data["ranks"]
         if self.ranks:
-            own["ranks"] = [m.known and m.name or m.to_dict() for m in self.ranks]
-        return own
+            data["ranks"] = [m.known and m.name or m.to_dict() for m in self.ranks]
+        return data
 
     def rank(self, rank: int) -> Cluster:
         """The machine of a rank: its peak rates, memory, bandwidth and links; this one where all are alike."""
@@ -238,8 +245,8 @@ class Cluster:
         Raises:
             InputError: the ranks are unlike and no whole number for each place.
         """
-        size, odd = divmod(len(self.ranks), pp)
-        if odd:
+        size, remainder = divmod(len(self.ranks), pp)
+        if remainder:
             raise InputError(f"pp={pp} does not divide the {len(self.ranks)} ranks of the cluster {self.name!r}.")
         starts = range(0, len(self.ranks), size or 1)
         return [Cluster(ranks=self.ranks[at : at + size]) for at in starts] or [self] * pp
@@ -320,34 +327,6 @@ def _refuse(what: str, value: Any, must: str) -> InputError:
 
 
 # ---- files --------------------------------------------------------------------------------------------------
-
-
-def read_fields(path: FilePath) -> dict[str, Any]:
-    """The fields that a file holds, by the format that its suffix says.
-
-    Raises:
-        InputError: another suffix, no such file, a large one, text that is not in that format, or no fields in it.
-    """
-    file, suffix = Path(path), _suffix(path)
-    text = read_text(file, MAX_FILE_BYTES, error=InputError)
-    data = (parse_json if suffix == ".json" else parse_toml)(text, str(file), error=InputError)
-    if not isinstance(data, dict):
-        raise InputError(f"{file} holds a {type(data).__name__}: it must hold the fields of one cluster.")
-    return data
-
-
-def write_fields(path: FilePath, data: Mapping[str, Any]) -> None:
-    """Write fields that are strings, numbers, flags and mappings of those, in the format that the suffix says.
-
-    Raises:
-        InputError: another suffix, or the file cannot be written.
-    """
-    file, suffix = Path(path), _suffix(path)
-    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n" if suffix == ".json" else _toml(data)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror or error}. Check the path.") from None
 
 
 def _suffix(path: FilePath) -> str:

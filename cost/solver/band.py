@@ -33,9 +33,8 @@ from .integer_program import IntegerProgram
 from .search import PRICES, Search, Start
 
 BAND = 0.02  # of the least seconds
-MAX_STAGE_NODES = (
-    60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
-)
+# Nodes of one stage, then the general solver takes over: rows of time and of bytes together branch a lot.
+MAX_STAGE_NODES = 60
 MAX_EXACT_COLUMNS = 8_000  # columns: of a larger program the general solver takes minutes (24 s a stage at 16,000)
 EQUAL = 1e-9  # of the bytes: what counts as equal
 EQUAL_SECONDS = 1e-8  # of the seconds, and of S: what counts as equal at the end

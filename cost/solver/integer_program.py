@@ -22,12 +22,12 @@ class Row(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """Column values, the value there, the search that can go on from its last basis, and the bound that was proved."""
+    """Column values, the value there, the bound that was proved, and the search that can go on from its last basis."""
 
     x: np.ndarray
     value: float
-    search: Search
     bound: float
+    search: Search
 
 
 @dataclass
@@ -69,7 +69,7 @@ class IntegerProgram:
         # Rows of bytes are what makes a relaxation fractional, so the search decides heavy choices first.
         search = self.search(objective, self.dense(self.parameter_bytes) + self.dense(self.budget_bytes), start)
         result = search.run()
-        return None if result is None else Optimum(result[0], result[1], search, result[2])
+        return None if result is None else Optimum(*result, search)
 
     def search(self, objective: Terms, weight: np.ndarray, start: Start = NOWHERE) -> Search:
         """A search for the optimum of one objective, which decides columns of large weight first."""

@@ -35,7 +35,7 @@ class Choice:
     budget_bytes: float = 0.0  # that count against the memory budget
     penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
-    loop: Distribution | None = None  # how that factor's loop is dealt
+    loop: Distribution | None = None  # which part of that factor's loop each rank has
     cost: Cost = NOTHING
 
     @classmethod
@@ -79,18 +79,14 @@ class Traffic(NamedTuple):
     collectives: int = 0
 
 
-def silent(value: ValueId, source: Layout, target: Layout) -> Traffic:
-    """Return whether no bytes are sent."""
-    return Traffic()
-
-
 @dataclass
 class Problem:
     """Minimise the items' and the conversions' seconds; a conversion is paid once per value and layout.
 
     A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to;
     `savings`: what the step is shorter by than the sum.
-    `traffic`: what a rank sends for a conversion, by which plans within a band of the least seconds are told apart.
+    `traffic`: what a rank sends for a conversion, by which the solver chooses among plans within a band of the least
+    seconds.
     `rivals`: plans that this one is held against, each by the choices (item, choice) that it rules out.
     """
 
@@ -99,7 +95,7 @@ class Problem:
     convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
     limit: float | None = None
     savings: Sequence[Saving] = ()
-    traffic: Callable[[ValueId, Layout, Layout], Traffic] = silent
+    traffic: Callable[[ValueId, Layout, Layout], Traffic] = lambda value, source, target: Traffic()
     rivals: tuple[frozenset[tuple[int, int]], ...] = ()
 
     @property
@@ -129,7 +125,7 @@ def conversions(
     """
     # By name, so that all ranks insert the same conversions: the order of a set is another in every process.
     layouts = [produced, *sorted(targets - {produced}, key=repr)]
-    arcs: dict[Step, float] = {}
+    arcs = {}
     for j, target in enumerate(layouts[1:], 1):
         # From every layout that is wanted, not from the produced one alone: in the example S comes from I for 1, from P
         # for 2.
@@ -172,19 +168,19 @@ def cost_of(problem: Problem, choices: Sequence[int], price: Price) -> Cost:
         price: the terms of a conversion; None where there is none.
     """
     picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
-    own = (choice.cost * item.count for choice, item in zip(picks, problem.items, strict=True))
-    arcs = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
-    conversions_cost = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in arcs.items())
-    choice_keys = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
-    both = arcs.__contains__, choice_keys.__contains__
-    return Cost.total([*own, *conversions_cost, *(Cost(**{s.name: s.seconds(*both)}) for s in problem.savings)])
+    item_costs = (choice.cost * item.count for choice, item in zip(picks, problem.items, strict=True))
+    paid = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
+    conversion_costs = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in paid.items())
+    taken = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
+    savings = (Cost(**{s.name: s.seconds(paid, taken)}) for s in problem.savings)
+    return Cost.total([*item_costs, *conversion_costs, *savings])
 
 
 def conversions_of(problem: Problem, choices: Sequence[int]) -> Iterator[tuple[int, Use, tuple[Layout, Layout]]]:
     """The conversions of an assignment, with number and data of the use whose value each converts; arguments as of
     `traffic`."""
     picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
-    producers: dict[ValueId, Layout] = {}
+    producers = {}
     for item, choice in zip(problem.items, picks, strict=True):
         producers.update(zip(item.outs, choice.outs, strict=True))
     for k, use in enumerate(problem.uses):

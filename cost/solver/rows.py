@@ -12,8 +12,8 @@ import numpy as np
 from autotp.ir.layouts import Layout
 
 from .integer_program import IntegerProgram, Row, Terms
-from .problem import Choice, Problem, Use
-from .savings import Conversion, add_savings
+from .problem import Problem, Use
+from .savings import add_savings
 
 Picks = list[list[int]]  # the columns of each item's choices
 
@@ -35,7 +35,7 @@ def build(problem: Problem) -> tuple[IntegerProgram, Picks]:
     """The program without limits, and the columns of each item's choices."""
     program = IntegerProgram()
     picks, producers = add_items(problem, program)
-    conversion_columns: dict[Conversion, int] = {}
+    conversion_columns = {}
     for k, use in enumerate(problem.uses):
         late = 1 + k / len(problem.uses)  # of equal plans, the one that converts early
         arcs = add_use(problem, program, picks, producers[use.value], use, late)
@@ -52,8 +52,8 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[Picks, dict[ob
     Args:
         problem: its items. program: gets a column for each choice and a row for each item.
     """
-    picks: Picks = []
-    producers: dict[object, Columns] = {}
+    picks = []
+    producers = {}
     activations = attrgetter("activation_bytes")
     most = sum(max(map(activations, item.choices)) * item.count for item in problem.items) or 1.0
     for item in problem.items:
@@ -65,18 +65,14 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[Picks, dict[ob
         program.rows.append(Row(dict.fromkeys(columns, 1.0), 1, 1))
         for column, choice, point in zip(columns, item.choices, points, strict=True):
             program.microseconds[column] = choice.seconds * item.count * MICRO
-            program.second_order[column] = second_order(choice, most) * item.count
+            activation_points = ACTIVATIONS * choice.activation_bytes / most
+            program.second_order[column] = (activation_points + PARTITIONS * choice.penalty) * item.count
             program.parameter_bytes[column] = choice.parameter_bytes * item.count
             program.budget_bytes[column] = choice.budget_bytes * item.count
             program.penalty[column] = point - min(points)
             for value, layout in zip(item.outs, choice.outs, strict=True):
                 producers.setdefault(value, defaultdict(list))[layout].append(column)
     return picks, producers
-
-
-def second_order(choice: Choice, most: float) -> float:
-    """The share of S of one instance of a choice; `most`: bytes of activations, A*."""
-    return ACTIVATIONS * choice.activation_bytes / most + PARTITIONS * choice.penalty
 
 
 def add_use(
@@ -101,9 +97,8 @@ def add_use(
     program.rows += no_detour(arcs, readers, targets)
     for columns in readers:
         # A single consumer's flow is what is paid; a second column for it would only be another name.
-        alone = len(readers) == 1
         flow = [arc.column for arc in arcs]
-        if not alone:
+        if len(readers) > 1:
             flow = [program.column(False) for _ in arcs]
         program.rows += paid_once(flow, arcs)
         program.rows += conserved(flow, arcs, producers, columns, targets)
@@ -112,7 +107,7 @@ def add_use(
 
 def readers_of(problem: Problem, picks: Picks, use: Use) -> list[Columns]:
     """Per consumer: the columns of the choices that read each layout."""
-    readers: dict[tuple[int, int], Columns] = {}
+    readers = {}
     for item, slot in use.consumers:
         columns = readers.setdefault((item, slot), defaultdict(list))
         for column, choice in zip(picks[item], problem.items[item].choices, strict=True):
@@ -131,17 +126,16 @@ def add_conversions(
         produced, targets: layouts that the value is produced in, and read in.
         use, late: as in `add_use`.
     """
-    priced = []
+    arcs = []
     for a, b in itertools.product(dict.fromkeys([*produced, *targets]), targets):
         seconds = problem.convert(use.value, a, b) if a != b else None
         if seconds is not None:
-            priced.append((a, b, seconds * use.count * MICRO))
-    arcs = [Arc(a, b, program.column(False)) for a, b, _ in priced]
-    for arc, (_, _, microseconds) in zip(arcs, priced, strict=True):
-        program.microseconds[arc.column] = microseconds
-        program.second_order[arc.column] = CONVERSIONS * use.count * late
-        traffic = problem.traffic(use.value, arc.source, arc.target)
-        program.sent_bytes[arc.column], program.collectives[arc.column] = (n * use.count for n in traffic)
+            column = program.column(False)
+            arcs.append(Arc(a, b, column))
+            program.microseconds[column] = seconds * use.count * MICRO
+            program.second_order[column] = CONVERSIONS * use.count * late
+            traffic = problem.traffic(use.value, a, b)
+            program.sent_bytes[column], program.collectives[column] = (n * use.count for n in traffic)
     return arcs
 
 
@@ -149,7 +143,7 @@ def no_detour(arcs: list[Arc], readers: list[Columns], targets: list[Layout]) ->
     """Forbid conversions to a layout that no consumer reads.
 
     A reduce-scatter and an all-gather can be cheaper than the all-reduce between the same layouts, by rounding or on an
-    odd cluster; the plan's program would not go that way, and then pays another price than the plan's.
+    unusual cluster; the plan's program would not go that way, and then pays another price than the plan's.
 
     Args:
         arcs: the conversions between the value's layouts. targets: those that conversions lead to.
@@ -206,14 +200,16 @@ def within(sizes: list[list[float]], knapsack: Terms, picks: Picks, limit: float
         picks: the columns of each item's choices.
         limit: bytes.
     """
-    sized = [(i, size) for i, size in enumerate(sizes) if any(size)]
-    least = sum(min(size) for _, size in sized)
-    rows = [Row(knapsack, 0.0, limit)]
-    for i, size in sized:
-        room = limit - (least - min(size))
-        rows += [Row({column: 1.0}, 0, 0) for column, n in zip(picks[i], size, strict=True) if n > room]
-    excess = {c: n - min(size) for i, size in sized for c, n in zip(picks[i], size, strict=True)}
-    return [*rows, *covers(excess, {c: i for i, _ in sized for c in picks[i]}, limit - least)]
+    least = sum(map(min, sizes))
+    rows, excess, items = [Row(knapsack, 0.0, limit)], {}, {}
+    for i, (columns, size) in enumerate(zip(picks, sizes, strict=True)):
+        if any(size):
+            room = limit - (least - min(size))
+            for column, n in zip(columns, size, strict=True):
+                excess[column], items[column] = n - min(size), i
+                if n > room:
+                    rows.append(Row({column: 1.0}, 0, 0))
+    return [*rows, *covers(excess, items, limit - least)]
 
 
 def covers(excess: Terms, item: dict[int, int], room: float) -> list[Row]:
@@ -226,7 +222,7 @@ def covers(excess: Terms, item: dict[int, int], room: float) -> list[Row]:
         item: per column, its item.
         room: what all the excess may come to.
     """
-    rows: list[Row] = []
+    rows = []
     before = 0
     for k in range(1, len(set(item.values()))):
         large = [c for c, n in excess.items() if room / (k + 1) < n <= room]

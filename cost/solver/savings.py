@@ -7,7 +7,7 @@ has the longer one, and of k calls that start as one k - 1 starts are saved, `mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +29,15 @@ class Cap:
     choices: Mapping[ChoiceKey, float] = field(default_factory=dict)
     always: float = 0.0
 
-    def value(
-        self, conversion_value: Callable[[Conversion], float], choice_value: Callable[[ChoiceKey], float]
-    ) -> float:
-        """Its seconds, where these say what is paid and taken: 1 or 0."""
-        conversions = sum(x * conversion_value(c) for c, x in self.conversions.items())
-        return self.always + conversions + sum(x * choice_value(c) for c, x in self.choices.items())
+    def value(self, paid: Container[Conversion], taken: Container[ChoiceKey]) -> float:
+        """Its seconds, where these conversions are paid and these choices taken."""
+        conversions = sum(x for c, x in self.conversions.items() if c in paid)
+        return self.always + conversions + sum(x for c, x in self.choices.items() if c in taken)
 
     @property
     def most(self) -> float:
         """Return what it can be at most; of an item's choices one is taken."""
-        best: dict[int, float] = {}
+        best = {}
         for (item, *_), x in self.choices.items():
             best[item] = max(best.get(item, 0.0), x)
         return self.always + sum(max(x, 0.0) for x in self.conversions.values()) + sum(best.values())
@@ -59,13 +57,11 @@ class Saving:
     parts: tuple[tuple[Cap, ...], ...]
     count: int
 
-    def seconds(
-        self, conversion_value: Callable[[Conversion], float], choice_value: Callable[[ChoiceKey], float]
-    ) -> float:
-        """Return what all instances save, where these say what is paid and taken."""
+    def seconds(self, paid: Container[Conversion], taken: Container[ChoiceKey]) -> float:
+        """Return the seconds that all instances save, where these conversions are paid and these choices taken."""
         one = 0.0
         for caps in self.parts:
-            one += max(min(cap.value(conversion_value, choice_value) for cap in caps), 0.0)
+            one += max(min(cap.value(paid, taken) for cap in caps), 0.0)
         return self.count * one
 
 

@@ -48,7 +48,7 @@ class Search:
     """One program's search for its optimum.
 
     Attributes:
-        model: the linear program; every column lies in [0, 1].
+        model: the linear program; every column is in [0, 1].
         integer: indices of the columns that must be 0 or 1.
         weight: per column, what makes it worth deciding first.
         start: where it begins.
@@ -104,8 +104,8 @@ class Search:
         return self.model.num_col_ > MAX_QUICK_COLUMNS
 
     def _narrow(self, cost: float, bound: float) -> bool:
-        """Return whether so little lies between an assignment and the bound that most columns are ruled out, and the
-        general solver is done sooner than a search here."""
+        """Return whether an assignment is so near the bound that most columns are ruled out, and the general solver is
+        done sooner than a search here."""
         return self.large and cost - bound <= NARROW * abs(bound)
 
     @property
@@ -127,7 +127,7 @@ class Search:
         self._minimise(cost)
         return self._descend(cutoff)
 
-    def least(self, cost: np.ndarray, incumbent: np.ndarray, step: float, most: int, exact: bool = True) -> np.ndarray:
+    def least(self, cost: np.ndarray, incumbent: np.ndarray, step: float, most: int, exact: bool) -> np.ndarray:
         """The assignment of the least cost; what costs more than that is ruled out of this search for good.
 
         Columns are ruled out by their reduced costs, which say what an assignment with them costs at least.
@@ -149,16 +149,12 @@ class Search:
             few = most // 4 if self._narrow(best, bound) else most
             reached, x = self._descend(best - step, root, few)
             if x is None and reached < best - step and exact:
-                x = self._better(cost, incumbent, best - step)
+                general = self._general(incumbent)
+                x = general[0] if general is not None and cost @ general[0] <= best - step else None
             incumbent = incumbent if x is None else _exact(x)
         self._rule_out(reduced, float(cost @ incumbent) - bound)
         self.add(cost, float(cost @ incumbent))
         return incumbent
-
-    def _better(self, cost: np.ndarray, incumbent: np.ndarray, cutoff: float) -> np.ndarray | None:
-        """The general solver's assignment, where it costs no more than `cutoff`; `incumbent` is where it starts."""
-        general = self._general(incumbent)
-        return general[0] if general is not None and cost @ general[0] <= cutoff else None
 
     def add(self, terms: np.ndarray, most: float) -> None:
         """A further row: the sum of these terms is at most so much, rounding aside."""
@@ -253,22 +249,19 @@ class Search:
         """Column values and objective with some columns fixed; None where that is infeasible."""
         for column, value in fixed.items():
             self.highs.changeColBounds(column, value, value)
-        self._run()
+        self.highs.run()
+        # Where the simplex does not come to an end from the basis that is there, it begins from none.
+        if self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
+            self.highs.clearSolver()
+            self.highs.setOptionValue("simplex_iteration_limit", UNLIMITED)
+            self.highs.run()
+            self.highs.setOptionValue("simplex_iteration_limit", ITERATIONS)
         optimum = None
         if self.highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
             optimum = np.array(self.highs.getSolution().col_value), self.highs.getInfo().objective_function_value
         for column in fixed:
             self.highs.changeColBounds(column, 0, self.upper[column])
         return optimum
-
-    def _run(self) -> None:
-        """Solve the relaxation; where the simplex does not come to an end from the basis that is there, from none."""
-        self.highs.run()
-        if self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
-            self.highs.clearSolver()
-            self.highs.setOptionValue("simplex_iteration_limit", UNLIMITED)
-            self.highs.run()
-            self.highs.setOptionValue("simplex_iteration_limit", ITERATIONS)
 
     def _branch(self, x: np.ndarray) -> int | None:
         """The fractional column to decide next; None where all are integral."""

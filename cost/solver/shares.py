@@ -28,7 +28,7 @@ SECONDS = 20.0  # of CPU, of a search
 
 
 class Dealt(NamedTuple):
-    """Units by family, the seconds of a step by them, and what no others are below."""
+    """Units of each rank by family, the seconds of a step with them, and the lower bound of these."""
 
     units: dict[str, tuple[int, ...]]
     seconds: float
@@ -42,7 +42,7 @@ class ShareProblem:
     Attributes:
         least: units that each rank must have, by family. tables: seconds, [stretches, ranks, units + 1].
         whole: seconds that no share divides, [stretches, ranks]. counts: how often a step has each stretch.
-        base_bytes: that each rank holds whatever it is dealt. limits: of each. bytes: of a unit, by family.
+        base_bytes: that each rank holds whatever units it has. limits: of each. bytes: of a unit, by family.
     """
 
     least: dict[str, int]
@@ -77,11 +77,11 @@ def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | Non
     Args:
         problem: of given placements. seconds: of the search, CPU.
 
-    Returns: None where no deal fits into the ranks.
+    Returns: None where no units fit into the ranks' memory.
     """
     ranks, program, at = problem.whole.shape[1], IntegerProgram(deadline=time.process_time() + seconds), {}
     scale = max(float(problem.whole.max() + sum(x.max() for x in problem.tables.values())), 1e-30)  # times are 0 to 1
-    cost: dict[int, float] = {}
+    cost = {}
     for name, table in problem.tables.items():
         count = table.shape[2] - 1
         columns = [program.column(True) for _ in range(ranks * count)]
@@ -105,7 +105,7 @@ def solve_shares(problem: ShareProblem, seconds: float = SECONDS) -> Dealt | Non
     optimum = program.minimise(cost)
     if optimum is None:
         return None
-    units = {name: tuple(np.rint(optimum.x[own].sum(axis=1)).astype(int).tolist()) for name, own in at.items()}
+    units = {name: tuple(np.rint(optimum.x[i].sum(axis=1)).astype(int).tolist()) for name, i in at.items()}
     took = problem.seconds(units)
     return Dealt(units, took, min(took, float(optimum.bound) * scale))
 
@@ -115,6 +115,6 @@ def _deal(columns: np.ndarray, least: int) -> list[Row]:
     one = dict.fromkeys(columns.ravel().tolist(), 1.0)
     pairs = [*zip(columns[:, :-1].ravel(), columns[:, 1:].ravel(), strict=True)]
     pairs += [*zip(columns[:-1].ravel(), columns[1:].ravel(), strict=True)]
-    rows = [Row({int(more): 1.0, int(less): -1.0}, 0.0, np.inf) for more, less in pairs]
+    rows = [Row({int(first): 1.0, int(second): -1.0}, 0.0, np.inf) for first, second in pairs]
     rows += [Row({int(c): 1.0}, 1.0, 1.0) for c in columns[:, :least].ravel()]
     return [Row(one, columns.shape[1], columns.shape[1]), *rows]

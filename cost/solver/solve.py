@@ -32,7 +32,7 @@ Stages, each with the knapsack of those before:
 
     memory           M* = min of sum n[i] M[c] x[c]: refuse where M* exceeds the budget, else M's knapsack   `_budget`
     parameters       P* = min of sum n[i] P[c] x[c]; then P's knapsack for each kind of weight: at most slack
-                       times its part of P*, what has one choice apart                              `_parameters`
+                       times its part of P*, items of one choice excepted                           `_parameters`
     time             min of sum n[i] T[c] x[c] + sum m[u] w[u, a, b] y[u, a, b] + tie * S           `_cheapest`
     proof            min of the same without S, from the last basis, below the seconds that were found       `_cheapest`
     band             where one is asked for: of what takes little longer the plainest (`band.py`)              `_banded`
@@ -40,7 +40,7 @@ Stages, each with the knapsack of those before:
 A band is at most as wide as the plan that the problem is held against allows (`_banded`): that plan is solved with the
 choices that it rules out at 0, by the same stages.
 
-Plans of equal seconds are told apart by S, a weighted sum and no order of its own:
+Plans of equal seconds are compared by S, a weighted sum and no order of its own:
 
     S = sum of n[i] (ACTIVATIONS A[c] / A* + PARTITIONS K[c]) x[c] + sum of CONVERSIONS m[u] (1 + k / uses) y[u, a, b]
 
@@ -85,7 +85,7 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None, sec
 
     Args:
         problem: items, uses and conversion costs, in seconds and bytes.
-        slack: parameters per rank may exceed the least possible by this factor, those apart that leave no choice.
+        slack: parameters per rank may exceed the least possible by this factor, except those that leave no choice.
         band: share of the least seconds that a plan may take longer to send less; None: only seconds count.
         seconds: of the CPU, after which no better plan is looked for, half of them for the least seconds and the rest
             for the band. The least bytes are found and one plan is made whatever it takes.
@@ -120,8 +120,8 @@ def _solution(problem: Problem, program: IntegerProgram, picks: Picks, x: np.nda
     sends = traffic(problem, choices)
     return Solution(
         choices, seconds, 0.0, 0.0,
-        parameter_bytes=total(program.parameter_bytes, np.round(x)),
-        budget_bytes=total(program.budget_bytes, np.round(x)),
+        parameter_bytes=total(program.parameter_bytes, whole),
+        budget_bytes=total(program.budget_bytes, whole),
         least_seconds=seconds, sent_bytes=sends.bytes, collectives=sends.collectives,
     )  # fmt: skip
 
@@ -150,12 +150,8 @@ def _banded(problem: Problem, program: IntegerProgram, picks: Picks, fastest: Co
         theirs = rival.seconds * MICRO
         x, most = (rival_x, theirs) if theirs <= most else (x, min(most, theirs / (1 + band)))
     best = _solution(problem, program, picks, plainest(program, start, x, most))
-    proved = {
-        "bound": first.bound,
-        "least_parameter_bytes": first.least_parameter_bytes,
-        "least_seconds": first.seconds,
-    }
-    return replace(best, **proved, rival=rival)
+    least = first.least_parameter_bytes
+    return replace(best, bound=first.bound, least_parameter_bytes=least, least_seconds=first.seconds, rival=rival)
 
 
 def _rival(
@@ -174,9 +170,9 @@ def _rival(
         if fastest is not None:
             x = plainest(program, fastest.search.reached(), fastest.x, fastest.value * (1 + band))
             solutions.append((_solution(problem, program, picks, x), x))
-    within_band = min((each.seconds for each, _ in solutions), default=0.0) * (1 + band)
-    near = [each for each in solutions if each[0].seconds <= within_band]
-    return min(near, key=lambda each: (each[0].sent_bytes, each[0].seconds), default=None)
+    within_band = min((rival.seconds for rival, _ in solutions), default=0.0) * (1 + band)
+    near = [pair for pair in solutions if pair[0].seconds <= within_band]
+    return min(near, key=lambda pair: (pair[0].sent_bytes, pair[0].seconds), default=None)
 
 
 def _minimise(program: IntegerProgram, objective: Terms, what: str) -> Optimum:
@@ -196,7 +192,7 @@ def _budget(problem: Problem, program: IntegerProgram, picks: Picks, limit: floa
     if least > limit:
         raise PlanError(
             f"no plan fits into memory={amount(limit)} per rank: the leanest legal one holds {amount(least)}, "
-            f"its working set apart. Its largest parts are:{_largest(problem, picks, x)}\n"
+            f"its working set not counted. Its largest parts are:{_largest(problem, picks, x)}\n"
             "Give more memory, more ranks (tp), a smaller batch, or drop pins."
         )
     sizes = [_bytes_of(item, "budget_bytes", item.count) for item in problem.items]
@@ -225,8 +221,6 @@ def _largest(problem: Problem, picks: Picks, x: np.ndarray) -> str:
 
 def _parameters(problem: Problem, program: IntegerProgram, picks: Picks, slack: float) -> float:
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
-    if not any(program.parameter_bytes.values()):
-        return 0.0
     if all(len(item.choices) == 1 for item in problem.items if any(_bytes_of(item, "parameter_bytes", 1))):
         return sum(item.choices[0].parameter_bytes * item.count for item in problem.items)
     x, least, *_ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
@@ -234,22 +228,22 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: Picks, slack: 
     # all norms and every small projection whole. A table that splits would too, so each kind has a slack of its own.
     for kind in dict.fromkeys(item.kind for item in problem.items):
         sizes = [_bytes_of(item, "parameter_bytes", item.count * (item.kind == kind)) for item in problem.items]
-        terms: Terms = {}
-        for columns, each in zip(picks, sizes, strict=True):
-            terms |= zip(columns, each, strict=True)
-        fixed = sum(each[0] for each in sizes if len(each) == 1)
+        terms = {}
+        for columns, choice_sizes in zip(picks, sizes, strict=True):
+            terms |= zip(columns, choice_sizes, strict=True)
+        fixed = sum(choice_sizes[0] for choice_sizes in sizes if len(choice_sizes) == 1)
         limit = fixed + (total(terms, np.round(x)) - fixed) * slack + 0.5
         if any(terms.values()):
             program.limit(within(sizes, terms, picks, limit))
     return least
 
 
-def _cheapest(program: IntegerProgram, tie: float = TIE) -> tuple[np.ndarray, float, Start]:
+def _cheapest(program: IntegerProgram, tie: float) -> tuple[np.ndarray, float, Start]:
     """Column values of the least seconds, ties broken by the second order; the bound proved for the seconds; and where
     they were found."""
     cost = program.dense(program.microseconds)
     while True:
-        x, _, search, proved = _minimise(program, _with_ties(program, tie), "least time")
+        x, _, proved, search = _minimise(program, _with_ties(program, tie), "least time")
         best = float(cost @ x)
         if tie == 0 and proved >= best * (1 - EXACT):
             return x, best, search.reached()

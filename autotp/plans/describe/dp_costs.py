@@ -54,7 +54,7 @@ def with_axis(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder, 
             ways = prices.across(op, over, prices.share(planned.decisions[op.node].outs[0]))
             values += sum(collective_bytes(name, size, ranks) for _, name, size, ranks in ways)
     # Gradients are sent beside the kernels of the backward: what goes over tp then has the links to itself.
-    backward = [work.backward for *_, work in Works(planned, prices).walk(sharded)]
+    backward = [work.directions[1] for *_, work in Works(planned, prices).walk(sharded)]
     priced = replace(
         axis, sent=sends.bytes, seconds=sends.seconds, values=values, experts=tuple(planned.program.owned),
         backward=sum(seconds for seconds, call in backward if call is None),

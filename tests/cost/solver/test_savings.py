@@ -85,7 +85,7 @@ def assignments(problem: Problem) -> Iterator[tuple[float, float]]:
             prices = [(problem.convert(use.value, a, b), use.count) for (_, a, b), use in paid.items()]
             if any(x is None for x, _ in prices):
                 continue
-            less = sum(s.seconds(paid.__contains__, taken.__contains__) for s in problem.savings)
+            less = sum(s.seconds(paid, taken) for s in problem.savings)
             yield own + sum(x * n for x, n in prices if x is not None) - less, less
 
 
