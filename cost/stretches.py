@@ -11,7 +11,7 @@ import numpy as np
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.cost.solver.shares import ShareProblem
+from autotp.cost.solver.unit_shares import ShareProblem
 from autotp.ir.graph import resolve
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import conversion_of

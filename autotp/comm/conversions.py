@@ -233,12 +233,12 @@ def on_hosts(
     Returns:
         What each virtual rank here holds under `dst`, likewise.
     """
-    operands = xs[:: hosts.own] if src.mark == INVARIANT.mark else xs
+    operands = xs[:: hosts.local] if src.mark == INVARIANT.mark else xs
     if torch.is_grad_enabled():
         results = _OnHosts.apply(src, dst, hosts, wire, reduces, *operands)
     else:
         results = _at_hosts(operands, src, dst, hosts, wire)
-    return _of_each(results, dst, hosts.own)  # type: ignore[arg-type]
+    return _of_each(results, dst, hosts.local)  # type: ignore[arg-type]
 
 
 def _of_each(xs: Sequence[Tensor], spec: Spec, local: int) -> list[Tensor]:
@@ -251,9 +251,9 @@ def _of_each(xs: Sequence[Tensor], spec: Spec, local: int) -> list[Tensor]:
 def _at_hosts(
     xs: Sequence[Tensor], src: Spec, dst: Spec, hosts: Host | AllHosts, wire: torch.dtype | None
 ) -> list[Tensor]:
-    everyone = _of_each(xs, src, hosts.own)
+    everyone = _of_each(xs, src, hosts.local)
     ys = _run(everyone, src, dst, hosts.here, hosts.size, hosts.exchange, wire)
-    return ys[:: hosts.own] if dst.mark == INVARIANT.mark else ys
+    return ys[:: hosts.local] if dst.mark == INVARIANT.mark else ys
 
 
 def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:

@@ -125,12 +125,12 @@ class Host:
     """A process and the virtual ranks that it runs on one axis.
 
     Attributes:
-        first: of its virtual ranks, and `own` how many follow each other from there. size: how many there are in all.
+        first: of its virtual ranks, and `local` how many follow each other from there. size: how many there are in all.
         group: name of the process group of those that share them; nothing where there is one. axis: its name.
     """
 
     first: int
-    own: int
+    local: int
     size: int
     group: str = ""
     axis: str = "tp"
@@ -138,13 +138,13 @@ class Host:
     @property
     def here(self) -> range:
         """Numbers of the virtual ranks that run here."""
-        return range(self.first, self.first + self.own)
+        return range(self.first, self.first + self.local)
 
     @cached_property
     def subtrees(self) -> list[list[Subtree]]:
         """Subtrees whose sums each process sends; every sum reads them twice."""
-        firsts = range(0, self.size, self.own)
-        return [subtrees(first, first + self.own, (0, self.size)) for first in firsts]
+        firsts = range(0, self.size, self.local)
+        return [subtrees(first, first + self.local, (0, self.size)) for first in firsts]
 
     def traffic(self, primitive: str, nbytes: float) -> float:
         """Return the bytes that a process sends.
@@ -152,10 +152,10 @@ class Host:
         Args:
             primitive: of the collective. nbytes: of the whole value.
         """
-        hosts, parts = self.size // self.own, max(map(len, self.subtrees))
+        hosts, parts = self.size // self.local, max(map(len, self.subtrees))
         if primitive == "all_reduce" and hosts > 2 and nbytes >= LARGE:
             return (parts + 1) * nbytes * (hosts - 1) / hosts
-        part = parts if primitive in SUMS else self.own / self.size
+        part = parts if primitive in SUMS else self.local / self.size
         return part * nbytes * (hosts - 1) / (1 if SENT[primitive] == "all_gather" else hosts)  # type: ignore[index]
 
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
@@ -164,9 +164,9 @@ class Host:
         Args:
             primitive: of the collective. xs: each virtual rank's operand. reduction: "sum" or "max".
         """
-        kind, hosts = SENT[primitive], self.size // self.own
+        kind, hosts = SENT[primitive], self.size // self.local
         if primitive == "all_reduce" and hosts > 2 and xs[0].nbytes >= LARGE:
-            return [self._in_slices(xs, reduction, hosts)] * self.own
+            return [self._in_slices(xs, reduction, hosts)] * self.local
         y = self.send(primitive, xs, reduction)
         if hosts > 1:
             y = collectives.real(kind, y, reduction, tp=hosts, group=self.group)
@@ -180,26 +180,26 @@ class Host:
         Args:
             primitive: of the collective. xs: each virtual rank's operand. reduction: "sum" or "max".
 
-        Returns: [parts, ...] for a gather, [hosts, parts, own, ...] for an exchange.
+        Returns: [parts, ...] for a gather, [hosts, parts, local, ...] for an exchange.
         """
         stack = self._parts(xs, reduction) if primitive in SUMS else torch.stack(list(xs))
         if SENT[primitive] == "all_gather":
             return stack
-        return stack.unflatten(1, (-1, self.own)).movedim(1, 0).contiguous()
+        return stack.unflatten(1, (-1, self.local)).movedim(1, 0).contiguous()
 
     def receive(self, primitive: Primitive, y: Tensor, reduction: str) -> list[Tensor]:
         """Return what each virtual rank here gets: of parts from every process, [hosts, parts, ...]."""
         if primitive == "all_gather":
-            return [y.flatten(0, 1)] * self.own
+            return [y.flatten(0, 1)] * self.local
         if primitive == "all_to_all":
             return [x.contiguous() for x in y.flatten(0, 1).unbind(1)]
         result = self._whole(y, reduction)
-        return [result] * self.own if primitive == "all_reduce" else list(result.unbind(0))
+        return [result] * self.local if primitive == "all_reduce" else list(result.unbind(0))
 
     def _parts(self, xs: Sequence[Tensor], reduction: str) -> Tensor:
         """Compute the sums that this process sends, [parts, ...]; zeros make up the same number on all processes."""
         leaves = {(v, v + 1): x for v, x in zip(self.here, xs, strict=True)}
-        parts = [total(leaves, tree, reduction) for tree in self.subtrees[self.first // self.own]]
+        parts = [total(leaves, tree, reduction) for tree in self.subtrees[self.first // self.local]]
         missing = max(map(len, self.subtrees)) - len(parts)
         if len(parts) == 1 and not missing:
             return parts[0].unsqueeze(0)
@@ -226,11 +226,11 @@ class AllHosts:
     """All processes at once, simulated in one.
 
     Attributes:
-        size, own: as of each `Host`.
+        size, local: as of each `Host`.
     """
 
     size: int
-    own: int = 1
+    local: int = 1
 
     @property
     def here(self) -> range:
@@ -240,11 +240,11 @@ class AllHosts:
     @cached_property
     def hosts(self) -> list[Host]:
         """All of the processes, in order."""
-        return [Host(first, self.own, self.size) for first in range(0, self.size, self.own)]
+        return [Host(first, self.local, self.size) for first in range(0, self.size, self.local)]
 
     def exchange(self, primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
         """Return what a primitive gives every virtual rank; arguments as of `Host.exchange`."""
-        operands = [host.send(primitive, xs[host.first : host.first + self.own], reduction) for host in self.hosts]
+        operands = [host.send(primitive, xs[host.first : host.first + self.local], reduction) for host in self.hosts]
         results: list[Tensor] = []
         for host, y in zip(self.hosts, collectives.simulated(SENT[primitive], operands), strict=True):
             results += host.receive(primitive, y, reduction)
@@ -299,8 +299,8 @@ def on_all(
         operands, options = at_rank(args, at, host.axis), {**at_rank(dict(kwargs), at, host.axis), **place}
         results.append(on_all(call, operands, options, inner, axis, draws) if inner else call(*operands, **options))
     # A size that all have alike is one: what is whole on every rank is computed once with it too.
-    alike = isinstance(results[0], int | float) and results.count(results[0]) == host.own
-    return results[0] if alike or host.own == 1 else Virtual(results, host.axis)
+    alike = isinstance(results[0], int | float) and results.count(results[0]) == host.local
+    return results[0] if alike or host.local == 1 else Virtual(results, host.axis)
 
 
 def at_rank(args: Any, at: int, axis: str = "tp") -> Any:

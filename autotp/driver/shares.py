@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autotp.cost.cache import Cache
 from autotp.cost.memory import measure
-from autotp.cost.solver.shares import Dealt, solve_shares
+from autotp.cost.solver.unit_shares import Dealt, solve_shares
 from autotp.cost.stretches import Stretches
 from autotp.errors import PlanError
 from autotp.ir.program import Planned, Sharded

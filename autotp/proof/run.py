@@ -86,7 +86,8 @@ class Simulated:
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
             args, kwargs = _at(node.args, env, place), _at(node.kwargs, env, place)
-            results.append(on_all(partial(_call, node.target), args, kwargs, hosts, marks.axis, random_state is not None))
+            call, drawn = partial(_call, node.target), random_state is not None
+            results.append(on_all(call, args, kwargs, hosts, marks.axis, drawn))
         return results
 
     def converted(

@@ -214,13 +214,13 @@ def _along(module: Any) -> Iterator[str]:
             trained = {name for name, piece, _ in shards.pieces() if piece.requires_grad}
             for p in plan.parameters:
                 size = float(math.prod(p.local) * getattr(torch, p.dtype).itemsize)
-                slices = 1 if p.layout.sharded_dim is None else shards.hosts[-1].own
+                slices = 1 if p.layout.sharded_dim is None else shards.hosts[-1].local
                 calls += [("all_reduce", size)] * slices if p.name in trained else []
-        processes = host.size // host.own
+        processes = host.size // host.local
         along = sum(host.traffic(name, size) for name, size in calls)
         ring = sum(collective_bytes(name, size, processes) for name, size in calls)
         yield (
-            f"{host.own} of the plan's {host.size} {host.axis} ranks in each of {processes} processes, which sends "
+            f"{host.local} of the plan's {host.size} {host.axis} ranks in each of {processes} processes, which sends "
             f"{amount(along)} in a step of the example inputs, where rings send {amount(ring)}"
         )
 

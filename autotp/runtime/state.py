@@ -223,7 +223,7 @@ def clip(shards: ShardState, max_norm: float) -> Tensor:
     for _, storage, parts in parameters_of(shards):
         grads = [p.grad for p in parts]
         if all(g is not None for g in grads):
-            values = values_of(Slices(storage, (host,)).read([*map(compat.part_of, grads)]), host.own)
+            values = values_of(Slices(storage, (host,)).read([*map(compat.part_of, grads)]), host.local)
             split = storage.layout.sharded_dim is not None
             squares.setdefault(split, []).append([x.float().square().sum() for x in values])
     total = torch.zeros((), device=shards.device)

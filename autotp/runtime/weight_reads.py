@@ -180,15 +180,15 @@ class Slices:
         spec: Any = storage.layout.to_runtime()
         whole = pieces[0] if storage.held_whole else storage.local(pieces)
         if not storage.held_whole:  # of what is here they have a part each
-            place, hosts = host.first // host.own, host.size // host.own
+            place, hosts = host.first // host.local, host.size // host.local
             here = tuple((dealt(count, place, hosts)[1], unit) for count, unit in spec.segments)
-            spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.own, host.own)
-        if host.own == host.size and spec.plain:  # torch joins their gradients in one step
+            spec, host = ShardSpec(spec.dim, spec.repeat, here), Host(0, host.local, host.local)
+        if host.local == host.size and spec.plain:  # torch joins their gradients in one step
             slices = [x.contiguous() for x in whole.split(spec.lengths(host.size), spec.dim)]
         else:
-            slices = on_hosts([whole] * host.own, INVARIANT, spec, host)
+            slices = on_hosts([whole] * host.local, INVARIANT, spec, host)
         slices = list(map(aligned, slices))
-        return Virtual(slices) if host.own > 1 else slices[0]
+        return Virtual(slices) if host.local > 1 else slices[0]
 
 
 def _fits(tensor: Tensor, place: Place) -> bool:

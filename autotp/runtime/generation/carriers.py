@@ -113,7 +113,7 @@ class Carriers:
     ) -> Carriers:  # fmt: skip
         """Make those of a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
-        *_, batch, local = 1, 1, *(host.own for host in hosts)
+        *_, batch, local = 1, 1, *(host.local for host in hosts)
         return cls(parameters, rank, tp, local, dict(layouts), state_names=state_names, bare=bare, micro_batches=batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:

@@ -91,7 +91,7 @@ def host_batch(graph: fx.Graph, captured: Capture, host: Host) -> None:
     first: Any = next(n for n in graph.nodes if n.op != "placeholder")
     for leaf, node in zip(captured.leaves, nodes, strict=True):
         if leaf.kind.passed and shape_of(leaf.node)[:1] == (batch,):
-            parts = _inserted(graph, first, micro_batches, node, host.own)
+            parts = _inserted(graph, first, micro_batches, node, host.local)
             node.replace_all_uses_with(parts, lambda user, parts=parts: user is not parts)
     output = graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -155,13 +155,13 @@ def mean_loss(self: Any, loss: Callable[..., Tensor], *values: Any) -> Tensor:
 
 def _mean_loss(loss: Callable[..., Tensor], values: tuple[Any, ...], host: Host) -> Tensor:
     leaves, spec = compat.tree_flatten(values)
-    micro_batch(leaves, host.own)  # which is refused where they are not of one size
+    micro_batch(leaves, host.local)  # which is refused where they are not of one size
     examples, columns = examples_of(leaves), []
     for x in leaves:
         parts = getattr(x, "micro_batches", None)
         if parts is None:
             batched = isinstance(x, Tensor) and x.ndim and len(x) == examples
-            parts = values_of(micro_batches(x, host.own) if batched else x, host.own, "dp")
+            parts = values_of(micro_batches(x, host.local) if batched else x, host.local, "dp")
         columns.append(parts)
     losses = [loss(*compat.tree_unflatten(row, spec)) for row in zip(*columns, strict=True)]
     fault = next((x for x in losses if not isinstance(x, Tensor) or x.ndim), None)
@@ -266,7 +266,7 @@ def convert(x: Any, src: Spec, dst: Spec, hosts: Hosts, axis: str = "tp", **opti
     if host.axis != axis:  # each slice of the batch by itself
         return on_all(partial(convert, hosts=inner, axis=axis, **options), (x, src, dst), {}, (host,))
     src, dst = at_rank((src, dst), 0, axis)  # what of them is data is alike on all
-    values = values_of(x, host.own, axis)
+    values = values_of(x, host.local, axis)
     across = next((value for value in values if isinstance(value, Virtual)), None)
     if across is not None:  # what each rank of an inner axis has by itself
         rows = []
@@ -276,9 +276,9 @@ def convert(x: Any, src: Spec, dst: Spec, hosts: Hosts, axis: str = "tp", **opti
             rows.append(convert(row, source, target, (host,), axis, **options))
         if not any(isinstance(row, Virtual) for row in rows):
             return Virtual(rows, across.axis)
-        columns = zip(*[values_of(row, host.own, axis) for row in rows], strict=True)
+        columns = zip(*[values_of(row, host.local, axis) for row in rows], strict=True)
         return Virtual([Virtual(column, across.axis) for column in columns], axis)
     ys = on_hosts(values, src, dst, host, **options)
     # Of what is whole, and of which no rank has a gradient of its own, one is enough.
     alike = dst.mark == INVARIANT.mark or dst.whole and not any(y.requires_grad for y in ys)
-    return ys[0] if alike or host.own == 1 else Virtual(ys, axis)
+    return ys[0] if alike or host.local == 1 else Virtual(ys, axis)

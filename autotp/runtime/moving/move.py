@@ -143,8 +143,8 @@ class Sides:
         what: is moved of that which is given. optimizers: the source's and the target's. cache: objects of the source.
     """
 
-    source: Any
-    target: Any
+    source: Any | None
+    target: Any | None
     what: Sequence[str]
     optimizers: tuple[Optimizer | None, Optimizer | None]
     cache: Mapping[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotp.cost.solver.shares import ShareProblem, solve_shares
+from autotp.cost.solver.unit_shares import ShareProblem, solve_shares
 
 WRONG = 1  # of which times the other way round cost something
 
