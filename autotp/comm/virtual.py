@@ -305,7 +305,11 @@ def on_all(
 
 def at_rank(args: Any, at: int, axis: str = "tp") -> Any:
     """Return arguments as the virtual rank in this place of its process, on an axis, has them."""
-    return map_aggregate(args, lambda x: x.values[at] if isinstance(x, Virtual) and x.axis == axis else x)
+
+    def local(x: Any) -> Any:
+        return x.values[at] if isinstance(x, Virtual) and x.axis == axis else x
+
+    return map_aggregate(args, local)
 
 
 def _differs(args: Any, kwargs: Any, axis: str) -> bool:

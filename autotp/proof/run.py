@@ -391,7 +391,8 @@ UNINITIALISED = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_permute
 def _call(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call the operator, and make its result comparable: uninitialised memory is zero, and an operand that it returns
     is an alias, so that every value has a gradient of its own."""
-    result = DERIVABLE.get(target, target)(*args, **kwargs)
+    function: Any = DERIVABLE.get(target, target)
+    result = function(*args, **kwargs)
     if getattr(target, "overloadpacket", None) in UNINITIALISED:
         return torch.zeros_like(result)
     if isinstance(result, Tensor) and any(result is a for a in args):

@@ -142,10 +142,10 @@ class ShardedModule(Batching, Part):
 
     def _ran(self, call: Arguments, kind: CallKind) -> tuple[Program, Any, list[Tensor]]:
         """Run a call of a kind; return its program, what that gave, and what it was given."""
-        match: Any = kind.program(call.shapes)
+        match = kind.program(call.shapes)
         new, seed = self._calls.begin(kind, call, match and match[0])
         searched = new or match is None or self._source.check or call.wrong
-        if searched:
+        if searched or match is None:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 match = program_search.find(self, call)
         (program, order), run = match, self._first if searched else self._run

@@ -57,7 +57,7 @@ def by_itself(self: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
     if holding():
         raise StateError(WITHIN.format(entry=entry or "the module", name=self._calls.name))
     with self._calls.turn():
-        if not isinstance(self, FSDPModule):
+        if not issubclass(type(self), FSDPModule):
             return self._call(entry, args, kwargs)
         grad = torch.is_grad_enabled()
         if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis

@@ -163,7 +163,7 @@ def figures(row: MeshRow, case: Case) -> Record:
     shares = {name: row.share(name) for name in row.times}
     return {
         "mesh": list(row.mesh.degrees), **how, "seconds": row.seconds, "memory": row.memory, "fits": row.fits,
-        "why": row.why, "tflops": row.flops * (1 + more) / 1e12, "shares": shares,
+        "why": row.reason, "tflops": row.flops * (1 + more) / 1e12, "shares": shares,
     }  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def _narrow(mask: fx.Node) -> Any:
 
 def _put_mask(mask: fx.Node, family: MaskFamily) -> fx.Node:
     val = value_of(mask)
-    args = family.new, family.length, family.position, family.padding, family.window, val.device
+    args: Any = family.new, family.length, family.position, family.padding, family.window, val.device
     with mask.graph.inserting_before(mask):
         node = mask.graph.call_function(attention_mask, args)
     inherit(node, mask, val[0, 0] if family.padding is None else None, scope=scope_path(mask))

@@ -196,7 +196,7 @@ class Builder:
         ]
         goals = {i: goal for (i, _), goal in zip(placed_outputs(self.program), self.goals(), strict=True)}
         layouts = tuple(goals[i] for i, _ in self.states.outgoing)
-        outgoing = [frozenset([self.states.value(n)]) for _, n in self.states.outgoing]
+        outgoing: Any = [frozenset([self.states.value(n)]) for _, n in self.states.outgoing]
         items.append(Item(OUTPUT_SLOT, [Choice(layouts, ())], outgoing))
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)

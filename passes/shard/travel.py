@@ -214,7 +214,8 @@ class Journey:
         self.travelled[node] = new
         if _many(node) or all(u in self.inside for u in node.users):
             return new
-        return self._convert(new, *self.layouts[::-1], read, new.meta["val"])
+        local, travelled = self.layouts
+        return self._convert(new, travelled, local, read, new.meta["val"])
 
     def _operand(self, node: fx.Node, x: fx.Node, read: Read) -> Any:
         """Give the operand of a node whose rows travel, in place of the one on the rank that sorted them."""

@@ -219,8 +219,8 @@ def test_auto_on_ranks_takes_a_divisor_of_the_world(pool):
 def test_a_sweep_in_float8_stands_beside_the_models_own():
     asked: dict[str, Any] = {**tokens(), "sequence_parallel": True}
     found = autotp.sweep(wide(), [2], precision="float8", **asked)
-    assert found.own is not None and found.own.own is None
-    (row,), (own,) = found.rows, found.own.rows
+    assert found.baseline is not None and found.baseline.baseline is None
+    (row,), (own,) = found.rows, found.baseline.rows
     assert 0.5 < row.seconds / own.seconds < 0.95  # products at twice the rate, and casts beside them
     assert row.sent < own.sent  # what is gathered forward, in a byte an element
     assert "float8 tensorwise" in str(found) and " own " in str(found)

@@ -375,5 +375,5 @@ def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iter
             # The products that make the gradient of the gathered value: each takes as long as its forward.
             products = (sharded.origin[p.node][0] for p in group.products if p.node in sharded.origin)
             if builder.cluster.overlaps:
-                beside = sum(works.operator(product).forward.seconds for product in products)
+                beside = sum(works.operator(product).directions[0].seconds for product in products)
             yield group.conversion, size, alone - hidden_seconds(alone, beside)

@@ -114,7 +114,8 @@ def micro_batches(x: Tensor, count: int) -> Any:
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dim: int, *parts: Tensor) -> Tensor:
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].detach()
+        first, *rest = parts
+        return torch.cat(parts, dim) if rest else first.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:  # type: ignore[override]
