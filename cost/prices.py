@@ -132,7 +132,8 @@ class Prices:
         if not self.of_ranks:
             return cost
         slow = max(map(price, self.of_ranks), key=self.seconds)
-        return Cost(**{name: slow[name] if TERMS[name].unit == "s" else cost[name] for name in cost})
+        times = {name: slow[name] for name in cost if TERMS[name].unit == "s"}
+        return Cost(**{**cost, **times})
 
     def parameter_share(self, layout: Layout) -> float:
         """Part of a parameter that counts towards the parameters of a rank; of unlike ranks the mean, for copies are to
@@ -299,7 +300,11 @@ class Prices:
         return None if cost is None else self.seconds(cost)
 
     def conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
-        """The terms of `convert`, whose arguments it takes."""
+        """Price a conversion in terms.
+
+        Args:
+            value: whole, with `meta["val"]`. a, b: from which layout to which.
+        """
         node = value[0]
         # Copies of a head for the few ranks that share it are not the gathering of a weight, which is forbidden.
         few = conversions.among_few(a, b)

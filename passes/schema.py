@@ -79,38 +79,38 @@ def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
     calls = [n for n in program.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
     stated = any(mark(n).no_grad is not None for n in calls)  # from the first canonical form on
     for node in calls:
-        written = mark(node)
-        if stated and written.no_grad is None:
+        node_mark = mark(node)
+        if stated and node_mark.no_grad is None:
             yield Fault(node, "no_grad", "is not written")
-        yield from _on_axis(node, written, "dp")
+        yield from _on_axis(node, node_mark, "dp")
         # A conversion over dp without its mark would be planned over tp as an operator of the model.
-        if converts(node) != (written.batch is not None):
-            yield Fault(node, "batch", "is not written" if written.batch is None else "stands on no conversion")
+        if converts(node) != (node_mark.batch is not None):
+            yield Fault(node, "batch", "is not written" if node_mark.batch is None else "stands on no conversion")
         for field in ("layout", "conversion"):
-            if getattr(written, field) is not None:
+            if getattr(node_mark, field) is not None:
                 yield Fault(node, field, "is left from another program")
         # A plan before this one priced the same calls, of the same sizes: with `priced` what it remembers holds.
         for field in ("flops", "saved"):
-            if getattr(written, field) is not None and not priced:
+            if getattr(node_mark, field) is not None and not priced:
                 yield Fault(node, field, "is left from another program")
 
 
 def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
     """Find the faults of the program of all ranks: of marks, and of values whose layouts are not those decided."""
     for node in program.graph.nodes:
-        written = mark(node)
-        yield from _on_axis(node, written, "tp")
-        yield from _conversion(node, written)
+        node_mark = mark(node)
+        yield from _on_axis(node, node_mark, "tp")
+        yield from _conversion(node, node_mark)
         if node not in program.origin:
             continue
         layout = program.layouts.get(node)
-        if written.layout is None or written.layout != layout:
-            yield Fault(node, "layout", f"is {written.layout or 'not written'}, and the program has {layout}")
-        elif written.conversion is not None:
+        if node_mark.layout is None or node_mark.layout != layout:
+            yield Fault(node, "layout", f"is {node_mark.layout or 'not written'}, and the program has {layout}")
+        elif node_mark.conversion is not None:
             source = program.layouts.get(node.args[0])  # type: ignore[call-overload]
-            if written.conversion != (source, layout):
+            if node_mark.conversion != (source, layout):
                 yield Fault(
-                    node, "conversion", f"is {_conversion_text(written)}, and it reads {source} and gives {layout}"
+                    node, "conversion", f"is {_conversion_text(node_mark)}, and it reads {source} and gives {layout}"
                 )
         else:
             yield from _decided(node, program, planned)
@@ -139,15 +139,15 @@ def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Faul
 def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fault]:
     """Find the faults of one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
     for node in graph.nodes:
-        written = mark(node)
-        yield from _on_axis(node, written, "tp")
-        yield from _conversion(node, written)
+        node_mark = mark(node)
+        yield from _on_axis(node, node_mark, "tp")
+        yield from _conversion(node, node_mark)
         if _takes_rank(node.target) and not {"rank", "tp"} <= node.kwargs.keys():
             yield Fault(node, "axis", "is written, and the call has no rank")
-        if written.conversion is not None and written.layout != written.conversion[1]:
-            yield Fault(node, "layout", f"is {written.layout}, and the conversion is {_conversion_text(written)}")
+        if node_mark.conversion is not None and node_mark.layout != node_mark.conversion[1]:
+            yield Fault(node, "layout", f"is {node_mark.layout}, and the conversion is {_conversion_text(node_mark)}")
         fresh = before is not None and node not in before and node.op == "call_function"
-        if fresh and written.scope is None:
+        if fresh and node_mark.scope is None:
             yield Fault(node, "scope", "is not written")
 
 
@@ -156,32 +156,32 @@ def converts(node: fx.Node) -> bool:
     return node.target in conversions.FUNCTIONS.values()
 
 
-def _conversion(node: fx.Node, written: Mark) -> Iterator[Fault]:
+def _conversion(node: fx.Node, node_mark: Mark) -> Iterator[Fault]:
     """Check that calls of conversions over tp, and no others, are marked so, with their layouts and scope."""
-    moves = converts(node) and written.batch is None
-    if moves != (written.conversion is not None):
+    moves = converts(node) and node_mark.batch is None
+    if moves != (node_mark.conversion is not None):
         yield Fault(node, "conversion", "is not written" if moves else "stands on no conversion")
-    elif written.conversion is not None:
+    elif node_mark.conversion is not None:
         specs: Any = node.args[1:3]
-        kinds = tuple(x.mark for x in written.conversion)
+        kinds = tuple(x.mark for x in node_mark.conversion)
         if kinds != tuple(spec.mark for spec in specs):
-            yield Fault(node, "conversion", f"is {_conversion_text(written)}, and the call has {specs}")
-        if written.scope is None:
+            yield Fault(node, "conversion", f"is {_conversion_text(node_mark)}, and the call has {specs}")
+        if node_mark.scope is None:
             yield Fault(node, "scope", "is not written")
 
 
-def _on_axis(node: fx.Node, written: Mark, axis: str) -> Iterator[Fault]:
+def _on_axis(node: fx.Node, node_mark: Mark, axis: str) -> Iterator[Fault]:
     """Check that calls that take their rank, and no others, name its axis: that of the conversion, or this one."""
-    axis = written.batch.axis if written.batch is not None else axis
+    axis = node_mark.batch.axis if node_mark.batch is not None else axis
     expected_axis = axis if node.op == "call_function" and _takes_rank(node.target) else None
     # The program may have been planned over the axes beside tp before.
-    if written.axis not in (expected_axis, *(BESIDE if expected_axis else ())):
-        yield Fault(node, "axis", f"is {written.axis or 'not written'}, should be {expected_axis or 'empty'}")
+    if node_mark.axis not in (expected_axis, *(BESIDE if expected_axis else ())):
+        yield Fault(node, "axis", f"is {node_mark.axis or 'not written'}, should be {expected_axis or 'empty'}")
 
 
-def _conversion_text(written: Mark) -> str:
-    assert written.conversion is not None
-    source, target = written.conversion
+def _conversion_text(node_mark: Mark) -> str:
+    assert node_mark.conversion is not None
+    source, target = node_mark.conversion
     return f"{source} -> {target}"
 
 

@@ -208,8 +208,8 @@ def plain_weights(model: Any) -> Any:
     model_copy = copied(model, lambda tensor: tensor)
     parts_by_id: dict[int, list[nn.Parameter]] = {}  # a weight that stands in two places has one set of parts
     for module in list(model_copy.modules()):
-        held = {**module._parameters, **module._buffers}
-        wraps = {name: tensor for name, tensor in held.items() if tensor is not None and wrapped(tensor)}
+        tensors = {**module._parameters, **module._buffers}
+        wraps = {name: tensor for name, tensor in tensors.items() if tensor is not None and wrapped(tensor)}
         recipes = {name: Recipe.of(tensor) for name, tensor in wraps.items()}
         for name, recipe in recipes.items():
             frozen = [nn.Parameter(part.detach(), False) for part in recipe.plain_parts(wraps[name])]

@@ -124,8 +124,8 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            named = _kwargs_in_signature(self.bare, self.kwargs)
-            for context in (restored(self.bare), *self.contexts, subclass_calls(self.bare), named):
+            by_name = _kwargs_in_signature(self.bare, self.kwargs)
+            for context in (restored(self.bare), *self.contexts, subclass_calls(self.bare), by_name):
                 stack.enter_context(context)
             # Plain dataclasses that it gives are to be known as containers before an export meets them.
             stack.enter_context(self.bare.register_forward_hook(lambda *call: compat.know_records(call[-1])))

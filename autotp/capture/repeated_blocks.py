@@ -341,8 +341,8 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
     """
     bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
     for kind in dict.fromkeys(n.args[1] for n in short):
-        held = tensors_of(repeats.blocks[repeats.first[kind].block][1]).values()
-        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in held if id(t) in holders)})
+        tensors = tensors_of(repeats.blocks[repeats.first[kind].block][1]).values()
+        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in tensors if id(t) in holders)})
     for node in short:
         _, kind, block = node.args
         (path, first), other = repeats.blocks[repeats.first[kind].block], repeats.blocks[block][1]

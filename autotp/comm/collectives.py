@@ -66,7 +66,7 @@ def travelled(xs: list[Tensor], rows: Sequence[list[int]]) -> list[Tensor]:
     if xs[0].is_meta:  # no numbers, and so no counts
         return xs
     parts = [x.split(counts) for x, counts in zip(xs, rows, strict=True)]
-    return [torch.cat(received) for received in zip(*parts, strict=True)]
+    return [torch.cat(slices) for slices in zip(*parts, strict=True)]
 
 
 def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:

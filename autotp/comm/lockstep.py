@@ -132,7 +132,8 @@ def meet(channel: Channel | None, what: str, payload: bytes = b"", turn: bool = 
         if not all(message.startswith(text) for message in everyone):
             channel.leave()
             words = [message.decode(errors="replace").split("\0")[:2] for message in everyone]
-            parts = 2 if len({axes for _, axes in words}) > 1 else 1
+            axes = {over for _, over in words}
+            parts = 2 if len(axes) > 1 else 1
             differences = by_value([" over ".join(word[:parts]) for word in words])
             raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
         return [message[len(text) :] for message in everyone]

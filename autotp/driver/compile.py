@@ -59,8 +59,6 @@ from .schedule import ready, schedule
 from .shares import Staged, find_shares, refuse_full, unlike
 
 ModuleSource = tuple[nn.Module, Plan, Source]  # arguments of `ShardedModule`
-
-
 Captured = tuple[Capture, list[str]]  # a graph, and what the user should know of it
 
 GATHERED = (
@@ -161,9 +159,10 @@ class Compilation:
         return self.model, plan, source
 
     def source_of(self, shards: ShardState, plan: Plan, make: Callable[..., Sharded], **others: Any) -> Source:
-        """Make the source of programs under a plan, with its further attributes.
+        """Make the source of programs; it holds no part of `self`, for the module lives on with it.
 
-        It holds no part of `self`: the module lives on with it, and would keep the original's weights.
+        Args:
+            shards: of this rank. plan: of the programs. make: rewrites a capture. others: attributes of a `Source`.
         """
         return Source(
             shards, decide=partial(decided_for, plan=plan, options=self.options), make=make,
@@ -449,9 +448,9 @@ def decided_for(captured: Capture, states: Layouts, *, plan: Plan, options: Opti
 
 def _under(captured: Capture, plan: Plan, options: Options, states: Layouts | None) -> Builder:
     """Make the builder of a capture's problem, with weights and states where a plan and later programs have them."""
-    if written := plan.tables.keys() & set(captured.mutations.values()):
+    if writes := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
-            f"the plan splits the buffer {min(written)}, which this call writes to. Plan with the model in the mode "
+            f"the plan splits the buffer {min(writes)}, which this call writes to. Plan with the model in the mode "
             "that it is called in here."
         )
     options = replace(options, shares=plan.shares, units=plan.units)

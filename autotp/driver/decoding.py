@@ -292,8 +292,8 @@ def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> Sharded:
     program = RankProgram(graph, setting)
     CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
     present = set(program.graph.nodes)
-    left = {old: new for old, new in copies.items() if new in present}
-    layouts = {left[n]: layout for n, layout in sharded.layouts.items() if n in left}
-    origin = {left[n]: value for n, value in sharded.origin.items() if n in left}
-    ends = {left[n]: copies[end] for n, end in sharded.ends.items() if n in left}
+    remainder = {old: new for old, new in copies.items() if new in present}
+    layouts = {remainder[n]: layout for n, layout in sharded.layouts.items() if n in remainder}
+    origin = {remainder[n]: value for n, value in sharded.origin.items() if n in remainder}
+    ends = {remainder[n]: copies[end] for n, end in sharded.ends.items() if n in remainder}
     return Sharded(program.graph, layouts, origin, ends, sharded.states)

@@ -90,7 +90,8 @@ def _saved(like: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
     have = {(generic(n), len(shape)) for n, shape in shapes.items()}
     want = {(key, len(p.shape)) for key, ps in saved.items() for p in ps}
     if have != want:
-        names = [f"{x[0]}, which only the {'model' if x in have else 'plan'} has" for x in sorted(have ^ want)]
+        sides = {False: "plan", True: "model"}
+        names = [f"{x[0]}, which only the {sides[x in have]} has" for x in sorted(have ^ want)]
         raise PlanError(
             f"like= is a plan for {like.model} with other parameters than this model has, such as "
             f"{'; '.join(names[:3])}. Give a plan for the same architecture (depth, widths and tp may differ), or none."

@@ -324,12 +324,12 @@ def _over_tp(plan: Plan, weight: fx.Node, names: Mapping[fx.Node, str]) -> str:
         return ""
     while weight not in names:
         weight = weight.all_input_nodes[0]
-    chosen, *_ = ways = explain(plan, names[weight]).alternatives
-    rest, texts = plan.totals.seconds - chosen.seconds, []
+    choice, *_ = ways = explain(plan, names[weight]).alternatives
+    rest, texts = plan.totals.seconds - choice.seconds, []
     for words, by_expert in (("by expert", True), ("within the expert", False)):
         steps = [x.seconds + rest for x in ways if not x.reason and ("Shard(0)" in x.layout) == by_expert]
         texts += [f"{words} {seconds(min(steps))}"] if steps else []
-    return f"; over tp {chosen.layout}: a step is {' and '.join(texts)}"
+    return f"; over tp {choice.layout}: a step is {' and '.join(texts)}"
 
 
 def _way(plan: Plan) -> str:

@@ -280,10 +280,8 @@ class Options:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)
         copies = {x.copies for choice in plan.decisions.values() for x in (*choice.ins, *choice.outs)} - {1}
-        return cls(
-            plan.tp, cluster, {}, objective=objective, batch=plan.batch, band=plan.totals.band,
-            groups=tuple(sorted(copies, reverse=True)), shares=plan.shares, units=plan.units,
-        )  # fmt: skip
+        of = {"batch": plan.batch, "groups": tuple(sorted(copies, reverse=True)), "shares": plan.shares}
+        return cls(plan.tp, cluster, {}, objective=objective, band=plan.totals.band, units=plan.units, **of)
 
 
 def read_invariant(keywords: Keywords, axis: str, ranks: int | None = None) -> int | None:
@@ -456,8 +454,7 @@ def refuse_undealt(inputs: Inputs, axes: Axes) -> None:
 
 
 def refuse_late(axes: Axes, inputs: Any, resume: bool = False) -> None:
-    """Refuse to wait for the first call where weights are sharded over axes, or loaded, before an optimizer has
-    them."""
+    """Refuse to wait for the first call where weights are sharded over axes, or loaded, before an optimizer."""
     if resume and inputs is None:
         raise InputError("resume=True loads weights before the first call: give example_inputs.")
     if axes.size > 1 and inputs is None:

@@ -125,12 +125,12 @@ def find_shares(solve: Callable[[Options], Staged], options: Options) -> Staged:
     if not options.search:
         return Trial(solve(options), options, options.memory).record(None)
     trials: dict[object, Trial] = {}
-    tried = replace(options, memory=None)
-    while (tried.shares, tried.units) not in trials and len(trials) <= TURNS:
-        trial = trials[tried.shares, tried.units] = Trial(solve(tried), tried, options.memory)
+    attempt = replace(options, memory=None)
+    while (attempt.shares, attempt.units) not in trials and len(trials) <= TURNS:
+        trial = trials[attempt.shares, attempt.units] = Trial(solve(attempt), attempt, options.memory)
         if trial.best is not None and all([*n] == trial.stretches.now[name] for name, n in trial.best.units.items()):
             break
-        tried = trial.better()
+        attempt = trial.better()
     even, *_ = trials.values()
     return min(trials.values(), key=lambda trial: (trial.over, trial.seconds)).record(even)
 

@@ -217,7 +217,11 @@ class Partition(Distribution):
     def full(self, tp: int) -> bool:
         """Say whether every rank certainly owns something."""
         counted = [s for s in self.segments if isinstance(s.count, int)]
-        return all(any(dealt(s.count, rank, tp, s.deal)[1] for s in counted) for rank in range(tp))
+
+        def owns(rank: int) -> bool:
+            return any(dealt(s.count, rank, tp, s.deal)[1] for s in counted)
+
+        return all(map(owns, range(tp)))
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
         """Return the partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""

@@ -139,7 +139,7 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     results = [x for x in outs if isinstance(x, Tensor)]
     # What a Function returns is known only once it ran: a tensor, a tuple, a tuple with None in it.
     if function_call.out_spec is None:
-        function_call.outs = [TENSOR if isinstance(x, Tensor) else x for x in outs]
+        function_call.outs = compat.tree_map_only(Tensor, lambda x: TENSOR, outs)
         function_call.out_spec = spec
         memories = {x.untyped_storage()._cdata for x in xs}
         function_call.copied = [x.untyped_storage()._cdata in memories for x in results]

@@ -47,7 +47,8 @@ class MeshRow:
 
     def share(self, *names: str) -> float:
         """Return the share of the step that these of its times take."""
-        return sum(self.times[name] for name in names) / self.seconds if self.seconds else 0.0
+        times = [self.times[name] for name in names]
+        return sum(times) / self.seconds if self.seconds else 0.0
 
     @property
     def call(self) -> str:

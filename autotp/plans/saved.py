@@ -123,8 +123,8 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     costs = {f.name for f in fields(Axes)} - set(BESIDE)
     unknown = []
     for i, (axis, entry) in enumerate(axes):
-        known = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares", "share_choice"] * (axis == "tp")}
-        unknown += [f"{key} of {axis}" for key in entry if key not in known]
+        keys = {"size", *(costs if i == 0 and axis != "tp" else ()), *["shares", "share_choice"] * (axis == "tp")}
+        unknown += [f"{key} of {axis}" for key in entry if key not in keys]
     order = [axis for axis in (*BESIDE, "tp") if axis in sizes]
     if [axis for axis, _ in axes] != order or "tp" not in order or unknown:
         raise PlanError(

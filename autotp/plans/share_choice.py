@@ -54,7 +54,8 @@ class ShareChoice:
     @property
     def units(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Lengths of dimensions, and the units of each rank; () where shares were given."""
-        return () if self.asked else tuple([(split.length, split.units) for split in self.dealt])
+        units = [(split.length, split.units) for split in self.dealt]
+        return () if self.asked else tuple(units)
 
     @property
     def full(self) -> tuple[int, ...]:

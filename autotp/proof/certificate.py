@@ -285,7 +285,8 @@ def _varying(x: Tensor) -> None:
 
 def _new(result: Any, operands: list[Tensor]) -> Any:
     """Return a result that may have a type of its own: an alias where the operator returns an operand."""
-    return result.view_as(result) if any(result is x for x in operands) else result
+    again = any(result is x for x in operands)
+    return result.view_as(result) if again else result
 
 
 def _words(error: BaseException | None, tp: int) -> str:

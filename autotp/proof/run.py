@@ -86,8 +86,8 @@ class Simulated:
             if random_state is not None:  # the generators of all ranks are in the same state
                 torch.set_rng_state(random_state)
             args, kwargs = _at(node.args, env, place), _at(node.kwargs, env, place)
-            call, drawn = partial(_call, node.target), random_state is not None
-            results.append(on_all(call, args, kwargs, hosts, marks.axis, drawn))
+            call, random = partial(_call, node.target), random_state is not None
+            results.append(on_all(call, args, kwargs, hosts, marks.axis, random))
         return results
 
     def converted(

@@ -180,7 +180,7 @@ class ShardCall:
         explicit = [args[a.name] != a.default or not a.has_default for a in arguments]
         last = max((i for i, a in enumerate(arguments) if explicit[i] and not a.by_name), default=-1)
         positional = tuple(args[a.name] for a in arguments[: last + 1])
-        by_name = [a.name for a, passed in zip(arguments, explicit, strict=True) if passed and a.by_name]
+        by_name = [a.name for a, is_explicit in zip(arguments, explicit, strict=True) if is_explicit and a.by_name]
         return op.target, positional, {name: args[name] for name in by_name}
 
     def unchanged(self, op: Op) -> LocalCall:

@@ -76,8 +76,8 @@ def app_of(answers: Answers, key: str, origins: Sequence[str], local: bool) -> F
 
     def admit(request: Request) -> None:
         # A comparison that ends at the first letter that differs would tell how many are right.
-        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key and not hmac.compare_digest(shown.encode(), key.encode()):
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key and not hmac.compare_digest(token.encode(), key.encode()):
             raise Refusal(401, "show the key of this server: Authorization: Bearer KEY.")
 
     async def answer(request: Request) -> Any:

@@ -169,10 +169,10 @@ def cost_of(problem: Problem, choices: Sequence[int], price: Price) -> Cost:
     """
     picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
     item_costs = (choice.cost * item.count for choice, item in zip(picks, problem.items, strict=True))
-    paid = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
-    conversion_costs = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in paid.items())
-    taken = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
-    savings = (Cost(**{s.name: s.seconds(paid, taken)}) for s in problem.savings)
+    conversion_uses = {(k, *step): use for k, use, step in conversions_of(problem, choices)}
+    conversion_costs = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in conversion_uses.items())
+    choice_keys = {(i, choice.ins, choice.outs) for i, choice in enumerate(picks)}
+    savings = (Cost(**{s.name: s.seconds(conversion_uses, choice_keys)}) for s in problem.savings)
     return Cost.total([*item_costs, *conversion_costs, *savings])
 
 

@@ -29,10 +29,10 @@ class Cap:
     choices: Mapping[ChoiceKey, float] = field(default_factory=dict)
     always: float = 0.0
 
-    def value(self, paid: Container[Conversion], taken: Container[ChoiceKey]) -> float:
+    def value(self, conversions: Container[Conversion], choices: Container[ChoiceKey]) -> float:
         """Its seconds, where these conversions are paid and these choices taken."""
-        conversions = sum(x for c, x in self.conversions.items() if c in paid)
-        return self.always + conversions + sum(x for c, x in self.choices.items() if c in taken)
+        total = sum(x for c, x in self.conversions.items() if c in conversions)
+        return self.always + total + sum(x for c, x in self.choices.items() if c in choices)
 
     @property
     def most(self) -> float:
@@ -57,11 +57,11 @@ class Saving:
     parts: tuple[tuple[Cap, ...], ...]
     count: int
 
-    def seconds(self, paid: Container[Conversion], taken: Container[ChoiceKey]) -> float:
+    def seconds(self, conversions: Container[Conversion], choices: Container[ChoiceKey]) -> float:
         """Return the seconds that all instances save, where these conversions are paid and these choices taken."""
         one = 0.0
         for caps in self.parts:
-            one += max(min(cap.value(paid, taken) for cap in caps), 0.0)
+            one += max(min(cap.value(conversions, choices) for cap in caps), 0.0)
         return self.count * one
 
 

@@ -157,8 +157,8 @@ class Savings:
         return next(iter(item.ins[0]))  # type: ignore[return-value]
 
     def _sized(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> Product:
-        operand, result, held = (self.prices.bytes(tensor_at(resolve(n))) for n in (x, node, weight))
-        return Product(operand, result, held, self.prices.flops(node), dtype_name(tensors(node)[0].dtype))
+        operand, result, weight_size = (self.prices.bytes(tensor_at(resolve(n))) for n in (x, node, weight))
+        return Product(operand, result, weight_size, self.prices.flops(node), dtype_name(tensors(node)[0].dtype))
 
     def _whole(self, i: int, split: bool = False) -> list[ChoiceKey]:
         """List choices of a product that read the value whole, as g and f leave it; with `split` those that split."""

@@ -72,9 +72,9 @@ class SequenceRules(BatchRules):
 
     axis: ClassVar[Axis] = "cp"
     by_examples: ClassVar[bool] = False
-    surcharges: Tokenwise
-    heads: tuple[Seed, ...]
-    weights: frozenset[fx.Node]
+    surcharges: Tokenwise | None = None
+    heads: tuple[Seed, ...] = ()
+    weights: frozenset[fx.Node] = frozenset()
 
     @classmethod
     def symbol(cls, program: Capture) -> sympy.Symbol:
@@ -137,9 +137,9 @@ class SequenceRules(BatchRules):
 
     def _notes(self, program: Capture) -> list[str]:
         """List the values that change hands, for the plan's notes."""
-        moved = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in self.conversions(program)]
-        gathered = [n.all_input_nodes[0] for n, a, b in moved if a is not None and b is None]
-        turned = [n.all_input_nodes[0] for n, a, b in moved if a is not None and b is not None]
+        moves = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in self.conversions(program)]
+        gathered = [n.all_input_nodes[0] for n, a, b in moves if a is not None and b is None]
+        turned = [n.all_input_nodes[0] for n, a, b in moves if a is not None and b is not None]
         lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
         # With its module, the same for all repeated blocks.
         notes = []
@@ -150,7 +150,7 @@ class SequenceRules(BatchRules):
 
     @property
     def surcharge(self) -> Apart:
-        return self.surcharges
+        return self.surcharges or super().surcharge
 
     def rule(self, op: Op) -> Rule | None:
         """Read the rule; causal attention splits by queries too. Weights are used whole, as they are held."""

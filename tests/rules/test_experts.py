@@ -106,7 +106,7 @@ def test_rows_of_other_ranks_are_masked(monkeypatch: pytest.MonkeyPatch):
     model = redrawn(mixture(num_hidden_layers=1))
     assert autotp.verify(model, 2, TOKENS, pins=BY_EXPERT).inside is None
     take = GroupedSpec.take
-    for name in ("take", "place", "own"):
+    for name in ("take", "place", "owned"):
         monkeypatch.setattr(GroupedSpec, name, lambda spec, x, rank, tp: take(spec, x, rank, tp) + 1e-3)
     report = autotp.verify(model, 2, TOKENS, pins=BY_EXPERT)
     assert report.inside is not None and "experts" in report.inside.module

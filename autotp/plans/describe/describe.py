@@ -177,7 +177,7 @@ class _Reader:
     def collective(self, node: fx.Node, origin: fx.Node, work: Work) -> Collective:
         """Return the record of a conversion that communicates in one direction at least."""
         operator = origin.op == "call_function"
-        (forward, sent), (backward, sent_back) = (_traffic(way.call, self.planned.tp) for way in work.directions)
+        (forward, traffic), (backward, traffic_back) = (_traffic(way.call, self.planned.tp) for way in work.directions)
         return Collective(
             work.name,
             work.change,
@@ -189,8 +189,8 @@ class _Reader:
             forward,
             backward,
             work.bytes,
-            sent,
-            sent_back,
+            traffic,
+            traffic_back,
             self.planned.same[origin].name,
         )
 

@@ -193,10 +193,10 @@ def by_rank(plan: Plan) -> View:
 
 def _unlike(choice: ShareChoice) -> View:
     """Draw the memory that unlike ranks use, and write the splits of families and the seconds of the slowest rank."""
-    for rank, (used, limit) in enumerate(zip(choice.memory, choice.limits, strict=True)):
-        bar = "#" * min(round(BAR * used / limit), BAR)
-        yield Line(f"{bar:.<{BAR}}", f"{f'rank {rank}':{LABEL}}", style="cyan" if used <= limit else "red")
-        yield Line(f"holds {amount(used)} of {amount(limit)}", " " * LABEL)
+    for rank, (size, limit) in enumerate(zip(choice.memory, choice.limits, strict=True)):
+        bar = "#" * min(round(BAR * size / limit), BAR)
+        yield Line(f"{bar:.<{BAR}}", f"{f'rank {rank}':{LABEL}}", style="cyan" if size <= limit else "red")
+        yield Line(f"holds {amount(size)} of {amount(limit)}", " " * LABEL)
     splits = []
     for split in choice.dealt:
         ratio = ":".join(map(str, split.units))
@@ -287,6 +287,7 @@ def _words(plan: Plan, steps: Sequence[Timed]) -> list[tuple[str, str]]:
         for name in (p.name, *p.aliases):
             module = name.rpartition(".")[0]
             largest[module] = max(largest.get(module, (0, "")), (math.prod(p.shape), ROLES.get(p.role, p.role)))
+    # A small value between two modules would hide what the layer sends.
     least = VALUE_SHARE * max((s.bytes for s in steps if s.forward_sends or s.backward_sends), default=0.0)
     words = []
     for step in steps:
@@ -295,6 +296,7 @@ def _words(plan: Plan, steps: Sequence[Timed]) -> list[tuple[str, str]]:
                 words.append((f"--{_ways(step.forward_sends, step.backward_sends, plan)}-->", ""))
         elif any(name in step.name for name in ATTENTION):
             words.append(("attention", ""))
+        # A weight that is read several times in a row is one word.
         elif step.module in largest and (word := (last(step.module), largest[step.module][1])) not in words[-4:]:
             words.append(word)
     return words

@@ -182,9 +182,9 @@ def under_own_names(shards: ShardState, archive: Archive) -> Renamed:
     every = (*_names(shards), *shards.elsewhere)
     stored = {n: key for n in every if (key := key_of(n, *way)) in archive.entries}
     # The rest is unexpected, except beside a model that is stored among other things.
-    known = set(stored.values())
+    keys = set(stored.values())
     for key in archive.entries:
-        if key not in known and (not archive.shared or key.startswith(way[0])):
+        if key not in keys and (not archive.shared or key.startswith(way[0])):
             stored[key if key not in stored else f"{key} (as it is stored)"] = key
     return Renamed(archive, stored)
 
@@ -217,7 +217,9 @@ def _converted(shards: ShardState, archive: Archive) -> Archive:
     if archive.shared or not _mapped(bare):
         return archive
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(bare)
-    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)}) if mapping else archive
+    if not mapping:
+        return archive
+    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)})
 
 
 def reverted(bare: Any, tensors: NamedTensors) -> NamedTensors:
@@ -329,8 +331,8 @@ class Peers(Archive):
     ) -> None:  # fmt: skip
         super().__init__(path)
         self.ranks, self.have, self.holdings, self.extra, self.bucket = ranks, have, holdings, extra, bucket
-        for held in holdings:
-            for name, (shape, dtype, _) in held.items():
+        for holding in holdings:
+            for name, (shape, dtype, _) in holding.items():
                 self.entries.setdefault(name, Entry(shape, dtype, Path(path)))
 
     @staticmethod
@@ -359,9 +361,9 @@ class Peers(Archive):
         ranks, spreads = self.ranks, {}
         everyone = from_all(ranks, {name: _blocks(boxes) for name, boxes in need.items()}, "the blocks of a move")
         for name, entry in self.entries.items():
-            needs = {rank: wanted[name] for rank, wanted in enumerate(everyone) if name in wanted}
+            needs = {rank: request[name] for rank, request in enumerate(everyone) if name in request}
             if needs:
-                haves = {rank: held[name][2] for rank, held in enumerate(self.holdings) if name in held}
+                haves = {rank: holding[name][2] for rank, holding in enumerate(self.holdings) if name in holding}
                 assert isinstance(entry.dtype, torch.dtype)
                 spreads[name] = Spread(entry.shape, entry.dtype.itemsize, haves, needs)
         way, rank = transfer(spreads, self.bucket), ranks.rank

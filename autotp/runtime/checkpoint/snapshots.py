@@ -94,15 +94,15 @@ def resume(shards: ShardState) -> KeptStep | None:
     def look() -> list[tuple[Record, bool]]:  # the ranks of a node share the reading
         return [(record, record.holds()) for record in shared_memory.records_of(owner)[local.index(rank) :: len(local)]]
 
-    kept = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
-    records = shared_memory.latest([pair for local_records in kept for pair in local_records])
+    of_ranks = from_all(ranks, together(ranks, "reading what memory holds", look), "what memory holds")
+    records = shared_memory.latest([pair for local_records in of_ranks for pair in local_records])
     names = {record.file.name for record in records}
     if rank == local[0]:  # what was cut off, and the step before
         shared_memory.drop(folder, lambda name: name not in names)
     if not records:
         return None
     on_node = defaultdict[Hashable, list[Record]](list)
-    for place, local_records in zip(places, kept, strict=True):
+    for place, local_records in zip(places, of_ranks, strict=True):
         on_node[place] += [record for record, holds in local_records if holds and record.file.name in names]
     archive = together(
         ranks, "opening what is kept", lambda: KeptStep(ranks, folder, records, [on_node[place] for place in places])

@@ -135,8 +135,8 @@ class Fair(FIFOScheduler):
         at = waiting.index(self.adapter) + (self.turns % BATCHES == 0)
         full, result = False, (None, False)
         for self.adapter in waiting[at:] + waiting[:at]:  # until one is found that there is room for
-            chosen = [state for state in candidates if adapter_of(state) == self.adapter]
-            result = super()._process_candidates(chosen, *budgets, **options)
+            states = [state for state in candidates if adapter_of(state) == self.adapter]
+            result = super()._process_candidates(states, *budgets, **options)
             full |= result[1]
             if result[0]:
                 break
