@@ -126,10 +126,10 @@ def over_batch(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return arguments with each tensor changed whose first dimension is the batch."""
     examples = examples_of(tree)
 
-    def alias(x: Any) -> Any:
+    def change_examples(x: Any) -> Any:
         return change(x) if isinstance(x, Tensor) and x.ndim and len(x) == examples else x
 
-    return compat.tree_map(alias, tree)
+    return compat.tree_map(change_examples, tree)
 
 
 def micro_batch(tree: Any, parts: int) -> Any:

@@ -105,8 +105,8 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
     places_of = memory(graph) if calls else {}
     for node in calls:
         # All values in the same memory, views and what they are views of: a write to one is seen in all.
-        writes = set().union(*(places_of[x] for x in writes_to(node)))
-        names = [n for n, places in places_of.items() if places & writes and n < node]
+        targets = set().union(*(places_of[x] for x in writes_to(node)))
+        names = [n for n, places in places_of.items() if places & targets and n < node]
         record = CALLS[node.args[2]]
         # The caller, or the next step, would see the change in the model and not here.
         if any(n.op in ("placeholder", "get_attr") for n in names):

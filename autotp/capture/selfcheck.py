@@ -141,11 +141,11 @@ class Trial:
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
         """Copy the example inputs to the device of the capture, each tensor changed."""
 
-        def alias(tensor: Tensor) -> Tensor:
+        def copy_of(tensor: Tensor) -> Tensor:
             real = made_real(tensor, self.device) if tensor.is_meta else tensor
             return change(real.detach()).to(self.device, copy=True).requires_grad_(tensor.requires_grad)
 
-        return mapped(self.inputs, alias)
+        return mapped(self.inputs, copy_of)
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
         """Return the model's outputs by name. With gradients: values that a model keeps for later calls may need

@@ -292,8 +292,8 @@ def as_it_runs(sharded: Sharded, tp: int, objective: Objective) -> Sharded:
     program = RankProgram(graph, setting)
     CachedAttention().run(program)  # without the check of a rank's program: its rank is not known here
     present = set(program.graph.nodes)
-    remainder = {old: new for old, new in copies.items() if new in present}
-    layouts = {remainder[n]: layout for n, layout in sharded.layouts.items() if n in remainder}
-    origin = {remainder[n]: value for n, value in sharded.origin.items() if n in remainder}
-    ends = {remainder[n]: copies[end] for n, end in sharded.ends.items() if n in remainder}
+    node_of = {old: new for old, new in copies.items() if new in present}
+    layouts = {node_of[n]: layout for n, layout in sharded.layouts.items() if n in node_of}
+    origin = {node_of[n]: value for n, value in sharded.origin.items() if n in node_of}
+    ends = {node_of[n]: copies[end] for n, end in sharded.ends.items() if n in node_of}
     return Sharded(program.graph, layouts, origin, ends, sharded.states)

@@ -308,7 +308,7 @@ class Adapted(Archive):
         for name, path in folders.items():
             stored, part = open_archive(path, trusted), f".{name}."
             halves = {n: f"{n}.".rpartition(part) for n in bare.state_dict()}
-            keys = [(n, f"{BEFORE}{a}.{b}".rstrip(".")) for n, (a, match, b) in halves.items() if match]
+            keys = [(n, f"{BEFORE}{a}.{b}".rstrip(".")) for n, (a, separator, b) in halves.items() if separator]
             # Of a parameter that is no layer's weight PEFT leaves out that it is one.
             pairs = {n: x for n, key in keys for x in (key, key.removesuffix(".weight")) if x in stored.entries}
             lost = stored.entries.keys() - {*pairs.values()}

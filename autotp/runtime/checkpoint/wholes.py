@@ -200,9 +200,9 @@ def _adapters(bare: Any, every: dict[str, str]) -> dict[str, str]:
     pick = importlib.import_module("peft").get_peft_model_state_dict
     tensors = {n: t for n, t in bare.state_dict().items() if isinstance(t, Tensor)}
     ids = {id(t) for adapter in bare.peft_config for t in pick(bare, tensors, adapter).values()}
-    copies = {n: every[n] for n, t in tensors.items() if id(t) in ids}
-    own_ids = {id(tensors[n]) for n in copies}
-    return copies if own_ids == ids else every
+    adapters = {n: every[n] for n, t in tensors.items() if id(t) in ids}
+    own_ids = {id(tensors[n]) for n in adapters}
+    return adapters if own_ids == ids else every
 
 
 def _files(wholes: Wholes, max_file: int) -> dict[str, dict[str, str]]:
