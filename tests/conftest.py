@@ -43,7 +43,14 @@ BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
 POOLS: list[Pool] = []  # one, once a test has wanted it
 CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
-RECORDS = "benchmarks/results", "docs/performance.md", "docs/models.md"  # what measuring writes
+RECORDS = (  # what measuring writes
+    "benchmarks/results",
+    "docs/assets",
+    "docs/composition.md",
+    "docs/models.md",
+    "docs/performance.md",
+    "tests/composition/results.json",
+)
 
 torch.set_num_threads(1)
 

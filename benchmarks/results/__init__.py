@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPENDS = "depends.toml"
 WORDS = 300  # characters of a reason
 UNKNOWN = "of a commit that is not in this history"
+WRITTEN = ":(exclude,glob)**/results.json"  # what a command writes beside its code is no code
 
 
 def git(root: Path, *arguments: str) -> str | None:
@@ -33,7 +34,7 @@ def changed(root: Path, commit: str, folders: tuple[str, ...]) -> str:
     """Say why what was measured at this commit is older than what it depends on; "" where it is not."""
     if git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return UNKNOWN
-    found = [f for f in folders if git(root, "diff", "--quiet", commit, "HEAD", "--", f) is None]
+    found = [f for f in folders if git(root, "diff", "--quiet", commit, "HEAD", "--", f, WRITTEN) is None]
     return f"changed since: {', '.join(found)}" if found else ""
 
 

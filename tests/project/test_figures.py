@@ -190,8 +190,13 @@ def test_a_figure_older_than_its_folders_is_refused_and_measured_again(history, 
         main(["--measure", "--only", "first"], root)
     git("commit", "-q", "-a", "-m", "another")
     assert ages(root) == ages(root) | {"first": "changed since: one", "second": ""}
+    assert main(["--measure", "--only", "first"], root) == 0
+    (root / "one/results.json").write_text("{}", encoding="utf-8")  # a command wrote it beside its code
+    git("add", ".")
+    git("commit", "-q", "-m", "results")
+    assert ages(root)["first"] == ""
     made = root / "benchmarks/results/made.json"
-    made.write_text(made.read_text().replace(git("rev-parse", "--short=8", "HEAD~1"), "0123abcd"), encoding="utf-8")
+    made.write_text(made.read_text().replace(git("rev-parse", "--short=8", "HEAD~2"), "0123abcd"), encoding="utf-8")
     assert ages(root)["second"] == UNKNOWN
     with pytest.raises(SystemExit, match=r"not in depends.toml: fourth"):
         main(["--only", "fourth"], root)
