@@ -29,6 +29,7 @@ gc.disable()  # a quarter of what importing takes otherwise; `collect_rarely` be
 
 import torch
 
+from benchmarks.results import WRITTEN
 from tests.helpers.house.limits import LIMITS
 from tests.helpers.house.slow import NOT_QUICK, NOT_QUICK_FILE, NOT_QUICK_HEAD, SAMPLE, SLOW
 from tests.helpers.processes.cpu import collect_rarely, cpu_seconds
@@ -43,14 +44,6 @@ BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
 POOLS: list[Pool] = []  # one, once a test has wanted it
 CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
-RECORDS = (  # what measuring writes
-    "benchmarks/results",
-    "docs/assets",
-    "docs/composition.md",
-    "docs/models.md",
-    "docs/performance.md",
-    "tests/composition/results.json",
-)
 
 torch.set_num_threads(1)
 
@@ -129,7 +122,7 @@ class Passed:
     def read(cls, file: Path | None) -> Passed:
         if file is None:
             return cls(None, "", set())
-        words = ["git", "log", "-1", "--format=%H", "--", ".", *(f":!{path}" for path in RECORDS)]
+        words = ["git", "log", "-1", "--format=%H", "--", ".", *WRITTEN]
         commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
         record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return cls(file, commit, set(record.get("passed", ())) if record.get("commit") == commit else set())

@@ -137,7 +137,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             )
         print(f"{len(old)} of {len(listed)} are to be measured again", file=sys.stderr)
         return int(given.check and bool(old))
-    if dirty := git(root, "status", "--porcelain", "--", *dict.fromkeys(x for f in old for x in f.folders), WRITTEN):
+    folders = dict.fromkeys(x for f in old for x in f.folders)
+    if dirty := git(root, "status", "--porcelain", "--", *folders, *WRITTEN):
         raise SystemExit(f"commit first: a figure is of a commit, and these files are of none:\n{dirty}")
     began, bad, done = time.monotonic(), [], set()
     for i, figure in enumerate(old, 1):
