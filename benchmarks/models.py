@@ -25,14 +25,14 @@ from .helpers import isolate
 RESULTS = Path(__file__).parent / "results" / "models.json"
 SIDES = "tp", "wide"  # of a record, by degree
 LIMIT = 300.0  # seconds for one architecture at one degree
-WIDE_LIMIT = 120.0  # seconds for its wide plans, of which an unrolled loop of 1024 steps has none
+WIDE_LIMIT = 120.0  # seconds for its wide plan at one degree; an unrolled loop of 1024 steps has none
 
 
 def run(architecture: Architecture, tps: Sequence[int], limit: float = LIMIT) -> Record:
     """The record of one architecture, from processes that are ended when they take too long."""
     record, why = isolate.run(measure, architecture, tps, limit=limit * len(tps))
     proved = [tp for tp in tps if record.get("tp", {}).get(str(tp), {}).get("ok")]
-    record |= isolate.run(widened, architecture, proved, limit=WIDE_LIMIT)[0]
+    record |= isolate.run(widened, architecture, proved, limit=WIDE_LIMIT * len(proved))[0]
     left = {str(tp): {"ok": False, "why": why} for tp in tps if why and str(tp) not in record.get("tp", {})}
     return isolate.merge({"family": architecture.family, "tp": {}, **record}, {"tp": left})
 
