@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results["made"] = made("benchmarks.lists.batching", arguments)
 
     def one(architecture: Architecture) -> Record:
-        record, why = run(batched, architecture, given.tp, limit=given.limit, parent=True)
+        record, why = run(batched, architecture, given.tp, limit=given.limit * len(given.tp), parent=True)
         return {**record, "own": why} if why else record
 
     def keep(architecture: Architecture, record: Record) -> str:

@@ -31,7 +31,7 @@ WARM = "benchmarks.helpers.lists.warm_generation"
 
 def measure(architecture: Architecture, degrees: Sequence[int], tokens: int = TOKENS, limit: float = LIMIT) -> Record:
     """What came of one architecture, from processes that are ended when they take too long."""
-    record, why = run(generated, architecture, tokens, degrees, limit=limit, parent=True, preload=WARM)
+    record, why = run(generated, architecture, tokens, degrees, limit=limit * len(degrees), parent=True, preload=WARM)
     for tp in degrees if why and "own" not in record else ():
         for result in record.setdefault("tp", {}).setdefault(str(tp), {"dynamic": {"ok": False}}).values():
             if not result["ok"]:

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     order = {a.name: i for i, a in enumerate(architectures())}
 
     def one(architecture: Architecture) -> Record:
-        record, why = run(measure, architecture, limit=given.limit)
+        record, why = run(measure, architecture, limit=given.limit * len(SHARES))
         for shares in SHARES if why else ():
             record.setdefault("shares", {}).setdefault(":".join(map(str, shares)), {"ok": False, "why": why})
         return record
