@@ -26,7 +26,10 @@ GENERATED = {"performance.md", "models.md", "rules.md", "composition.md"}
 PAGES = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 BY_HAND = {name: text for name, text in PAGES.items() if Path(name).name not in GENERATED}
 MADE_WITH = {"commit", "date", "command", "torch", "python", "machine", "load"}
-FIGURE = re.compile(r"(?<![\w.=/])\d[\d.,]*(?<=\d)\s(?:CPU s|CPU seconds|seconds|times|GB|ms|µs|us|s)(?![\w/])")
+UNIT = r"\s(?:CPU s|CPU seconds|seconds|times|GB|MB|ms|µs|us|s)(?![\w/])"
+FIGURE = re.compile(r"(?<![\w.=/])\d[\d.,]*(?<=\d)" + UNIT)
+VERSION = "".join(rf"(?<!{name}\s)" for name in ("torch", "Python", "transformers"))
+RATIO = re.compile(VERSION + r"(?<![\w.=/])\d+\.\d{2,}(?![\w.%/])(?!" + UNIT + ")")  # in sentences: with no unit
 SHARE = re.compile(r"(?<![\w.])\d[\d.]*%")
 FACT = re.compile(r"\d+ of \d+|\d+\.\d+")
 # A table whose column is `measured`, or that stands under the command of a benchmark.
@@ -42,8 +45,10 @@ def prose(page: str) -> str:
 
 
 def figures(page: str) -> list[str]:
-    """Numbers with a unit in the prose of a page, and those in its tables of what was measured."""
-    found = [" ".join(m[0].split()) for pattern in (FIGURE, SHARE) for m in pattern.finditer(prose(page))]
+    """Numbers with a unit in the prose of a page, ratios in its sentences, and those in its tables of measurements."""
+    sentences = "\n".join(line for line in prose(page).splitlines() if not line.startswith("|"))
+    found = [m[0] for m in RATIO.finditer(sentences)]
+    found += [" ".join(m[0].split()) for pattern in (FIGURE, SHARE) for m in pattern.finditer(prose(page))]
     for rows in TABLE.findall(page):
         cells = [cell for row in rows.splitlines() for cell in row.split(" | ")[1:]]
         found += [figure for cell in cells for figure in FACT.findall(re.sub(r"`[^`]*`", "", cell))]
@@ -96,7 +101,8 @@ def cell(source: str) -> str:
 def test_a_measured_figure_is_that_of_its_file(page):
     for figure, source in FIGURES[page].items():
         assert figure in figures(BY_HAND[page]), f"{page} has no {figure}"
-        assert rounded(cell(source), figure.removesuffix(" CPU s")), f"{figure} of {page} is {cell(source)} in {source}"
+        number = re.sub(UNIT + "$", "", figure)
+        assert rounded(cell(source), number), f"{figure} of {page} is {cell(source)} in {source}"
 
 
 def test_a_figure_that_is_in_no_file_is_refused():
@@ -104,7 +110,8 @@ def test_a_figure_that_is_in_no_file_is_refused():
     assert [x for x in UNMEASURED if not any(x in figures(page) for page in BY_HAND.values())] == []
     page = "It takes 2.5 s, 31%, `7 s`, 12 ms.\n```text\nstep 11.96 ms\n```\n"
     page += "| fact | measured |\n| --- | --- |\n| Few | 1.23 |\n"
-    assert unresolved(page, {"31%": ""}) == ["2.5 s", "1.23"]
+    page += "\nIt is 0.97 of torch 2.13's.\n"
+    assert unresolved(page, {"31%": ""}) == ["0.97", "2.5 s", "1.23"]
     assert rounded("1.036", "1.04") and not rounded("1.036", "1.03")
     with pytest.raises(LookupError):
         cell("planning-time: Llama-9B / module to plan")
