@@ -33,7 +33,8 @@ from autotp.runtime.generation.batch_manager import manager_of
 from .answers import Answers
 from .app import LOCAL, app_of
 
-DRAIN_SECONDS, REPORT_SECONDS, LOOK_SECONDS = 25, 10.0, 0.2  # to end answers in; between lines; between looks
+# To end answers in, below the 30 after which torch's launcher kills a rank; between lines; between looks.
+DRAIN_SECONDS, REPORT_SECONDS, LOOK_SECONDS = 25, 10.0, 0.2
 CONNECTIONS = 8  # connections and tasks for each answer that may be under way
 PAGE, CPU_TOKENS, CPU_SHARE = 64, 512, 0.5  # tokens of a page; of a batch on a CPU; of its memory that all ranks take
 
@@ -260,7 +261,7 @@ def serve(options: Options) -> None:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=world, run_id=secrets.token_hex(8), max_restarts=0,
             rdzv_backend="c10d", rdzv_endpoint=str(Path(folder) / "rendezvous"), rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1", shutdown_timeout=DRAIN_SECONDS + 5,
+            local_addr="127.0.0.1",
         )  # fmt: skip
         try:
             elastic_launch(config, entrypoint=run)(options)

@@ -25,6 +25,9 @@ from tests.helpers.models import FAMILIES, build
 from tests.helpers.processes.cpu import collect_rarely
 
 torch.set_num_threads(1)
+# Before a capture: that pretends eight CUDA devices where torch is built for CUDA and there is none, and the first
+# backward starts a thread for each device that there is. No backward runs in a fork of a process with these.
+torch.ones((), requires_grad=True).backward()
 for kind, _ in FAMILIES.values():
     getattr(transformers, kind)  # the library imports a family when it is named
 for public in autotp.__all__:
