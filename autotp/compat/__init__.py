@@ -18,6 +18,7 @@ from .fake import (
 )
 from .overloads import (
     ATTENDS_WITHOUT_HEADS,
+    VERSION,
     HigherOrderOperator,
     OpOverloadPacket,
     c10d_ops,

@@ -29,8 +29,9 @@ sym_size: Any = torch.ops.aten.sym_size.int
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 wraps_tensors = is_traceable_wrapper_subclass
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # Torch 2.11's attention on a CPU divides by the number of heads, and of none the process dies (SIGFPE).
-ATTENDS_WITHOUT_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+ATTENDS_WITHOUT_HEADS = VERSION > (2, 11)
 
 
 def overload_of(function: Any, args: Any, kwargs: Any) -> Any:

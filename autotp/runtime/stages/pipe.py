@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import BACKWARD_WEIGHT, PipelineScheduleSingle
 
 from autotp import compat
 from autotp.comm.lockstep import meet
@@ -38,6 +38,21 @@ UNSUMMED = (
     "share weights, and over dp; here are {}. pipe.schedule(kind, microbatches, loss) makes any schedule of torch's "
     "with them."
 )
+
+
+def refuse_apart(schedule: Any) -> None:
+    """Refuse a schedule of torch that computes gradients of weights apart, where this torch does so wrongly.
+
+    Raises:
+        InputError: it says what to take.
+    """
+    kind, order = type(schedule).__name__, getattr(schedule, "pipeline_order", {})
+    splits = any(step and step.computation_type == BACKWARD_WEIGHT for steps in order.values() for step in steps)
+    if splits and compat.VERSION < (2, 13):
+        raise InputError(
+            f"{kind} computes gradients of weights apart, and torch {torch.__version__} counts some of them several "
+            "times. Take Schedule1F1B or ScheduleInterleaved1F1B, or torch 2.13."
+        )
 
 
 class Pipe:
@@ -107,7 +122,8 @@ class Pipe:
             options: what else the schedule takes.
 
         Raises:
-            InputError: a schedule for one stage a rank where there are several, or the other way round; no loss.
+            InputError: a schedule for one stage a rank where there are several, or the other way round; no loss; one
+                that this version of torch computes wrongly.
         """
         single = isinstance(kind, type) and issubclass(kind, PipelineScheduleSingle)
         if single and self._grid.chunks > 1:
@@ -133,6 +149,7 @@ class Pipe:
                 f"{kind.__name__} takes stages that are placed otherwise than on the ranks {list(self._grid.places)}: "
                 "make them with order='v' for torch's V schedules, 'loop' for all others."
             )
+        refuse_apart(torch_schedule)
         self._schedules[torch_schedule] = microbatches, stages
         self.module._calls.tied.follow(torch_schedule)
         return torch_schedule
@@ -142,7 +159,7 @@ class Pipe:
         relay: Any = self.module._programs[stage.program.key]
         if not tensors:
             raise InputError("the model takes no tensors.")
-        inputs, outputs = relay.examples(stage.piece, list(tensors.values()))
+        inputs, outputs = relay.examples(stage, list(tensors.values()))
         return PipelineStage(
             stage, stage.index, self._grid.stages, self._grid.world.device, input_args=inputs, output_args=outputs,
             group=self._grid.pipeline,

@@ -291,20 +291,27 @@ class Relay:
         """Results of other stages by position, without their writes, as they would be sent."""
         elsewhere = {*range(len(self.results))} - {i for s in self.stages.values() for i in s.piece.positions}
         elsewhere -= self.captured.mutations.keys() - {*self.shared}
-        places = sorted(i for i in elsewhere if isinstance(self.results[i], fx.Node))
-        return {i: Wire("", whole, layout, False) for i in places for layout, whole in [self.sharded.result(i)]}
+        return {i: self._result(i) for i in sorted(elsewhere) if isinstance(self.results[i], fx.Node)}
+
+    def _result(self, position: int) -> Wire:
+        layout, whole = self.sharded.result(position)
+        return Wire("", whole, layout, False)
 
     def _sizes(self, tensors: Sequence[Tensor]) -> Sizes:
         """Return the sizes of the program's symbols with these tensors."""
         return tuple(self.captured.sizes_of(tensors).items())
 
-    def examples(self, piece: Piece, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def examples(self, stage: Stage, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Make examples of a stage's inputs and outputs for the tensors of a call, on the meta device."""
-        sizes = self._sizes(tensors)
+        sizes, piece = self._sizes(tensors), stage.piece
         inputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_in)
         outputs = tuple(self._empty(wire, sizes, "meta").requires_grad_(wire.graded) for wire in piece.wires_out)
-        # Of the last stage's outputs their number counts.
-        return inputs, outputs or (torch.empty(1, device="meta"),) * len(piece.shared)
+        if outputs:
+            return inputs, outputs
+        # Of the last stage's outputs their number counts; torch 2.11 compares shapes and types too, on its rank alone.
+        values = {i: self._empty(self._result(i), sizes, "meta") for i in self.shared}
+        results = tuple(values.get(i, torch.empty(1, device="meta")) for i in piece.shared)
+        return inputs, (results[0].reshape(1),) if stage.loss else results
 
     def _results(self, local: dict[int, Any], inputs: Sequence[Tensor], token: Tensor, sizes: Sizes) -> list[Any]:
         """Return all results: of other stages' states the shapes alone, and None for their writes to buffers."""

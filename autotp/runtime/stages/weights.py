@@ -116,10 +116,17 @@ class Tied:
 
     def follow(self, schedule: Any) -> None:
         """Let every step of a schedule of torch's end with these sums, also where the user calls it."""
-        plain = schedule.step
+        plain, trains = schedule.step, None
 
         @functools.wraps(plain)
         def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal trains
+            trains = schedule._has_backward if trains is None else trains
+            if schedule._has_backward and not trains and compat.VERSION < (2, 12):
+                raise StateError(
+                    f"this schedule began with an evaluation, and torch {torch.__version__} can make no step of it "
+                    "then. Make another for steps: pipe.schedule(...)."
+                )
             with data_parallel.step(self.shards):
                 if not schedule._has_backward:
                     with torch.no_grad():

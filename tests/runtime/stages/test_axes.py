@@ -12,6 +12,7 @@ from torch import nn
 
 import autotp
 from tests.helpers.pipelines import (
+    APART,
     MICROBATCHES,
     Case,
     Outcomes,
@@ -143,7 +144,11 @@ LOOPS = {"Schedule1F1B": (1, 2), "ScheduleInterleavedZeroBubble": (2, 4), "Sched
 
 @pytest.mark.parametrize(
     ("kind", "split"),
-    [("Schedule1F1B", True), ("ScheduleZBVZeroBubble", True), ("ScheduleInterleavedZeroBubble", False)],
+    [
+        ("Schedule1F1B", True),
+        pytest.param("ScheduleZBVZeroBubble", True, marks=APART),
+        pytest.param("ScheduleInterleavedZeroBubble", False, marks=APART),
+    ],
 )
 def test_steps_with_dp_are_those_of_one_device(pool: Pool, tmp_path: Path, kind: str, split: bool) -> None:
     chunks, layers = LOOPS[kind]

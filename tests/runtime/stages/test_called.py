@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import autotp
 from tests.helpers.modules.trained import model_of
 from tests.helpers.pipelines import (
+    APART,
     Case,
     Outcomes,
     assert_refused,
@@ -75,7 +76,7 @@ def called(rank: int, world: int, group: Any, case: Case) -> dict[str, Any]:
         Case("tower"),
         Case("tower", tp=1, dp=2),
         Case("tower", "ScheduleInterleaved1F1B", chunks=2, layers=4),
-        Case("tower", "ScheduleZBVZeroBubble", chunks=2, layers=4),
+        pytest.param(Case("tower", "ScheduleZBVZeroBubble", chunks=2, layers=4), marks=APART),
     ],
     ids=["tp", "dp", "interleaved", "v"],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from autotp import compat
 from tests.helpers.pipelines import CLOSE, Case, carried_over, compared, made
 from tests.helpers.processes.pool import Pool
 
@@ -30,7 +31,8 @@ def compare(pool: Pool, case: Case) -> None:
 
 def test_real_models_by_every_schedule(pool: Pool) -> None:
     for case in (*STEPS, *SCHEDULES):
-        compare(pool, case)
+        if "ZeroBubble" not in case.kind or compat.VERSION >= (2, 13):  # where an older torch is refused
+            compare(pool, case)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as the plain model is in one process

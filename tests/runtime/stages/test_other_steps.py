@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 import autotp
+from autotp import compat
 from tests.helpers.pipelines import (
     CLOSE,
     MICROBATCHES,
@@ -26,6 +28,7 @@ from tests.helpers.pipelines import (
     assert_right,
     batch_of,
     double,
+    error,
     gradients_apart,
     made,
     off,
@@ -73,6 +76,8 @@ def run_otherwise(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def otherwise(pool: Pool) -> Outcomes:
+    if compat.VERSION < (2, 12):
+        pytest.skip("refused on this torch, as a test below shows")
     return pool.run(run_otherwise)
 
 
@@ -177,6 +182,54 @@ def test_the_norm_where_a_stage_trains_nothing(pool: Pool) -> None:
     for i in range(2):
         for cell, most in (("loss", 1e-6), ("norm", 1e-6), ("gradients", CLOSE)):
             assert all(abs(told[i][cell]) < most for told in found), (cell, [told[i][cell] for told in found])
+
+
+def by_an_older_torch(rank: int, world: int, group: Any, version: tuple[int, int]) -> dict[str, Any]:
+    """What becomes of schedules that older versions of torch compute wrongly or hang in, were this torch that one."""
+    told: dict[str, Any] = {}
+    with double(), mock.patch.object(compat, "VERSION", version):
+        zero = Case("tower", "ScheduleInterleavedZeroBubble", chunks=2, layers=4)
+        told["apart"] = outcome(lambda: staged(zero, made(zero)) and 0.0)
+        model = made(Case("tower"))
+        pipe, schedule = staged(Case("tower"), model)
+        tensors = pipe.feed(autotp.Inputs(**batch_of(model)), MICROBATCHES)
+        tensors |= {"target": torch.zeros(MICROBATCHES)} if rank >= 2 else {}
+        schedule.eval(**tensors)
+        told["mode"] = outcome(lambda: schedule.step(**tensors) and 0.0) if version < (2, 12) else 0.0
+        dist.barrier(group)
+        return told
+
+
+REFUSED = {
+    "apart": r"InputError: ScheduleInterleavedZeroBubble .* counts some of them several times\. .* or torch 2\.13",
+    "mode": r"StateError: this schedule began with an evaluation, .* pipe\.schedule",
+}
+
+
+@pytest.mark.parametrize(("version", "cells"), [((2, 11), "apart mode"), ((2, 12), "apart"), ((2, 13), "")])
+def test_what_an_older_torch_gets_wrong_is_refused(pool: Pool, version: tuple[int, int], cells: str) -> None:
+    found: Outcomes = pool.run(by_an_older_torch, version)
+    for cell, words in REFUSED.items():
+        if cell in cells:
+            assert_refused(found, cell, words)
+        else:
+            assert_right(found, cell)
+
+
+def by_the_schedule(rank: int, world: int, group: Any) -> tuple[float, float]:
+    """How far a loss that a schedule computes of the model's outputs, and its gradients, are from one device's."""
+    with double():
+        model = made(Case("tower"))
+        batch = batch_of(model)
+        micro = {"input_ids": slices(batch)[0]["input_ids"]}
+        pipe = autotp.stages(model, 2, 2, example_inputs=micro, outputs="full", check_capture=False)
+        schedule = pipe.schedule(schedules.Schedule1F1B, MICROBATCHES, loss=error)
+        loss = pipe.step(schedule, input_ids=batch["input_ids"], target=batch["targets"])
+        return float((loss - on_one_device(model, batch)).abs()), gradients_apart(pipe, model)
+
+
+def test_a_schedule_s_own_loss_of_the_model_s_outputs(pool: Pool) -> None:
+    assert all(max(apart) < CLOSE for apart in pool.run(by_the_schedule))
 
 
 def with_auxiliary(rank: int, world: int, group: Any) -> dict[str, Any]:
