@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEPENDS = "depends.toml"
 WORDS = 300  # characters of a reason
+EXCLUDE = ":(exclude)"
 UNKNOWN = "of a commit that is not in this history"
 # What measuring writes is no code, also where it stands beside some: git leaves these out.
 WRITTEN = (
@@ -42,10 +43,19 @@ def clean(text: str) -> str:
 
 
 def changed(root: Path, commit: str, folders: tuple[str, ...]) -> str:
-    """Say why what was measured at this commit is older than what it depends on; "" where it is not."""
+    """Say why what was measured at this commit is older than what it depends on; "" where it is not.
+
+    Args:
+        root: of the project. commit: of the figure. folders: that it depends on; of these, what git is told to exclude.
+    """
     if git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return UNKNOWN
-    found = [f for f in folders if git(root, "diff", "--quiet", commit, "HEAD", "--", f, *WRITTEN) is None]
+    besides = [f for f in folders if f.startswith(EXCLUDE)]
+    found = [
+        f
+        for f in folders
+        if f not in besides and git(root, "diff", "--quiet", commit, "HEAD", "--", f, *besides, *WRITTEN) is None
+    ]
     return f"changed since: {', '.join(found)}" if found else ""
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import DEPENDS, ROOT, WRITTEN, changed, clean, git
+from . import DEPENDS, EXCLUDE, ROOT, WRITTEN, changed, clean, git
 
 MADE, RECORDS = "made.json", "performance"
 LOGS = Path("build", "results")
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             )
         print(f"{len(old)} of {len(listed)} are to be measured again", file=sys.stderr)
         return int(given.check and bool(old))
-    folders = dict.fromkeys(x for f in old for x in f.folders)
+    folders = dict.fromkeys(x for f in old for x in f.folders if not x.startswith(EXCLUDE))
     if dirty := git(root, "status", "--porcelain", "--", *folders, *WRITTEN):
         raise SystemExit(f"commit first: a figure is of a commit, and these files are of none:\n{dirty}")
     began, bad, done = time.monotonic(), [], set()

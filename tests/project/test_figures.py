@@ -14,7 +14,7 @@ import pytest
 from benchmarks.helpers.command import beside, stamped
 from benchmarks.helpers.lists.page import render
 from benchmarks.helpers.performance import PAGE, RESULTS, result_of
-from benchmarks.results import UNKNOWN, fresh
+from benchmarks.results import EXCLUDE, UNKNOWN, fresh
 from benchmarks.results.__main__ import FAILED, NEVER, main, own_files
 from benchmarks.results.__main__ import figures as listed
 from tests.conftest import Passed
@@ -134,7 +134,7 @@ def test_what_each_figure_depends_on_is_there():
     """Every file of results has its command and folders; the commands and the folders exist."""
     known = listed(RESULTS.parent)
     assert {f.name for f in known} >= {file.stem for file in RESULTS.glob("*.json")}
-    missing = [folder for f in known for folder in f.folders if not (ROOT / folder).exists()]
+    missing = [folder for f in known for folder in f.folders if not (ROOT / folder.removeprefix(EXCLUDE)).exists()]
     assert missing == []
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert all(f.command.split()[1] in targets for f in known if f.command.startswith("make "))
@@ -143,7 +143,7 @@ def test_what_each_figure_depends_on_is_there():
 
 DEPENDS = """
 [groups]
-one = ["one"]
+one = ["one", ":(exclude)one/more"]
 two = ["two"]
 [figures]
 "first" = ["one", "python -m bench --write"]
@@ -163,8 +163,8 @@ def history(tmp_path: Path):
         return done.stdout.strip()
 
     files = {
-        "one/a.py": "1", "two/a.py": "2", "bench.py": BENCH, ".gitignore": "build/\n__pycache__/\n",
-        "benchmarks/results/depends.toml": DEPENDS,
+        "one/a.py": "1", "one/more/a.py": "1", "two/a.py": "2", "bench.py": BENCH,
+        ".gitignore": "build/\n__pycache__/\n", "benchmarks/results/depends.toml": DEPENDS,
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -198,12 +198,14 @@ def test_a_figure_older_than_its_folders_is_refused_and_measured_again(history, 
     git("commit", "-q", "-a", "-m", "another")
     assert ages(root) == ages(root) | {"first": "changed since: one", "second": ""}
     assert main(["--measure", "--only", "first"], root) == 0
+    (root / "one/more/a.py").write_text("2", encoding="utf-8")  # which it does not depend on
+    git("commit", "-q", "-a", "-m", "beside")
     (root / "one/results.json").write_text("{}", encoding="utf-8")  # a command wrote it beside its code
     git("add", ".")
     git("commit", "-q", "-m", "results")
     assert ages(root)["first"] == ""
     made = root / "benchmarks/results/made.json"
-    made.write_text(made.read_text().replace(git("rev-parse", "--short=8", "HEAD~2"), "0123abcd"), encoding="utf-8")
+    made.write_text(made.read_text().replace(git("rev-parse", "--short=8", "HEAD~3"), "0123abcd"), encoding="utf-8")
     assert ages(root)["second"] == UNKNOWN
     with pytest.raises(SystemExit, match=r"not in depends.toml: fourth"):
         main(["--only", "fourth"], root)

@@ -217,6 +217,7 @@ def test_a_folder_is_seen_at_a_glance():
     assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="nodes are counted as Python 3.11 parses")
 def test_folders_hold_their_budgets():
     """Who exceeds one says what goes, in the same change."""
     held, most = sizes(sources("autotp", *ROOMS), ROOT), budgets()
