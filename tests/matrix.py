@@ -29,8 +29,8 @@ that is not in the table was not run by us.
 
 What torch 2.11 itself cannot: it captures no `quantile` of a number, knows no derivative of `aminmax`, and multiplies
 float8 with scales of rows on a GPU alone. Its attention on a CPU ends the process where a rank has no heads, so that
-with it attention is not split over more ranks than there are heads, or sequences. Which pipeline schedules are refused with
-it, and with torch 2.12, says [axes](axes.md).
+with it attention is not split over more ranks than there are heads, or sequences. Which pipeline schedules are refused
+with it, and with torch 2.12, says [axes](axes.md).
 
 | torch | Python | transformers | numpy | triton | pytest | date | commit | `make quick` |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
