@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp import compat
 from autotp.proof.case import Case
 
 aten: Any = torch.ops.aten
 _draw = torch.Generator().manual_seed(0)
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 REFUSED: list[Case] = []  # by this torch itself; a test holds that it does
 
 
@@ -60,5 +60,5 @@ def frozen(count: int, target: Any, *args: Any, **kwargs: Any) -> Case:
 
 def since(version: tuple[int, int], *cases: Case) -> list[Case]:
     """Cases that torch computes, on a CPU and under fake tensors, from this version on; before it they are REFUSED."""
-    REFUSED.extend(cases if version > TORCH else ())
-    return [] if version > TORCH else list(cases)
+    REFUSED.extend(cases if version > compat.VERSION else ())
+    return [] if version > compat.VERSION else list(cases)

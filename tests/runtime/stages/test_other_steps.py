@@ -194,8 +194,14 @@ def by_an_older_torch(rank: int, world: int, group: Any, version: tuple[int, int
         pipe, schedule = staged(Case("tower"), model)
         tensors = pipe.feed(autotp.Inputs(**batch_of(model)), MICROBATCHES)
         tensors |= {"target": torch.zeros(MICROBATCHES)} if rank >= 2 else {}
+
+        def step() -> float:
+            schedule.step(**tensors)
+            on_one_device(model, batch_of(model))
+            return gradients_apart(pipe, model)
+
         schedule.eval(**tensors)
-        told["mode"] = outcome(lambda: schedule.step(**tensors) and 0.0) if version < (2, 12) else 0.0
+        told["mode"] = outcome(step)
         dist.barrier(group)
         return told
 
@@ -208,6 +214,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("version", "cells"), [((2, 11), "apart mode"), ((2, 12), "apart"), ((2, 13), "")])
 def test_what_an_older_torch_gets_wrong_is_refused(pool: Pool, version: tuple[int, int], cells: str) -> None:
+    if version > compat.VERSION:
+        pytest.skip("this torch would hang in what that one can")
     found: Outcomes = pool.run(by_an_older_torch, version)
     for cell, words in REFUSED.items():
         if cell in cells:
