@@ -75,7 +75,7 @@ def fresh(
 
     def new(record: Mapping[str, Any]) -> bool:
         one, each = record.get("commit"), record.get("commits", {})
-        commits = [each.get(degree, one if degree in record.get("tp", {}) else None) for degree in wanted] or [one]
+        commits = [each.get(degree, one if degree in record.get("tp", wanted) else None) for degree in wanted] or [one]
         return all(commit and not old(commit) for commit in commits)
 
     return {name for name, record in records.items() if new(record)}

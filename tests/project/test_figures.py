@@ -232,6 +232,8 @@ def test_a_degree_is_as_new_as_its_own_commit(history):
     records = {"a": {"tp": old["tp"] | new["tp"], "commit": commit, "commits": beside(old, new)}}
     assert [fresh(records, "first", root, degrees=degrees) for degrees in ((2,), (2, 4), (8,))] == [{"a"}, set(), set()]
     assert fresh(records, "second", root, degrees=(2, 4)) == {"a"}  # the control: of another folder
+    whole = {"b": {"commit": commit}, "c": {"commit": old["commit"]}}  # no degree named: all are of one commit
+    assert fresh(whole, "first", root, degrees=(2, 4)) == {"b"}
 
 
 def test_a_record_of_one_degree_has_one_commit(history):
