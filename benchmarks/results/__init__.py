@@ -66,7 +66,7 @@ def fresh(
 
     Args:
         records: by name, each with its commit, or with one for each degree. figure: in `depends.toml`. root: of the
-            project. degrees: that a record is asked for.
+            project. degrees: that a record is asked for; one that names none is of its commit for all of them.
     """
     table = tomllib.loads((root / "benchmarks" / "results" / DEPENDS).read_text(encoding="utf-8"))
     folders = tuple(table["groups"][table["figures"][figure][0]])
