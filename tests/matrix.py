@@ -106,7 +106,7 @@ def combination(torch: str, version: str) -> tuple[bool, str]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     line = f"{'green' if status == 0 else 'FAILED'}: {last.strip('= ').split(' in ')[0]}"
-    record(name, with_versions | {"date": str(datetime.date.today()), "commit": commit(), "result": line})
+    record(name, with_versions | {"date": str(datetime.date.today()), "commit": commit(RESULTS, PAGE), "result": line})
     return status == 0, line
 
 
