@@ -150,14 +150,14 @@ def whole_weights(part: nn.Module) -> Iterator[None]:
     """Give a part and those in it whole parameters within this context; what these are then is kept. Collective."""
     tables: list[Any] = [(m, m._parameters) for m in part.modules() if getattr(m, "_storages", None)]
     wholes = {}  # by identity of a first piece, so that what is tied stays tied
-    for owner, table in tables:
-        owner._parameters = dict(table)
-        for leaf, storage, pieces in _holdings(owner, table):
-            if id(pieces[0]) not in wholes:
-                value = storage.full([p.detach() for p in pieces]).clone()
-                wholes[id(pieces[0])] = nn.Parameter(value, pieces[0].requires_grad)
-            owner._parameters[leaf] = wholes[id(pieces[0])]
     try:
+        for owner, table in tables:
+            owner._parameters = dict(table)
+            for leaf, storage, pieces in _holdings(owner, table):
+                if id(pieces[0]) not in wholes:
+                    value = storage.full([p.detach() for p in pieces]).clone()
+                    wholes[id(pieces[0])] = nn.Parameter(value, pieces[0].requires_grad)
+                owner._parameters[leaf] = wholes[id(pieces[0])]
         yield
         for owner, table in tables:
             for leaf, storage, pieces in _holdings(owner, table):

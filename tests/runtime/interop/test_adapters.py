@@ -13,8 +13,10 @@ import transformers
 from safetensors.torch import load_file
 
 import autotp
+from autotp.errors import RankError
+from autotp.runtime.interop.methods import whole_weights
 from tests.helpers.compare import mesh_of
-from tests.helpers.errors import error_of
+from tests.helpers.errors import error_of, message_of
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -184,3 +186,35 @@ def test_a_checkpoint_of_a_training_is_read_with_its_adapters(tmp_path):
     other.load_checkpoint(tmp_path / "training")
     with torch.no_grad():
         assert torch.equal(sharded(**example).logits, other(**example).logits)
+
+
+@pytest.mark.parametrize("lost", ["bias", ""])
+def test_where_a_gather_fails_a_part_keeps_its_shards(lost):
+    class Gathered:
+        """Storage of a parameter that is whole on this rank, or of one whose ranks have parted."""
+
+        def __init__(self, leaf: str) -> None:
+            self.leaf = leaf
+
+        def names(self, leaf: str) -> list[str]:
+            return [leaf]
+
+        def full(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+            if self.leaf == lost:
+                raise RankError("The 2 tp ranks have parted")
+            return pieces[0]
+
+        def write(self, pieces: list[torch.Tensor], value: torch.Tensor) -> None:
+            pieces[0].copy_(value)
+
+    part: Any = torch.nn.Linear(4, 2)
+    part._storages = {leaf: Gathered(leaf) for leaf in ("weight", "bias")}
+    shards = part._parameters
+
+    def merge() -> None:
+        with whole_weights(part):
+            part.weight.data.fill_(3.0)
+
+    assert ("have parted" in message_of(merge)) is bool(lost)
+    assert part._parameters is shards
+    assert bool((part.weight == 3.0).all()) is (not lost)
