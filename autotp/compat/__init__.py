@@ -71,6 +71,7 @@ from .running import (
     remember_state,
     replicate,
     reset_iteration,
+    show_own,
     tables_of_dynamo,
     transform,
     without_modes,

@@ -283,6 +283,13 @@ def reset_iteration(root: Any) -> None:
     context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
+def show_own(part: Any) -> None:
+    """Give a module that torch's data parallelism was given its own parameters; what was gathered of them is kept."""
+    for group in _parameter_groups(part._get_fsdp_state()):
+        for p in group.fsdp_params:
+            p._setattr_on_modules(p.sharded_param)
+
+
 def drop_gradients(part: Any) -> None:
     """Drop gradients that torch's data parallelism has not summed yet, because backwards were not to."""
     for group in _parameter_groups(part._get_fsdp_state()):

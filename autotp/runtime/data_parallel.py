@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from autotp import compat
 from autotp.comm.lockstep import recoveries
 from autotp.comm.ranks import Ranks
+from autotp.comm.turn import within
 from autotp.errors import StateError
 
 from .storage import ShardState
@@ -73,11 +74,28 @@ def remember(root: nn.Module) -> None:
     _roots.add(root)
 
 
-def show_gradients(shards: ShardState) -> None:
-    """Give the module the parameters that hold the gradients, in place of what torch gathered for a forward.
+@contextlib.contextmanager
+def own_after(shards: ShardState) -> Iterator[None]:
+    """Gather weights anew for the call in this context, and give the module its own parameters back at its end.
 
-    A backward does so by itself. After a forward without one, and before a backward, no gradient would be there.
+    Torch does so at the end of a backward. Before that it would keep what it gathered in their place: `zero_grad`, an
+    optimizer that is made and a norm would be of tensors without gradients, and the next forward of what was gathered
+    before writes. For the backward to come the gathered weights stay in memory.
     """
+    if shards.by_torch.size == 1 or within():  # within `generate()`, say, it is done once, at the end
+        yield
+        return
+    show_gradients(shards)
+    yield
+    if torch.is_grad_enabled():
+        for part in _own_parts(shards):
+            compat.show_own(part)
+    else:
+        show_gradients(shards)
+
+
+def show_gradients(shards: ShardState) -> None:
+    """Give the module the parameters that hold the gradients, in place of what torch gathered, and free that."""
     for part in _own_parts(shards):
         part.reshard()
 

@@ -109,11 +109,9 @@ class ShardedModule(Batching, Part):
             return self.by_itself("", args, kwargs)
         ownership.forget_steps()
         gathering = self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext()
-        with data_parallel.recovering(self._shards), self._calls.turn(), gathering:
-            outputs = nn.Module.__call__(self, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            data_parallel.show_gradients(self._shards)
-        return outputs
+        own_after = data_parallel.own_after(self._shards)
+        with data_parallel.recovering(self._shards), self._calls.turn(), own_after, gathering:
+            return nn.Module.__call__(self, *args, **kwargs)
 
     @torch.compiler.disable  # a function that is compiled around it goes on after it
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -235,11 +233,13 @@ class ShardedModule(Batching, Part):
             )
         return data_parallel.no_sync(self._shards)
 
+    @Turn("zero_grad()")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients as torch does; with dp also those of backwards in `no_sync` that are not summed yet."""
         super().zero_grad(set_to_none)
         data_parallel.drop_gradients(self._shards)
 
+    @Turn("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most this; return the norm before. A collective call."""
         return state.clip(self._shards, max_norm)
@@ -254,7 +254,6 @@ class ShardedModule(Batching, Part):
 
     def full_grad_dict(self, live: bool = False) -> NamedTensors:
         """Return every gradient that is there, whole, by the original's names; copies, but for `live` (collective)."""
-        data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
             return state.full_gradients(self._shards, live)
 

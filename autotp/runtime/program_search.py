@@ -56,20 +56,14 @@ def by_itself(self: Any, entry: str, args: Args, kwargs: Kwargs) -> Any:
     """
     if holding():
         raise StateError(WITHIN.format(entry=entry or "the module", name=self._calls.name))
-    with self._calls.turn():
+    with self._calls.turn(), data_parallel.own_after(self._shards):
         if not issubclass(type(self), FSDPModule):
             return self._call(entry, args, kwargs)
-        grad = torch.is_grad_enabled()
-        if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
+        if not torch.is_grad_enabled() and not self._shards.axis.fully_shard:  # weights are whole over the axis
             compat.outermost(self)
-            outputs = self._call(entry, args, kwargs)
-        else:
-            with data_parallel.recovering(self._shards), self._calls.gathering():
-                outputs = compat.gathered(self, lambda *a, **k: self._call(entry, a, k), args, kwargs)
-        # Else an optimizer that is made now would have what blocks have gathered; `generate()` ends with this once.
-        if not grad and self._generation is None:
-            data_parallel.show_gradients(self._shards)
-        return outputs
+            return self._call(entry, args, kwargs)
+        with data_parallel.recovering(self._shards), self._calls.gathering():
+            return compat.gathered(self, lambda *a, **k: self._call(entry, a, k), args, kwargs)
 
 
 def find(module: Any, call: Arguments) -> Match:

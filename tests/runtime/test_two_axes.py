@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
 from autotp.passes.shard.batch_axis import BatchRules
 from autotp.passes.shard.deal import DealAxis
+from autotp.runtime import data_parallel
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.modules.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
 
@@ -122,6 +124,41 @@ def test_gradients_accumulate_without_a_sum_over_dp(pool, split):
         assert found["gradients"] < 1e-10 and found["again"] < 1e-12 and found["sent"] == 0, found
         assert not found["hidden"] and found["later"] < 1e-10, "an evaluation before the step hides gradients"
         assert "Leave out dp, or the wrapping; fully_shard=True splits" in found["refused"], found
+
+
+def between(rank: int, world: int, group: Any, split: bool, anew: bool) -> dict[str, float]:
+    """What is read and written after a forward that has no backward yet, or gets none; on one device likewise."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("esm")
+    inputs, found = slice_of(whole, mine), {}
+    with nullcontext() if anew else patch.object(data_parallel, "own_after", lambda shards: nullcontext()):
+        sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=inputs)
+        steps = []
+        for module, given in ((sharded, inputs), (model, whole)):
+            module(**given)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            for _ in range(2):  # the gradients of the first are dropped between the forward and backward of the second
+                loss = module(**given).logits.square().mean()
+                module.zero_grad()
+                loss.backward()
+            steps.append(optimizer.step)
+        found["gradients"] = gradients_differ(sharded, model)
+        sharded(**inputs)
+        norms = sharded.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        found["norm"] = abs(float(norms[0]) - float(norms[1])) / float(norms[1])
+        for step in steps:
+            step()
+        scores = model(**whole).logits
+        found["scores"] = difference(sharded(**inputs).logits, scores.chunk(DP)[mine].clone())
+        return found
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
+def test_after_a_forward_a_module_has_its_own_parameters(pool, split):
+    for found in pool.run(between, split, True):
+        assert max(found.values()) < 1e-10, found
+    for found in pool.run(between, split, False):
+        assert min(found["gradients"], found["norm"], found["scores"]) > 1e-3, found  # the control
 
 
 def refusing(rank: int, world: int, group: Any) -> list[str]:

@@ -26,7 +26,7 @@ from autotp.comm.turn import Turn
 from autotp.errors import InputError, RankError, StateError
 from autotp.ir.graph import NamedTensors
 from autotp.log import log
-from autotp.runtime import data_parallel, state
+from autotp.runtime import state
 from autotp.runtime.storage import Box, ShardState
 from autotp.text import counts
 
@@ -218,10 +218,10 @@ class Snapshots:
             self._pending = [Future()]
             self._pending[0].set_exception(error)
 
+    @Turn("a copy of a step")
     @torch.no_grad()
     def _copying(self) -> Callable[[], None]:
         """Return a function that copies this step into the next file: all that it reads is looked up by now."""
-        data_parallel.show_gradients(self._shards)  # where weights are gathered, others stand in the parameters' place
         tensors, notes = collect(self._shards, self._optimizer, self._give and self._give(), self._names)
         layout, number = Layout(tensors), self._number
         slot = self._slot(self._rank, number, layout.size)
