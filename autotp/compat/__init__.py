@@ -51,6 +51,7 @@ from .running import (
     below_autograd,
     compile_whole,
     compiled_once,
+    differentiates,
     draw_from,
     drop_gradients,
     flat_mesh,

@@ -283,6 +283,11 @@ def reset_iteration(root: Any) -> None:
     context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
+def differentiates(root: Any) -> bool:
+    """Return whether a backward is under way of a module that torch's data parallelism was given."""
+    return root._get_fsdp_state()._training_state.name == "PRE_BACKWARD"
+
+
 def show_own(part: Any) -> None:
     """Give a module that torch's data parallelism was given its own parameters; what was gathered of them is kept."""
     for group in _parameter_groups(part._get_fsdp_state()):

@@ -27,6 +27,11 @@ from autotp.errors import StateError
 from .storage import ShardState
 from .weight_reads import Read
 
+RECOMPUTED = (
+    "torch.utils.checkpoint(use_reentrant=False) around a module with fully_shard=True runs it again amid its "
+    "backward, where torch does not gather the weights of a call. Take use_reentrant=True, or let blocks be "
+    "checkpointed: model.gradient_checkpointing_enable() before autotp.compile."
+)
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given
 
 
@@ -81,7 +86,12 @@ def own_after(shards: ShardState) -> Iterator[None]:
     Torch does so at the end of a backward. Before that it would keep what it gathered in their place: `zero_grad`, an
     optimizer that is made and a norm would be of tensors without gradients, and the next forward of what was gathered
     before writes. For the backward to come the gathered weights stay in memory.
+
+    Raises:
+        StateError: the call is a recomputation, for which torch does not gather weights that are split over dp.
     """
+    if shards.axis.fully_shard and isinstance(shards.root, FSDPModule) and compat.differentiates(shards.root):
+        raise StateError(RECOMPUTED)
     if shards.by_torch.size == 1 or within():  # within `generate()`, say, it is done once, at the end
         yield
         return

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.capture.rank0 import pack, unpack
@@ -26,6 +27,7 @@ from autotp.passes.shard.batch_axis import BatchRules
 from autotp.passes.shard.deal import DealAxis
 from autotp.runtime import data_parallel
 from tests.helpers.compare import difference, gradients_differ
+from tests.helpers.errors import message_of
 from tests.helpers.modules.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
 
 
@@ -159,6 +161,25 @@ def test_after_a_forward_a_module_has_its_own_parameters(pool, split):
         assert max(found.values()) < 1e-10, found
     for found in pool.run(between, split, False):
         assert min(found["gradients"], found["norm"], found["scores"]) > 1e-3, found  # the control
+
+
+def recomputed(rank: int, world: int, group: Any, split: bool) -> float | str:
+    """How far gradients are from one device's where the whole module is recomputed, or why it is refused."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("esm")
+    inputs = slice_of(whole, mine)
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=inputs)
+
+    def train() -> None:
+        for module, given in ((sharded, inputs), (model, whole)):
+            checkpoint(module, given["input_ids"], use_reentrant=False).logits.square().mean().backward()
+
+    return message_of(train) or gradients_differ(sharded, model)
+
+
+def test_recomputation_of_a_module_over_dp_is_right_or_refused(pool):
+    assert max(pool.run(recomputed, False)) < 1e-10
+    assert all("Take use_reentrant=True" in said for said in pool.run(recomputed, True))
 
 
 def refusing(rank: int, world: int, group: Any) -> list[str]:
