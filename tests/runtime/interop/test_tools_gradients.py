@@ -202,7 +202,9 @@ def refusing(rank: int, world: int, group: Any) -> list[str]:
     mine = {k: v.chunk(2)[mesh["dp"].get_local_rank()] for k, v in inputs.items()}
     spread: Any = autotp.compile(model, dp=2, mesh=mesh, example_inputs=mine)
     with pytest.raises(StateError) as error:
-        torch.autograd.grad(spread(**mine).logits.sum(), list(spread.parameters()), create_graph=True)
+        spread(**mine).logits.sum().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):  # they would not be summed over dp
+        torch.autograd.grad(spread(**mine).logits.sum(), list(spread.parameters()))
     return [*said, str(error.value)]
 
 
