@@ -96,7 +96,7 @@ class ComparedModule(ShardedModule):
         """Call the sharded module, then the original; a CompareError says where they differ (collective)."""
         if self._generation is not None or (self.how == "first" and self.compared):
             return super().__call__(*args, **kwargs)
-        with self._calls.turn(), data_parallel.own_after(self._shards):
+        with self._calls.turn():
             return self._compared(args, kwargs)
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
