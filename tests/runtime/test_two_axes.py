@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -161,6 +162,38 @@ def test_after_a_forward_a_module_has_its_own_parameters(pool, split):
         assert max(found.values()) < 1e-10, found
     for found in pool.run(between, split, False):
         assert min(found["gradients"], found["norm"], found["scores"]) > 1e-3, found  # the control
+
+
+ORDERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {  # of the backwards of two forwards
+    "at once": lambda module, losses: torch.stack(losses).sum().backward(),
+    "one by one": lambda module, losses: [x.backward() for x in losses],
+    "last first": lambda module, losses: [x.backward() for x in losses[::-1]],
+    "the first alone": lambda module, losses: losses[0].backward(),
+    "after a reading": lambda module, losses: [module.state_dict(), losses[1].backward()],
+}
+
+
+def in_order(rank: int, world: int, group: Any, split: bool) -> dict[str, float]:
+    """How far gradients are from one device's, by order."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    whole = torch.randn(2, 4, 8).double()
+    mine = whole.chunk(DP, dim=1)[mesh["dp"].get_local_rank()]
+    found = {}
+    for order, backwards in ORDERS.items():
+        copied = copy.deepcopy(model)
+        sharded: Any = autotp.compile(copied, dp=DP, mesh=mesh, fully_shard=split, example_inputs=mine[0])
+        for module, (first, second) in ((sharded, mine), (copied, whole)):
+            backwards(module, [module(first).square().mean(), module(second).pow(3).mean()])
+        found[order] = gradients_differ(sharded, copied)
+    return found
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
+def test_forwards_and_backwards_come_in_any_order(pool, split):
+    for found in pool.run(in_order, split):
+        assert max(found.values()) < 1e-10, found
 
 
 def recomputed(rank: int, world: int, group: Any, split: bool) -> float | str:
