@@ -75,6 +75,7 @@ from .running import (
     show_own,
     tables_of_dynamo,
     transform,
+    unsummed,
     without_modes,
     without_saved_hooks,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -302,6 +303,15 @@ def drop_gradients(part: Any) -> None:
             p.unsharded_accumulated_grad = None
             if hasattr(p, "_unsharded_param"):
                 p._unsharded_param.grad = None
+
+
+def unsummed(part: Any) -> bool:
+    """Return whether torch's data parallelism has gradients of a module that it has not summed yet."""
+    for p in itertools.chain(*[group.fsdp_params for group in _parameter_groups(part._get_fsdp_state())]):
+        whole = getattr(p, "_unsharded_param", None)
+        if p.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            return True
+    return False
 
 
 def _parameter_groups(state: Any) -> list[Any]:

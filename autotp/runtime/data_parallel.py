@@ -32,6 +32,11 @@ RECOMPUTED = (
     "backward, where torch does not gather the weights of a call. Take use_reentrant=True, or let blocks be "
     "checkpointed: model.gradient_checkpointing_enable() before autotp.compile."
 )
+UNSUMMED = (
+    "a step of an optimizer after backwards in no_sync() alone: their gradients are not summed over dp, and a step "
+    "would have none of them. Make the last backward outside of no_sync(), or drop them by the module's own "
+    "zero_grad(), for an optimizer's does not know of them."
+)
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given
 
 
@@ -137,6 +142,12 @@ def drop_gradients(shards: ShardState) -> None:
     """Drop gradients of backwards in `no_sync` that none after them has summed."""
     for part in _own_parts(shards):
         compat.drop_gradients(part)
+
+
+def refuse_unsummed(shards: ShardState) -> None:
+    """Refuse a step while gradients of backwards in `no_sync` wait for their sum: a step would leave them for later."""
+    if any(map(compat.unsummed, _own_parts(shards))):
+        raise StateError(UNSUMMED)
 
 
 def _recover_all() -> None:

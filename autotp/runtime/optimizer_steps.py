@@ -35,6 +35,7 @@ from autotp.runtime.interop.ownership import INSTEAD, begin_step, end_step, of_a
 
 from .call_message import NOTHING, SAMPLES, differ, refuse_samples, sampled, short
 from .calls import Calls
+from .data_parallel import refuse_unsummed
 from .storage import ShardState
 
 UNCHANGED = (
@@ -71,6 +72,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if updated and calls.channel is not None:
             with Turn(f"a step of {type(optimizer).__name__}", calls.channel):  # other stages hear of an error too
                 _compare(optimizer, calls, updated)
+                refuse_unsummed(calls.shards)
                 # After what is compared: all ranks have this class and these options, and refuse it together.
                 if first:
                     refuse_unknown(optimizer, calls.shards)

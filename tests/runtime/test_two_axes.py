@@ -196,6 +196,28 @@ def test_forwards_and_backwards_come_in_any_order(pool, split):
         assert max(found.values()) < 1e-10, found
 
 
+def stepped_early(rank: int, world: int, group: Any, split: bool) -> tuple[str, str, float]:
+    """What a step says amid an accumulation and after its end, and how far weights are where it was dropped."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("esm")
+    inputs = slice_of(whole, mine)
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=inputs)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    with sharded.no_sync():
+        sharded(**inputs).logits.square().mean().backward()
+    early = message_of(optimizer.step)
+    sharded.zero_grad()
+    for module, given in ((sharded, inputs), (model, whole)):
+        module(**given).logits.square().mean().backward()
+    return early, message_of(optimizer.step), gradients_differ(sharded, model)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
+def test_a_step_amid_an_accumulation_is_refused(pool, split):
+    for early, later, gradients in pool.run(stepped_early, split):
+        assert "backwards in no_sync() alone" in early and not later and gradients < 1e-10
+
+
 def recomputed(rank: int, world: int, group: Any, split: bool) -> float | str:
     """How far gradients are from one device's where the whole module is recomputed, or why it is refused."""
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
