@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -291,27 +290,31 @@ def differentiates(root: Any) -> bool:
 
 def show_own(part: Any) -> None:
     """Give a module that torch's data parallelism was given its own parameters; what was gathered of them is kept."""
-    for group in _parameter_groups(part._get_fsdp_state()):
-        for p in group.fsdp_params:
-            p._setattr_on_modules(p.sharded_param)
+    for p in _own_parameters(part):
+        p._setattr_on_modules(p.sharded_param)
 
 
 def drop_gradients(part: Any) -> None:
     """Drop gradients that torch's data parallelism has not summed yet, because backwards were not to."""
-    for group in _parameter_groups(part._get_fsdp_state()):
-        for p in group.fsdp_params:
-            p.unsharded_accumulated_grad = None
-            if hasattr(p, "_unsharded_param"):
-                p._unsharded_param.grad = None
+    for p in _own_parameters(part):
+        p.unsharded_accumulated_grad = None
+        if hasattr(p, "_unsharded_param"):
+            p._unsharded_param.grad = None
 
 
 def unsummed(part: Any) -> bool:
     """Return whether torch's data parallelism has gradients of a module that it has not summed yet."""
-    for p in itertools.chain(*[group.fsdp_params for group in _parameter_groups(part._get_fsdp_state())]):
+    for p in _own_parameters(part):
         whole = getattr(p, "_unsharded_param", None)
         if p.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
             return True
     return False
+
+
+def _own_parameters(part: Any) -> Iterator[Any]:
+    """Iterate over what torch's data parallelism keeps of each parameter of a module, those of its blocks left out."""
+    for group in _parameter_groups(part._get_fsdp_state()):
+        yield from group.fsdp_params
 
 
 def _parameter_groups(state: Any) -> list[Any]:
