@@ -45,7 +45,7 @@ UNCONNECTED = (
     "need them too."
 )
 
-recoveries: list[Callable[[], None]] = []  # called where a backward has failed
+around_backwards: list[Callable[[], contextlib.AbstractContextManager[None]]] = []  # entered by each backward
 _open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 _by_name: dict[str, Channel] = {}
 _by_rank: dict[int, Link] = {}  # by the other one's rank in the world
@@ -246,10 +246,11 @@ def whole_backward() -> Iterator[None]:
     """
     with _turn("a backward"):
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for around in around_backwards:
+                    stack.enter_context(around())
+                yield
         except BaseException as error:
-            for recover in recoveries:
-                recover()
             under_way = [channel for channel in list(_open.values()) if channel.running]
             if under_way and isinstance(error, RuntimeError) and not isinstance(error, RankError):
                 lost(error, max(under_way, key=lambda channel: channel.began).group)

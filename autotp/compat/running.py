@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ VARIANTS = 64
 # Inductor's options for a function that is called at every token. Dynamo's guards have compared sizes and strides of
 # what it is given; Inductor's code compares them again, tensor by tensor, and those of what its operators gave.
 UNASSERTED = {"size_asserts": False, "alignment_asserts": False}
+# What torch's data parallelism keeps of a parameter -> the gradient that was last seen of that parameter, its version,
+# and whether it is one of NaN that stands for those that wait for their sum.
+_marks: weakref.WeakKeyDictionary[Any, tuple[Any, int, bool]] = weakref.WeakKeyDictionary()
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
 
 
@@ -246,7 +250,8 @@ def at_once(parts: Sequence[Any]) -> Iterator[None]:
     except BaseException:
         # Those of a step that failed would be added to the next one's.
         for part in parts:
-            drop_gradients(part)
+            for p in _own_parameters(part):
+                _drop(p)
         raise
     finally:
         # Calls beside steps gather and sum as before.
@@ -294,21 +299,66 @@ def show_own(part: Any) -> None:
         p._setattr_on_modules(p.sharded_param)
 
 
-def drop_gradients(part: Any) -> None:
-    """Drop gradients that torch's data parallelism has not summed yet, because backwards were not to."""
-    for p in _own_parameters(part):
-        p.unsharded_accumulated_grad = None
-        if hasattr(p, "_unsharded_param"):
-            p._unsharded_param.grad = None
-
-
 def unsummed(part: Any) -> bool:
     """Return whether torch's data parallelism has gradients of a module that it has not summed yet."""
+    return any(map(_waits, _own_parameters(part)))
+
+
+def mark_unsummed(part: Any) -> None:
+    """Give each parameter with gradients that wait for their sum one of NaN, or note which it has.
+
+    Torch keeps what waits where no `zero_grad` finds it; that this one is gone tells that it was to be dropped.
+    """
     for p in _own_parameters(part):
-        whole = getattr(p, "_unsharded_param", None)
-        if p.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
-            return True
-    return False
+        if p in _marks or not _waits(p):
+            continue
+        own, stands = p.sharded_param, p.sharded_param.grad is None
+        if stands:
+            local = own.to_local()
+            own.grad = p.to_sharded_dtensor(local.new_full((), torch.nan).expand_as(local))  # of one element in memory
+        _marks[p] = own.grad, _version(own.grad), stands
+
+
+def drop_unmarked(part: Any) -> bool:
+    """Drop what waits where the gradient that was noted is gone or zero; return whether one has other values."""
+    rewrites = False
+    for p in filter(_marks.get, _own_parameters(part)):
+        (marked, version, _), grad = _marks[p], p.sharded_param.grad
+        if grad is marked and _version(grad) == version:
+            continue
+        if grad is marked and grad.to_local().any():
+            rewrites = True
+            continue
+        _drop(p)
+        _unmark(p)
+    return rewrites
+
+
+def unmark(part: Any) -> None:
+    """Take away gradients of NaN that stand for others."""
+    for p in _own_parameters(part):
+        _unmark(p)
+
+
+def _unmark(p: Any) -> None:
+    marked, _, stands = _marks.pop(p, (None, 0, False))
+    if stands and p.sharded_param.grad is marked:
+        p.sharded_param.grad = None
+
+
+def _version(tensor: Any) -> int:
+    return tensor._version + tensor.to_local()._version  # writes to a DTensor are counted in the first alone
+
+
+def _waits(p: Any) -> bool:
+    whole = getattr(p, "_unsharded_param", None)
+    return p.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _drop(p: Any) -> None:
+    p.unsharded_accumulated_grad = None
+    if hasattr(p, "_unsharded_param"):
+        p._unsharded_param.grad = None
 
 
 def _own_parameters(part: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autotp import compat
-from autotp.comm.lockstep import recoveries
+from autotp.comm.lockstep import around_backwards
 from autotp.comm.ranks import Ranks
 from autotp.comm.turn import within
 from autotp.errors import StateError
@@ -33,10 +33,14 @@ RECOMPUTED = (
     "checkpointed: model.gradient_checkpointing_enable() before autotp.compile."
 )
 UNSUMMED = (
-    "a step of an optimizer after backwards in no_sync() alone: their gradients are not summed over dp, and a step "
-    "would have none of them. Make the last backward outside of no_sync(), or drop them by the module's own "
-    "zero_grad(), for an optimizer's does not know of them."
+    "after backwards in no_sync() alone: their gradients are not summed over dp, and would be left out. Make the last "
+    "backward outside of no_sync(), or drop them by zero_grad()."
 )
+CHANGED = (
+    "gradients were changed in place while others of backwards in no_sync() wait for their sum, of which the change "
+    "would leave out those. Change them after a backward outside of no_sync()."
+)
+_accumulating: weakref.WeakSet[ShardState] = weakref.WeakSet()  # in or after `no_sync`, before the sum
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given
 
 
@@ -138,25 +142,40 @@ def recovering(shards: ShardState) -> Iterator[None]:
         raise
 
 
-def drop_gradients(shards: ShardState) -> None:
-    """Drop gradients of backwards in `no_sync` that none after them has summed."""
-    for part in _own_parts(shards):
-        compat.drop_gradients(part)
+def refuse_unsummed(shards: ShardState, what: str) -> None:
+    """Refuse what would leave out gradients of backwards in `no_sync` that wait for their sum."""
+    parts = [*_own_parts(shards)]
+    for part in parts:
+        compat.drop_unmarked(part)
+    if any(map(compat.unsummed, parts)):
+        raise StateError(f"{what} {UNSUMMED}")
 
 
-def refuse_unsummed(shards: ShardState) -> None:
-    """Refuse a step while gradients of backwards in `no_sync` wait for their sum: a step would leave them for later."""
-    if any(map(compat.unsummed, _own_parts(shards))):
-        raise StateError(UNSUMMED)
+@contextlib.contextmanager
+def _backward() -> Iterator[None]:
+    """Note after a backward what waits for its sum, and reset modules where it fails."""
+    try:
+        yield
+    except BaseException:
+        for root in list(_roots):
+            compat.reset_iteration(root)
+        raise
+    finally:
+        _note_waiting()
 
 
-def _recover_all() -> None:
-    """Reset all modules after a backward that failed, of whichever."""
-    for root in list(_roots):
-        compat.reset_iteration(root)
+def _note_waiting() -> None:
+    for shards in list(_accumulating):
+        if compat.differentiates(shards.root):  # a backward within one, of a part that is recomputed
+            continue
+        parts = [*_own_parts(shards)]
+        for part in parts:
+            compat.mark_unsummed(part)
+        if shards.summing and not any(map(compat.unsummed, parts)):
+            _accumulating.discard(shards)
 
 
-recoveries.append(_recover_all)
+around_backwards.append(_backward)
 
 
 def follow_types(shards: ShardState) -> None:
@@ -219,19 +238,25 @@ def refuse_another(shards: ShardState, hook: Any) -> None:
         )
 
 
-def refuse_twice(shards: ShardState, outputs: Iterable[Any]) -> None:
-    """Refuse to differentiate a backward with dp: by then torch has freed weights that it gathered."""
+def begin_backward(shards: ShardState, outputs: Iterable[Any]) -> None:
+    """Let a backward with dp of these outputs begin with what was to be dropped, and refuse to differentiate it."""
     for value in outputs if shards.by_torch.size > 1 else ():
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.register_hook(_once)
+            value.register_hook(functools.partial(_begin, shards))
 
 
-def _once(grad: Tensor) -> None:
-    if torch.is_grad_enabled():  # in a backward: create_graph=True
+def _begin(shards: ShardState, grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward: create_graph=True, by when torch has freed weights that it gathered
         raise StateError(
             "create_graph=True: with dp or cp a backward cannot be differentiated again, because torch's data "
             "parallelism keeps nothing for that. Compile over tp alone for gradients of gradients."
         )
+    parts = [*_own_parts(shards)] if shards in _accumulating else []
+    rewrites = [*map(compat.drop_unmarked, parts)]  # of all of them
+    if any(rewrites):
+        raise StateError(CHANGED)
+    for part in parts:
+        compat.unmark(part)
 
 
 @contextlib.contextmanager
@@ -242,6 +267,7 @@ def no_sync(shards: ShardState) -> Iterator[None]:
         return
     root: Any = shards.root
     shards.summing = False
+    _accumulating.add(shards)
     root.set_requires_gradient_sync(False)
     try:
         yield

@@ -216,7 +216,7 @@ class ShardedModule(Batching, Part):
                 if as_sharded and captured.becomes(i) is None:  # states are local
                     value = program.left_sharded(i, value, inputs, self._shards.ranks)
                 results.append(value)
-        data_parallel.refuse_twice(self._shards, results)
+        data_parallel.begin_backward(self._shards, results)
         self._calls.end(results, inputs)
         return results
 
@@ -225,7 +225,7 @@ class ShardedModule(Batching, Part):
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave gradients unsummed over dp in this context, as backwards add to them; the next one outside sums all.
 
-        For gradient accumulation. The gradients of parameters may be absent until then.
+        For gradient accumulation. Until then a parameter's gradient may be NaN, and whole ones are refused.
         """
         if self._shards.staged:
             raise StateError(
@@ -235,13 +235,13 @@ class ShardedModule(Batching, Part):
 
     @Turn("zero_grad()")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients as torch does; with dp also those of backwards in `no_sync` that are not summed yet."""
+        """Drop gradients as torch does, those of backwards in `no_sync` too, and not amid another thread's call."""
         super().zero_grad(set_to_none)
-        data_parallel.drop_gradients(self._shards)
 
     @Turn("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most this; return the norm before. A collective call."""
+        data_parallel.refuse_unsummed(self._shards, "clip_grad_norm_()")
         return state.clip(self._shards, max_norm)
 
     def full_state_dict(self, live: bool = False) -> NamedTensors:
@@ -255,6 +255,7 @@ class ShardedModule(Batching, Part):
     def full_grad_dict(self, live: bool = False) -> NamedTensors:
         """Return every gradient that is there, whole, by the original's names; copies, but for `live` (collective)."""
         with self._calls.together("full_grad_dict"):
+            data_parallel.refuse_unsummed(self._shards, "full_grad_dict()")
             return state.full_gradients(self._shards, live)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

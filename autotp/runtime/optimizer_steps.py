@@ -71,8 +71,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             refuse_sums(optimizer)
         if updated and calls.channel is not None:
             with Turn(f"a step of {type(optimizer).__name__}", calls.channel):  # other stages hear of an error too
+                refuse_unsummed(calls.shards, "a step of an optimizer")
                 _compare(optimizer, calls, updated)
-                refuse_unsummed(calls.shards)
                 # After what is compared: all ranks have this class and these options, and refuse it together.
                 if first:
                     refuse_unknown(optimizer, calls.shards)

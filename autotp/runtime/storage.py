@@ -355,7 +355,7 @@ class _Wrap(torch.autograd.Function):
 # ---- the record of a rank --------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)  # a member of weak sets
 class ShardState:
     """The tree of modules that holds a rank's tensors, and how those tensors are the original's.
 

@@ -31,6 +31,7 @@ WORDS = {
     "whole": "rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: collective of torch, (32, 8) from S(0)",
     "state": f"rank 0: {STEP}, after call 4, rank 1: full_state_dict of copy of Sequential",
     "by hand": "rank 0: weights written 0 times, rank 1: weights written 1 times",
+    "by a list": "rank 0: weights written 0 times, rank 1: weights written 1 times",
 }
 
 
@@ -47,6 +48,9 @@ def odd(sharded: Any, what: str) -> None:
         if what == "by hand":
             with torch.no_grad():
                 sharded[2].bias.zero_()
+        if what == "by a list":
+            with torch.no_grad():
+                torch._foreach_zero_([sharded[0].weight])
     for i in range(2):
         (sharded(X).square().mean() * (1 + (what == "scaled"))).backward()
         if what == "whole":

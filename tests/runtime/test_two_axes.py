@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import autotp
+from autotp import compat
 from autotp.capture.rank0 import pack, unpack
 from autotp.capture.request import CaptureRequest
 from autotp.comm import conversions
@@ -173,14 +175,18 @@ ORDERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {  # of the backwards of
 }
 
 
-def in_order(rank: int, world: int, group: Any, split: bool) -> dict[str, float]:
-    """How far gradients are from one device's, by order."""
+def two_linears() -> tuple[DeviceMesh, nn.Module, Tensor, Tensor]:
+    """The mesh, a model, two inputs of it, and this rank's part of both."""
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
     whole = torch.randn(2, 4, 8).double()
-    mine = whole.chunk(DP, dim=1)[mesh["dp"].get_local_rank()]
-    found = {}
+    return mesh, model, whole, whole.chunk(DP, dim=1)[mesh["dp"].get_local_rank()]
+
+
+def in_order(rank: int, world: int, group: Any, split: bool) -> dict[str, float]:
+    """How far gradients are from one device's, by order."""
+    (mesh, model, whole, mine), found = two_linears(), {}
     for order, backwards in ORDERS.items():
         copied = copy.deepcopy(model)
         sharded: Any = autotp.compile(copied, dp=DP, mesh=mesh, fully_shard=split, example_inputs=mine[0])
@@ -196,26 +202,81 @@ def test_forwards_and_backwards_come_in_any_order(pool, split):
         assert max(found.values()) < 1e-10, found
 
 
-def stepped_early(rank: int, world: int, group: Any, split: bool) -> tuple[str, str, float]:
-    """What a step says amid an accumulation and after its end, and how far weights are where it was dropped."""
-    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
-    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("esm")
-    inputs = slice_of(whole, mine)
-    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=inputs)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    with sharded.no_sync():
-        sharded(**inputs).logits.square().mean().backward()
-    early = message_of(optimizer.step)
-    sharded.zero_grad()
-    for module, given in ((sharded, inputs), (model, whole)):
-        module(**given).logits.square().mean().backward()
-    return early, message_of(optimizer.step), gradients_differ(sharded, model)
+DROPS: dict[str, Callable[[Any, Any], Any]] = {  # amid an accumulation, by the module or its optimizer
+    "an optimizer's": lambda module, optimizer: optimizer.zero_grad(),
+    "to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+    "a module's": lambda module, optimizer: module.zero_grad(),
+    "before a step": lambda module, optimizer: (optimizer.zero_grad(), optimizer.step()),
+    "of one": lambda module, optimizer: setattr(next(iter(module.parameters())), "grad", None),
+    "none": lambda module, optimizer: None,
+}
+
+
+def dropping(rank: int, world: int, group: Any, split: bool, heeded: bool) -> dict[str, float]:
+    """How far gradients are from one device's where those that wait for their sum were dropped, by how and when."""
+    (mesh, model, whole, mine), found = two_linears(), {}
+    with nullcontext() if heeded else patch.object(compat, "drop_unmarked", lambda part: False):
+        sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=mine[0])
+        rows = [(m, torch.optim.SGD(m.parameters(), lr=0.1), x) for m, x in ((sharded, mine), (model, whole))]
+        for name, before, early in itertools.product(DROPS, (False, True), (False, True)):
+            if not heeded and name == "before a step":  # which is refused then
+                continue
+            for module, optimizer, (first, second) in rows:
+                module.zero_grad()
+                if before:  # a gradient that is summed stands beside what waits
+                    module(second).pow(3).mean().backward()
+                with module.no_sync() if module is sharded else nullcontext():
+                    module(first).square().mean().backward()
+                if early:
+                    DROPS[name](module, optimizer)
+                loss = module(second).pow(4).mean()
+                if not early:
+                    DROPS[name](module, optimizer)
+                loss.backward()
+            found[f"{name}, {before=}, {early=}"] = gradients_differ(sharded, model)
+    return found
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
-def test_a_step_amid_an_accumulation_is_refused(pool, split):
-    for early, later, gradients in pool.run(stepped_early, split):
-        assert "backwards in no_sync() alone" in early and not later and gradients < 1e-10
+def test_gradients_dropped_amid_an_accumulation_are_gone(pool, split):
+    for found in pool.run(dropping, split, True):
+        assert max(found.values()) < 1e-10, found
+    for found in pool.run(dropping, split, False):  # the control
+        assert min(x for name, x in found.items() if "none" not in name) > 1e-3, found
+
+
+EARLY: dict[str, tuple[Callable[[Any, Any], Any], str]] = {  # amid an accumulation -> what is said of it
+    "step": (lambda module, optimizer: optimizer.step(), "a step of an optimizer after backwards in no_sync() alone"),
+    "clip": (lambda module, optimizer: module.clip_grad_norm_(1.0), "clip_grad_norm_() after backwards in no_sync()"),
+    "read": (lambda module, optimizer: module.full_grad_dict(), "full_grad_dict() after backwards in no_sync() alone"),
+    "replan": (lambda module, optimizer: module.replan(tp=TP, dp=DP), "replan() after backwards in no_sync() alone"),
+}
+
+
+def early(rank: int, world: int, group: Any, split: bool) -> tuple[dict[str, str], str, float]:
+    """What is said amid an accumulation, and of a backward after gradients were scaled there; gradients thereafter."""
+    mesh, model, (_, whole), (_, mine) = two_linears()
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=mine)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(mine).square().mean().backward()
+    with sharded.no_sync():
+        sharded(mine).square().mean().backward()
+    said = {name: message_of(lambda do=do: do(sharded, optimizer)) for name, (do, _) in EARLY.items()}
+    torch._foreach_mul_([p.grad for p in sharded.parameters()], 0.5)
+    scaled = message_of(sharded(mine).square().mean().backward)
+    optimizer.zero_grad()
+    for module, given in ((sharded, mine), (model, whole)):
+        module(given).square().mean().backward()
+    found = gradients_differ(sharded, model)
+    optimizer.step()
+    return said, scaled, found
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
+def test_what_needs_whole_gradients_is_refused_amid_an_accumulation(pool, split):
+    for said, scaled, gradients in pool.run(early, split):
+        assert all(wanted in said[name] for name, (_, wanted) in EARLY.items()), said
+        assert "gradients were changed in place while others" in scaled and gradients < 1e-10, scaled
 
 
 def recomputed(rank: int, world: int, group: Any, split: bool) -> float | str:

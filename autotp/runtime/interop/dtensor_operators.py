@@ -118,6 +118,19 @@ def _by_element(op: Any, args: Leaves, kwargs: Any) -> Any:
     return op(*map(_local, args), **{k: _local(v) for k, v in kwargs.items()})
 
 
+def _counted(handler: Handler) -> Handler:
+    """Count what a handler writes to DTensors in a list as writes to these, as torch does with any other tensor."""
+
+    def handle(op: Any, args: Leaves, kwargs: Any) -> Any:
+        results = handler(op, args, kwargs)
+        if op._schema.is_mutable:
+            distributed = [t for t in args[0] if isinstance(t, DTensor) and not t.is_inference()]
+            torch.autograd.graph.increment_version(distributed)
+        return results
+
+    return handle
+
+
 def _mixed(op: Any, args: Leaves, kwargs: Any) -> Any:
     """Interpolate lists by a number each: of its own parts on each rank, for torch 2.11 has no rule for it."""
     into, ends, *rest = args
@@ -326,11 +339,11 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(DRAWS, _draw),
     **dict.fromkeys(PART_BY_PART, _on_parts),
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
-    **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
-    aten._foreach_lerp_.ScalarList: _mixed,
+    **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _counted(_lists)),
+    **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _counted(_by_element)),
+    aten._foreach_lerp_.ScalarList: _counted(_mixed),
     aten._local_scalar_dense.default: _number,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _overflow,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _counted(_overflow),
     aten.index_put_.default: _put,
     aten.stack.default: _stack,
     aten.linalg_vector_norm.default: _norms,

@@ -63,6 +63,7 @@ def replan(
         together(ranks, "reading the degrees", lambda: _check(module, tp, dp, optimizer))
         facts = {"tp": tp, "dp": f"{dp}, fully_shard={fully_shard}", "optimizer": optimizer is not None}
         module._calls.agree("replan()", {**facts, "bucket": bucket})
+        data_parallel.refuse_unsummed(shards, "replan()")
         shards.show_own()
         original = _original(shards)
         axes = Axes(dp=dp, fully_shard=fully_shard and dp > 1, ep=dp if module.plan.batch.ep > 1 else 1)
