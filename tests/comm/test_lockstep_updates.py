@@ -50,7 +50,7 @@ def odd(sharded: Any, what: str) -> None:
                 sharded[2].bias.zero_()
         if what == "by a list":
             with torch.no_grad():
-                torch._foreach_zero_([sharded[0].weight])
+                torch.ops.aten._foreach_zero_([sharded[0].weight])
     for i in range(2):
         (sharded(X).square().mean() * (1 + (what == "scaled"))).backward()
         if what == "whole":

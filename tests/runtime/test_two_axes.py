@@ -217,7 +217,8 @@ def dropping(rank: int, world: int, group: Any, split: bool, heeded: bool) -> di
     (mesh, model, whole, mine), found = two_linears(), {}
     with nullcontext() if heeded else patch.object(compat, "drop_unmarked", lambda part: False):
         sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=mine[0])
-        rows = [(m, torch.optim.SGD(m.parameters(), lr=0.1), x) for m, x in ((sharded, mine), (model, whole))]
+        both: list[tuple[Any, Any]] = [(sharded, mine), (model, whole)]
+        rows = [(module, torch.optim.SGD(module.parameters(), lr=0.1), given) for module, given in both]
         for name, before, early in itertools.product(DROPS, (False, True), (False, True)):
             if not heeded and name == "before a step":  # which is refused then
                 continue
@@ -262,7 +263,7 @@ def early(rank: int, world: int, group: Any, split: bool) -> tuple[dict[str, str
     with sharded.no_sync():
         sharded(mine).square().mean().backward()
     said = {name: message_of(lambda do=do: do(sharded, optimizer)) for name, (do, _) in EARLY.items()}
-    torch._foreach_mul_([p.grad for p in sharded.parameters()], 0.5)
+    torch.ops.aten._foreach_mul_([p.grad for p in sharded.parameters()], 0.5)
     scaled = message_of(sharded(mine).square().mean().backward)
     optimizer.zero_grad()
     for module, given in ((sharded, mine), (model, whole)):
