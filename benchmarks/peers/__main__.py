@@ -29,6 +29,7 @@ from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.llama.megatron import Shape, untouched
 from benchmarks.helpers.performance import ROOT, table, write_section
 from benchmarks.helpers.together import together as put_together
+from benchmarks.results import parts_of
 
 from . import architectures, measured, planners
 from .legs import AUTOTP, CORE, DECODE, PLAN, SPEED, STYLES, TRAIN, WRITTEN, base_of, chosen, lines
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="what is done already")
     parser.add_argument("--tiny", action="store_true", help="a model of tiny sizes, to try the code")
     given = parser.parse_args(arguments)
-    given.folder.mkdir(parents=True, exist_ok=True)
+    given.folder = parts_of(given.folder, "beside-the-packages-themselves", "benchmarks/peers")
     if not importlib.util.find_spec("megatron"):
         print(
             "Megatron-Core and DeepSpeed are not installed here: `make peers` runs this in an environment that has them"

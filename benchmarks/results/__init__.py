@@ -59,6 +59,28 @@ def changed(root: Path, commit: str, folders: tuple[str, ...]) -> str:
     return f"changed since: {', '.join(found)}" if found else ""
 
 
+def folders_of(figure: str, root: Path = ROOT) -> tuple[str, ...]:
+    """Return the folders that a figure depends on by `depends.toml`, without its own command's."""
+    table = tomllib.loads((root / "benchmarks" / "results" / DEPENDS).read_text(encoding="utf-8"))
+    return tuple(table["groups"][table["figures"][figure][0]])
+
+
+def parts_of(folder: Path, figure: str, *own: str, root: Path = ROOT) -> Path:
+    """Return the folder of a figure's parts that are of this code, named by the commit at which they began.
+
+    Args:
+        folder: of all its parts. figure: in `depends.toml`. own: files or folders of its own command.
+            root: of the project.
+    """
+    depends = (*folders_of(figure, root), *own)
+    for place in sorted(folder.glob("*/")):
+        if not changed(root, place.name, depends):
+            return place
+    place = folder / (git(root, "rev-parse", "--short=8", "HEAD") or "no-commit")
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 def fresh(
     records: Mapping[str, Mapping[str, Any]], figure: str, root: Path = ROOT, degrees: Iterable[int] = ()
 ) -> set[str]:
@@ -68,8 +90,7 @@ def fresh(
         records: by name, each with its commit, or with one for each degree. figure: in `depends.toml`. root: of the
             project. degrees: that a record is asked for; one that names none is of its commit for all of them.
     """
-    table = tomllib.loads((root / "benchmarks" / "results" / DEPENDS).read_text(encoding="utf-8"))
-    folders = tuple(table["groups"][table["figures"][figure][0]])
+    folders = folders_of(figure, root)
     old = functools.cache(lambda commit: changed(root, commit, folders))
     wanted = [str(degree) for degree in degrees]
 

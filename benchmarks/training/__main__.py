@@ -2,7 +2,7 @@
 
 The same 4.9 million weights, batches and learning rates in every run; what is compared is the loss and the norm of all
 gradients, step by step, with those of one process of plain torch. A run is a part: it goes on from its last checkpoint,
-and is not repeated once it is done. The model of one run is then served, and says something.
+and is not repeated once it is done on the same code. The model of one run is then served, and says something.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from benchmarks.helpers.command import made
 from benchmarks.helpers.curves import Panel, drawing
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.performance import LOAD, ROOT, table, write_section
+from benchmarks.results import parts_of
 
 from .runs import BITS, LENGTH, ONE, ROWS, RUNS, Text, model_of, trained
 
 HEADING, PICTURE = "A training, over each mesh", ROOT / "docs" / "assets" / "training.svg"
+FIGURE = "a-training-over-each-mesh"
 STEPS, SERVED, PROMPT, WORDS = 2000, "tp=2", "class LlamaAttention(nn.Module):\n", 200
 LAST = 100  # steps whose losses' mean is printed
 
@@ -162,17 +164,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=ROOT / "build" / "training", help="what is done, and checkpoints"
     )
     given = parser.parse_args(arguments)
-    given.folder.mkdir(parents=True, exist_ok=True)
+    folder = parts_of(given.folder, FIGURE, "benchmarks/training")
     names = [name for name in RUNS if not given.only or name in (*given.only, ONE)]
     runs = {}
     for name in names:
-        runs[name] = part(name, given.steps, given.folder)
+        runs[name] = part(name, given.steps, folder)
         print(f"{name}: loss {runs[name]['losses'][-1]:.4f}, {runs[name]['cpu_s']:.2f} CPU s a step", file=sys.stderr)
     text = Text()
     record = {"benchmark": "training", **made("benchmarks.training", arguments), "cores": os.cpu_count()}
     record |= {"steps": given.steps, "files": len(text.files), "bytes": len(text.bytes), "digest": text.digest}
     record["parameters"] = sum(p.numel() for p in model_of().parameters())
-    record |= {"runs": runs, "said": said(given.folder) if SERVED in runs else ""}
+    record |= {"runs": runs, "said": said(folder) if SERVED in runs else ""}
     print(page(record))
     if given.write:
         PICTURE.write_text(picture(runs), encoding="utf-8")

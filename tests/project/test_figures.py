@@ -14,7 +14,7 @@ import pytest
 from benchmarks.helpers.command import beside, stamped
 from benchmarks.helpers.lists.page import render
 from benchmarks.helpers.performance import PAGE, RESULTS, result_of
-from benchmarks.results import EXCLUDE, UNKNOWN, fresh
+from benchmarks.results import EXCLUDE, UNKNOWN, fresh, parts_of
 from benchmarks.results.__main__ import FAILED, NEVER, main, own_files
 from benchmarks.results.__main__ import figures as listed
 from tests.conftest import Passed
@@ -220,6 +220,21 @@ def test_a_list_goes_on_with_what_is_older_than_its_code(history):
     records = {name: {"commit": commit} for name, commit in commits.items()} | {"nobody knows": {}}
     assert fresh(records, "first", root) == {"new"}
     assert fresh(records, "second", root) == {"old", "new"}  # of another folder
+
+
+def test_parts_of_older_code_are_begun_anew(history, tmp_path):
+    root, git = history
+    begun, other = (parts_of(tmp_path / name, name, "bench.py", root=root) for name in ("first", "second"))
+    assert begun.name == git("rev-parse", "--short=8", "HEAD")
+    (root / "one/a.py").write_text("3", encoding="utf-8")
+    git("commit", "-q", "-a", "-m", "another")
+    again = parts_of(tmp_path / "first", "first", "bench.py", root=root)
+    assert again.name == git("rev-parse", "--short=8", "HEAD") and begun.exists()
+    assert parts_of(tmp_path / "first", "first", "bench.py", root=root) == again
+    assert parts_of(tmp_path / "second", "second", "bench.py", root=root) == other  # of another folder
+    (root / "bench.py").write_text("print('right')", encoding="utf-8")
+    git("commit", "-q", "-a", "-m", "its own command")
+    assert parts_of(tmp_path / "second", "second", "bench.py", root=root) != other
 
 
 def test_a_degree_is_as_new_as_its_own_commit(history):

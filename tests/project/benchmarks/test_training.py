@@ -21,14 +21,15 @@ def test_two_hundred_steps_learn_alike_and_the_model_speaks(tmp_path, capsys):
     meshes = ["tp=2", "pp=2 x tp=2", *BITS]
     training.main(["--steps", "200", "--folder", str(tmp_path), "--only", *meshes])
     printed = capsys.readouterr().out
-    found = {name: training.part(name, 200, tmp_path) for name in (ONE, *meshes)}  # as it was kept
+    parts = training.parts_of(tmp_path, training.FIGURE)
+    found = {name: training.part(name, 200, parts) for name in (ONE, *meshes)}  # as it was kept
     assert "Equal to the bit" in printed and "served by `autotp serve`" in printed
     off = training.apart(found, "losses")
     # Rounding grows as training goes on: of one rank whose sums have another order too.
     assert all(max(off[name][:30]) < 1e-6 and max(off[name]) < 3e-2 for name in meshes)
     assert found[ONE]["losses"][-1] < 0.6 * found[ONE]["losses"][0]
     assert max(off["tp=2"]) > 0  # negative control: other sums have other bits
-    kept = next(tmp_path.glob("tp-invariant-2-tp-2-*.json"))
+    kept = next(parts.glob("tp-invariant-2-tp-2-*.json"))
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"norms": found[ONE]["norms"]}))
     training.main(["--steps", "200", "--folder", str(tmp_path), "--only", *BITS])
     assert "NOT EQUAL" in capsys.readouterr().out
